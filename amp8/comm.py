@@ -1,0 +1,240 @@
+"""FP8 gradients and weights on the wire, over stock gloo and NCCL.
+
+Bytes travel as uint8, which every backend moves; nothing is ever added in FP8. The mean of N ranks' gradients is an
+all_to_all, in which each rank receives all ranks' codes of its own share, a mean in fp32, one rounding back to e4m3,
+and an all_gather. It costs what a ring all-reduce of FP8 would, 2 (N - 1) / N bytes per element, and has two roundings
+where that has one at each hop, and no sum that could overflow. (FP8-LM, arXiv:2310.18313, section 2.2, sums in FP8 and
+guards with a pre-scale.)
+
+Under O3 the shares are whole tensors, each owned by one rank. Only the owner needs the mean, so the second collective
+moves the updated FP8 weights instead of the gradients.
+"""
+
+import torch
+import torch.distributed as dist
+
+from . import scaling
+
+BUCKET = 25 << 20  # bytes of codes that travel together, as in DistributedDataParallel
+SLICE = 16 << 20  # bytes of updated weights per rank that are gathered at once
+
+
+class Bucket:
+    """Some weights whose gradients travel together: laid end to end, cut into one share per rank.
+
+    shares: bytes per rank. pieces: (index of the weight, start, end, place) of this rank's own share; start and end
+    count elements of the weight, place is where the piece begins in the share.
+    """
+
+    def __init__(self, gradients, rank, world, owners=None):
+        if owners is not None:  # whole tensors, in the order of their owners
+            gradients = sorted(gradients, key=lambda gradient: owners[gradient])
+        self.gradients = gradients
+        sizes = [gradient.shape.numel() for gradient in gradients]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.sharded = owners is not None
+        if self.sharded:
+            self.shares = [
+                sum(n for n, g in zip(sizes, gradients, strict=True) if owners[g] == r) for r in range(world)
+            ]
+        else:
+            self.shares = [-(-sum(sizes) // world)] * world  # the last one padded
+        low = sum(self.shares[:rank])
+        high = low + self.shares[rank]
+        self.sizes, self.starts, self.pieces = sizes, starts, []
+        for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            a, b = max(start, low), min(start + size, high)
+            if a < b:
+                self.pieces.append((i, a - start, b - start, a - low))
+        self.waiting = set(gradients)
+        self.launched = False
+
+
+class Comm:
+    """Moves the FP8 gradients of a model's converted layers. `sent`: bytes this rank has sent, all steps together.
+
+    Everything runs in the order of the buckets on every rank. With gloo each collective blocks; on a GPU all of it
+    runs on a stream of its own beside the backward pass, until `finish`.
+    """
+
+    def __init__(self, gradients, group, owners=None, bucket=BUCKET):
+        self.gradients, self.group, self.owners, self.bucket = gradients, group, owners, bucket
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.sent = 0
+        self.wire = set()  # what has travelled: the format its bytes stand for
+        self.buckets, self.planned = [], None
+        self.finished = False  # since the last step or gradient
+        self.stream = None
+
+    def plan(self):
+        """Buckets in the order in which backward reaches the layers: the last first. Anew when layers are frozen."""
+        trained = [gradient for gradient in reversed(self.gradients) if gradient.linear.weight.requires_grad]
+        if trained == self.planned:
+            return
+        self.planned, self.buckets, filling, size = trained, [], [], 0
+        for gradient in trained:
+            if filling and size + gradient.shape.numel() > self.bucket:
+                self.buckets.append(Bucket(filling, self.rank, self.world, self.owners))
+                filling, size = [], 0
+            filling.append(gradient)
+            size += gradient.shape.numel()
+        if filling:
+            self.buckets.append(Bucket(filling, self.rank, self.world, self.owners))
+        self.where = {gradient: bucket for bucket in self.buckets for gradient in bucket.gradients}
+
+    def ready(self, gradient):
+        """A gradient is complete on this rank. Launches every bucket whose turn it is."""
+        if not any(bucket.launched for bucket in self.buckets):
+            self.plan()
+        self.finished = False
+        self.where[gradient].waiting.discard(gradient)
+        for bucket in self.buckets:
+            if bucket.launched:
+                continue
+            if bucket.waiting:
+                break
+            self.launch(bucket)
+
+    def finish(self):
+        """Launches what is left, waits for all. A gradient that this rank does not have counts as zero, as it does
+        in the mean of the ranks that do; one that no rank has stays None. Every rank calls it before a step."""
+        if self.finished:
+            return
+        self.plan()
+        for bucket in self.buckets:
+            if not bucket.launched:
+                self.launch(bucket)
+        for bucket in self.buckets:
+            bucket.launched, bucket.waiting = False, set(bucket.gradients)
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.finished = True
+
+    def launch(self, bucket):
+        bucket.launched = True
+        for gradient in bucket.gradients:
+            gradient.settle()
+        device = bucket.gradients[0].linear.weight.device
+        if device.type != "cuda":
+            return self.reduce(bucket, device)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        self.stream.wait_stream(current)
+        for gradient in bucket.gradients:  # made on one stream, read on the other
+            for tensor in (gradient.codes, gradient.scale):
+                if tensor is not None:
+                    tensor.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            self.reduce(bucket, device)
+        for gradient in bucket.gradients:
+            for tensor in (gradient.codes, gradient.scale):
+                if tensor is not None:
+                    tensor.record_stream(current)
+
+    @torch.no_grad()
+    def reduce(self, bucket, device):
+        """Puts the mean over ranks in place of each gradient of the bucket."""
+        n, world, mine = len(bucket.gradients), self.world, bucket.shares[self.rank]
+        flat = torch.zeros(sum(bucket.shares), dtype=torch.uint8, device=device)
+        scales = torch.zeros(n, device=device)  # 0 says that this rank has no such gradient
+        missing = []
+        for i, (gradient, start, size) in enumerate(zip(bucket.gradients, bucket.starts, bucket.sizes, strict=True)):
+            if gradient.codes is None:
+                missing.append(i)
+                continue
+            flat[start : start + size].copy_(gradient.codes.view(torch.uint8).view(-1))
+            # A mean from an earlier round takes part again: on all ranks, or N-fold on the one that has it.
+            scales[i] = gradient.scale / world if gradient.reduced and bucket.sharded else gradient.scale
+        # Scales ride along with every share: one collective, not two.
+        tail = scales.view(torch.uint8)
+        shares = flat.split(bucket.shares)
+        send = torch.cat([part for share in shares for part in (share, tail)])
+        received = torch.empty(world * (mine + 4 * n), dtype=torch.uint8, device=device)
+        splits = [share + 4 * n for share in bucket.shares]
+        dist.all_to_all_single(received, send, [mine + 4 * n] * world, splits, group=self.group)
+        self.sent += sum(splits) - splits[self.rank]
+        self.wire.add(scaling.E4M3)
+        received = received.view(world, mine + 4 * n)
+        codes = received[:, :mine].view(scaling.E4M3)
+        scales = received[:, mine:].contiguous().view(torch.float32).view(world, n)
+        inverse = torch.where(scales == 0, 0, 1 / scales)  # NaN, which marks a gradient that is not finite, stays
+        # No mean is larger than the largest value, so the smallest scale suits it; all ranks compute the same.
+        scales = torch.where(scales == 0, torch.inf, scales).amin(0)
+
+        out = torch.zeros(mine, dtype=scaling.E4M3, device=device)
+        for i, start, end, place in bucket.pieces:
+            part = slice(place, place + end - start)
+            mean = torch.zeros(end - start, device=device)
+            for rank in range(world):  # in one order and on one rank, whoever asks: all get the same bits
+                mean.addcmul_(codes[rank, part].float(), inverse[rank, i])
+            out[part].copy_(scaling.quantize(mean, scales[i] / world, scaling.E4M3))
+
+        if bucket.sharded:
+            held = {i: out[place : place + end - start] for i, start, end, place in bucket.pieces}
+        else:
+            flat = torch.empty(world * mine, dtype=torch.uint8, device=device)
+            dist.all_gather_into_tensor(flat, out.view(torch.uint8), group=self.group)
+            self.sent += (world - 1) * mine
+            flat = flat.view(scaling.E4M3)
+            held = {i: flat[a : a + n] for i, (a, n) in enumerate(zip(bucket.starts, bucket.sizes, strict=True))}
+        for i, gradient in enumerate(bucket.gradients):
+            if i in missing and scales[i] == torch.inf:
+                continue
+            gradient.codes = held[i].view(gradient.shape) if i in held else None
+            gradient.scale = scales[i] if i in held else None
+            gradient.reduced = True
+
+    @torch.no_grad()
+    def gather_weights(self, linears):
+        """O3, after a step: every rank receives the FP8 weights of the layers that others own, bit for bit.
+
+        linears: all converted layers that have an owner, in one order on all ranks.
+        """
+        device = linears[0].weight.device
+        owned = [[linear for linear in linears if self.owners[linear.gradient] == r] for r in range(self.world)]
+        longest = max(sum(linear.weight.numel() for linear in part) for part in owned)
+        for low in range(0, longest, SLICE):
+            width = min(SLICE, longest - low)
+            received = torch.empty(self.world, width, dtype=torch.uint8, device=device)
+            send = torch.zeros(width, dtype=torch.uint8, device=device)
+            for weight, place in pieces(owned[self.rank], low, width):
+                send[place : place + weight.numel()].copy_(weight)
+            dist.all_gather_into_tensor(received.view(-1), send, group=self.group)
+            self.sent += (self.world - 1) * width
+            for rank, part in enumerate(owned):
+                if rank != self.rank:
+                    for weight, place in pieces(part, low, width):
+                        weight.copy_(received[rank, place : place + weight.numel()])
+        most = max(len(part) for part in owned)
+        send = torch.zeros(most, 2, device=device)
+        for row, linear in zip(send, owned[self.rank], strict=False):
+            row[0], row[1] = linear.weight_scale, linear.weight_amax
+        received = torch.empty(self.world, most, 2, device=device)
+        dist.all_gather_into_tensor(received.view(-1, 2), send, group=self.group)
+        self.sent += (self.world - 1) * most * 8
+        for rank, part in enumerate(owned):
+            for row, linear in zip(received[rank], part, strict=False):
+                linear.weight_scale.copy_(row[0])
+                linear.weight_amax.copy_(row[1])
+
+
+def pieces(linears, low, width):
+    """(bytes, place) of the part of each weight that falls in low .. low + width of all of them laid end to end."""
+    start = 0
+    for linear in linears:
+        codes = linear.weight.data.view(torch.uint8).view(-1)
+        a, b = max(low, start), min(low + width, start + codes.numel())
+        if a < b:
+            yield codes[a - start : b - start], a - low
+        start += codes.numel()
+
+
+def partition(gradients, world):
+    """Whole tensors to ranks, evenly by size: the largest first, each to the rank that has least. {gradient: rank}."""
+    loads, owners = [0] * world, {}
+    for gradient in sorted(gradients, key=lambda gradient: -gradient.shape.numel()):  # stable: same on every rank
+        rank = loads.index(min(loads))
+        owners[gradient] = rank
+        loads[rank] += gradient.shape.numel()
+    return owners

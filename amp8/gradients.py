@@ -1,0 +1,128 @@
+"""Weight gradients in FP8: e4m3 codes and a scale, kept beside the parameter.
+
+Torch refuses an e4m3 `.grad` on an fp16 parameter and cannot add to one, so the gradient of a converted layer lives in
+its WeightGradient. It arrives in fp32 while the backward pass runs, layer by layer, and the fp32 copy is freed at once.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from . import scaling
+from .compiled import compiled_on_cuda
+
+CHUNK = 1 << 20  # elements that are fp32 at one time where a whole tensor need not be
+
+
+@compiled_on_cuda
+def quantize_gradient(gradient):
+    """(e4m3 codes, scale) of an fp32 gradient, with in-time scaling. A scale of NaN where it is not finite: the codes
+    would saturate, and NaN values can't be overlooked."""
+    amax = scaling.amax(gradient)
+    scale = torch.where(torch.isfinite(amax), scaling.power_of_two_scale(amax, scaling.E4M3), torch.nan)
+    return scaling.quantize(gradient, scale, scaling.E4M3), scale
+
+
+@compiled_on_cuda
+def sum_of_squares(codes):
+    """Of FP8 codes, fp32, 0-d. A slice at a time on a CPU; one fused pass on a GPU."""
+    parts = [codes] if codes.is_cuda else codes.reshape(-1).split(CHUNK)
+    return torch.stack([part.float().square().sum() for part in parts]).sum()
+
+
+class WeightGradient:
+    """The gradient of one converted weight. At most one of `codes` and `high` holds it.
+
+    codes, scale: e4m3 [the weight's shape] and fp32 0-d; the value is codes / scale.
+    high: fp32 [the weight's shape], only between micro-batches under accumulate="high".
+    reduced: the codes are already the mean over ranks (on the owner alone under O3).
+    """
+
+    def __init__(self, linear, state):
+        self.linear, self.state, self.shape = linear, state, linear.weight.shape
+        self.clear()
+
+    def __deepcopy__(self, memo):
+        return None  # a copy of the model is for evaluation; see FP8Linear.forward
+
+    def clear(self):
+        self.codes = self.scale = self.high = None
+        self.reduced = self.spent = False
+
+    def value(self):
+        """The gradient in fp32, or None where there is none."""
+        if self.high is not None:
+            return self.high
+        return None if self.codes is None else scaling.dequantize(self.codes, self.scale)
+
+    def receive(self, port):
+        """Hook of the layer's port: takes the gradient of one micro-batch."""
+        new, port.grad = port.grad, None
+        if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
+            self.clear()
+        if self.reduced:  # by a backward pass before this one, perhaps on another stream still
+            self.state.comm.finish()
+        before = self.value()
+        if before is not None:
+            if self.reduced and self.state.sharded:  # the owner alone still holds the mean of N ranks
+                before = before * self.state.world
+            new = before.add_(new)
+        last = self.state.last_micro_batch()
+        if last or self.state.accumulate == "fp8":
+            self.high, self.reduced = None, False
+            self.codes, self.scale = quantize_gradient(new)
+        else:
+            self.codes, self.scale, self.high, self.reduced = None, None, new, False
+        if last and self.state.comm is not None:
+            self.state.comm.ready(self)
+
+    def settle(self):
+        """Ready to travel or to be used: FP8 of what was kept in fp32 when no last micro-batch was announced, and
+        nothing of a gradient that a step has used."""
+        if self.spent:
+            self.clear()
+        if self.high is not None:
+            self.codes, self.scale = quantize_gradient(self.high)
+            self.high = None
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+    """torch.nn.utils.clip_grad_norm_ that also sees FP8 gradients: one norm over all, one factor for all.
+
+    parameters: a module, a tensor, or an iterable of parameters. Returns the norm before clipping, 0-d fp32, NaN or
+    infinite if any gradient is. Only the scale of an FP8 gradient changes, not its codes. Finishes outstanding
+    communication first; under O3 every rank must call it, as the owners add up their parts.
+    """
+    if norm_type != 2.0:
+        raise ValueError(f"amp8.clip_grad_norm_ knows the 2-norm, norm_type=2.0, not {norm_type}")
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    converted = [p.amp8_linear.gradient for p in parameters if hasattr(p, "amp8_linear")]
+    states = {id(gradient.state): gradient.state for gradient in converted}.values()
+    for state in states:
+        state.finish()
+    converted = [gradient for gradient in converted if gradient.codes is not None and not gradient.spent]
+    ordinary = [p.grad for p in parameters if p.grad is not None]
+    device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
+    total = torch.zeros((), device=device)
+    if converted:
+        roots = torch.stack([sum_of_squares(g.codes).sqrt() for g in converted])
+        total += (roots / torch.stack([g.scale for g in converted])).square().sum()
+    for state in states:
+        if state.sharded:
+            dist.all_reduce(total, group=state.group)
+    if ordinary:
+        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm([g.detach().float() for g in ordinary])])
+        total += norms.square().sum()
+    total = total.sqrt()
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(f"the gradient's norm is {total.item()}: look for the step that made it so, or lower the LR")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in converted:
+        gradient.scale = gradient.scale / factor
+    for gradient in ordinary:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return total

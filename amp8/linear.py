@@ -1,0 +1,189 @@
+"""A Linear layer whose three products run in FP8 and which keeps FP8, not 16 or 32 bits, for its backward pass.
+
+    forward    y  = x w^T     e4m3 x e4m3   (fast accumulation)
+    backward   dx = dy w      e5m2 x e4m3   (precise accumulation)
+               dw = dy^T x    e5m2 x e4m3   (precise accumulation)
+
+dy is e5m2 because gradients need range more than precision; x and w are e4m3 (FP8-LM, arXiv:2310.18313, section 2.1).
+x and dy have delayed scales; w has the scale it is stored with.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import scaling
+
+INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
+
+# FP16 codes reach 65504, and 65504 * 2**-8 = 255.9 fits in e4m3's 448: the FP8 copy of a weight needs no amax of its own.
+FP16_TO_E4M3 = 2.0**-8
+
+
+class FP8Linear(nn.Linear):
+    """An nn.Linear, converted in place: same object, same parameters, same names and hooks.
+
+    weight: Parameter [out, in] of *codes*, fp16 or e4m3; the values are `weight / weight_scale`. Whoever wants values
+    takes them from `true_weight()` or from `state_dict()`, which holds and accepts plain fp32.
+    """
+
+    transposed = False  # the weight is [out, in]
+
+    def start(self, level, window, gradient_format, history, exact):
+        """Turns the layer's plain weight into codes and adds its scaling state. Once, right after the class changed."""
+        device = self.weight.device
+        self.window, self.gradient_format, self.exact = window, gradient_format, exact
+        self.high_precision = False
+        self.gradient = None  # its WeightGradient
+        self.master = self.master_scale = None  # O3, on the rank that owns the weight: fp16 codes and their scale
+        # Not persistent: a state_dict has exactly the entries of the unconverted model.
+        self.register_buffer("weight_scale", torch.ones((), device=device), persistent=False)
+        self.register_buffer("weight_amax", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("amax_history", torch.zeros(history, 2, device=device), persistent=False)
+        self.register_buffer("scale", torch.ones(2, device=device), persistent=False)
+        self.register_buffer("updates", torch.zeros(2, dtype=torch.int32, device=device), persistent=False)
+        value = self.weight.detach().float()
+        self.weight.grad = None
+        self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; write() the values
+        self.write(value)
+        self.open_port()
+
+    def open_port(self):
+        """The leaf through which autograd hands over the weight's gradient.
+
+        The parameter itself cannot: its gradient would be cast to its own fp16 or FP8 before anyone sees it. The port
+        is an fp32 leaf of the weight's shape and one element of memory.
+        """
+        with torch.no_grad():
+            self.port = torch.zeros((), device=self.weight.device).expand(self.weight.shape)
+        self.port.requires_grad_()
+        if self.gradient is not None:
+            self.port.register_post_accumulate_grad_hook(self.gradient.receive)
+
+    @torch.no_grad()
+    def write(self, value):
+        """Sets the weight to true values [the weight's shape], any float dtype, with a fresh power-of-two scale."""
+        value = value.to(self.weight.device).float()
+        amax = scaling.amax(value)
+        scale = scaling.power_of_two_scale(amax, torch.float16)
+        codes = scaling.quantize(value, scale, torch.float16)
+        if self.weight.dtype == scaling.E4M3:
+            if self.master is not None:
+                self.master, self.master_scale = codes, scale
+            # From the rounded master, so that ranks with and without it hold the same bits.
+            value = scaling.dequantize(codes, scale)
+            scale = scaling.power_of_two_scale(amax, scaling.E4M3)
+            codes = scaling.quantize(value, scale, scaling.E4M3)
+        self.weight.copy_(codes)
+        self.weight_scale.copy_(scale)
+        self.weight_amax.copy_(amax)
+
+    def true_weight(self, dtype=torch.float32):
+        """The values the codes stand for, [the weight's shape]. Exact in fp32."""
+        return scaling.dequantize(self.weight.detach(), self.weight_scale, dtype)
+
+    def forward(self, x):
+        """[..., in] -> [..., out], in autocast's dtype where autocast is on, else in the dtype of `x`."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if self.high_precision:
+            weight = self.true_weight(dtype)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
+        port = None
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            if self.gradient is None:
+                raise RuntimeError("a copy of a converted layer cannot train: train the original, or use torch.no_grad()")
+            if self.port.device != self.weight.device:  # the model was moved after initialize
+                self.open_port()
+            port = self.port
+        rows = x.reshape(-1, x.shape[-1])
+        with torch.no_grad():
+            amax = scaling.amax(rows)
+            scale = cast_scale(amax, self.scale, self.updates, INPUT, scaling.E4M3, self.window)
+            # Evaluation leaves no trace. Recomputing under checkpointing does no harm: the same maximum again.
+            if self.training and torch.is_grad_enabled():
+                scaling.record_(self.amax_history, amax, INPUT)
+        y = _Products.apply(
+            rows,
+            port,
+            self.weight.detach(),
+            self.weight_scale,
+            scale,
+            (self.amax_history, self.scale, self.updates),
+            (self.window, self.gradient_format, self.transposed, self.exact, dtype),
+        )
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.true_weight()
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        value = state_dict.get(prefix + "weight")
+        if value is not None and value.shape == self.weight.shape:  # else the parent says what is wrong
+            self.write(value)
+            state_dict = {**state_dict, prefix + "weight": self.weight.detach()}
+        # assign=True would put in a new parameter, unknown to the optimizer.
+        super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest)
+
+
+class FP8Conv1D(FP8Linear):
+    """transformers' Conv1D (GPT-2), converted: a Linear whose weight is [in, out]."""
+
+    transposed = True
+
+
+def cast_scale(amax, scale, updates, slot, dtype, window):
+    """Scale for a tensor about to be cast, 0-d. `window` 0: TransformerEngine's, from the last update alone.
+
+    NaN where the tensor holds NaN or infinity: the cast saturates, and a finite result would hide them.
+    """
+    scale = scale[slot]
+    if window:
+        scale = scaling.window_scale(amax, scale, updates[slot], dtype, window)
+    return torch.where(torch.isfinite(amax), scale, torch.nan)
+
+
+def fp8_weight(weight, scale):
+    """(e4m3 codes, their scale) of a weight stored as fp16 or e4m3 codes."""
+    if weight.dtype == scaling.E4M3:
+        return weight, scale
+    return (weight.float() * FP16_TO_E4M3).to(scaling.E4M3), scale * FP16_TO_E4M3
+
+
+class _Products(torch.autograd.Function):
+    """x [M, in], codes of w [out, in] (or [in, out]) -> y [M, out]. The gradient of w leaves through `port`, fp32."""
+
+    @staticmethod
+    def forward(ctx, x, port, weight, weight_scale, x_scale, delayed, settings):
+        _, _, transposed, exact, dtype = settings
+        x8 = scaling.quantize(x, x_scale, scaling.E4M3)
+        w8, w_scale = fp8_weight(weight, weight_scale)
+        ctx.delayed, ctx.settings, ctx.x_dtype = delayed, settings, x.dtype
+        # The weight's FP8 copy is made again in backward: holding one per layer would cost a byte per parameter.
+        ctx.save_for_backward(None if port is None else x8, x_scale, weight, weight_scale)
+        w8 = w8 if transposed else w8.t()
+        return scaling.product(x8, w8, x_scale, w_scale, dtype, exact=exact, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x8, x_scale, weight, weight_scale = ctx.saved_tensors
+        # Not saved tensors: a layer called twice updates the history in the first of its two backward passes.
+        history, scale, updates = ctx.delayed
+        window, gradient_format, transposed, exact, _ = ctx.settings
+        amax = scaling.amax(dy)
+        dy_scale = cast_scale(amax, scale, updates, OUTPUT_GRADIENT, gradient_format, window)
+        scaling.record_(history, amax, OUTPUT_GRADIENT)
+        dy8 = scaling.quantize(dy, dy_scale, gradient_format)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w8, w_scale = fp8_weight(weight, weight_scale)
+            w8 = w8.t() if transposed else w8
+            dx = scaling.product(dy8, w8, dy_scale, w_scale, dy.dtype, exact=exact).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            a, b, a_scale, b_scale = (x8, dy8, x_scale, dy_scale) if transposed else (dy8, x8, dy_scale, x_scale)
+            # Any number of rows: only the product's inner dimension is concerned, and zeros pad it.
+            dw = scaling.product(a.t(), b, a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True).float()
+        return dx, dw, None, None, None, None, None

@@ -1,0 +1,393 @@
+"""Adam and AdamW over scaled low-precision tensors, in fp32 arithmetic.
+
+First moment e4m3, second moment fp16, each with a power-of-two scale per tensor (FP8-LM, arXiv:2310.18313, section
+2.2). e4m3 will do for m, which spans few powers of two that matter. It will not for v: the square root of an e4m3 v
+spans 2**9 where m spans 2**18, so v would vanish under elements whose m does not. The update itself is computed from
+the new moments before they are rounded.
+
+Each tensor is read once and written once. That needs the new scales *before* the pass, so they come from bounds rather
+than from the new values: |m'| <= beta1 |m| + (1 - beta1) |g|, likewise v', and Adam moves no weight by more than
+lr times a constant. A bound costs at most a power or two of the format's range, nothing of its precision.
+"""
+
+import math
+
+import torch
+from torch.optim.adam import adam
+
+from . import scaling
+from .compiled import compiled_on_cuda
+from .gradients import CHUNK
+
+# Smaller tensors, the biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
+# bytes, and a launch of their own each would cost more than they do. MS-AMP quantises them all.
+SMALLEST = 4096
+BATCH = 16  # tensors in one compiled call on a GPU
+
+LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
+
+
+class Adam(torch.optim.Optimizer):
+    """torch.optim.Adam or AdamW over a model's converted and other parameters.
+
+    It has the very param_groups of the optimizer given to `amp8.initialize`, so schedulers go on working. A group's
+    `lr` may be a tensor. Made by `amp8.initialize`, not by hand.
+
+    State of a quantised parameter: `step`, `exp_avg` and `exp_avg_sq` (codes) with `exp_avg_scale` and
+    `exp_avg_sq_scale`, and `amax` [2], the largest magnitudes of the unrounded moments.
+    """
+
+    # GradScaler then calls step() with `found_inf` set, and step() can refuse; otherwise it would unscale the ordinary
+    # gradients and leave the FP8 ones scaled.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizer, state):
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the list too, not only the dicts
+        self.model_state = state
+        self.compiled = False  # torch.compile on a CPU as well: what a GPU always does
+        for parameter, values in optimizer.state.items():
+            self.adopt(parameter, values)
+        optimizer.state.clear()
+        # A scheduler made before knows only that optimizer, whose step() will not be called: it would warn.
+        optimizer._opt_called = True
+
+    def quantises(self, parameter):
+        """Whether the moments of this parameter are e4m3 and fp16."""
+        if self.model_state.level == "O1" or parameter.dtype == torch.float64 or parameter.is_complex():
+            return False
+        return hasattr(parameter, "amp8_linear") or (parameter.numel() >= SMALLEST and flat(parameter) is not None)
+
+    def moments(self, parameter, group):
+        """The parameter's state, made on first use."""
+        state = self.state[parameter]
+        if not state:
+            low = self.quantises(parameter)
+            ours = low or hasattr(parameter, "amp8_linear")
+            on_device = not ours and (group.get("fused") or group.get("capturable"))
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            if ours:
+                m, v = (scaling.E4M3, torch.float16) if low else (torch.float32, torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=m, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=v, memory_format=torch.preserve_format)
+            else:
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if low:
+                one = torch.ones((), device=parameter.device)
+                state["exp_avg_scale"], state["exp_avg_sq_scale"] = one, one.clone()
+                state["amax"] = torch.zeros(2, device=parameter.device)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step. Waits for the gradients' communication first; under O3 sends the new weights after."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            raise RuntimeError("GradScaler does not reach FP8 gradients, which carry their own scale: train without it")
+        self.model_state.finish()
+        for group in self.param_groups:
+            converted, others, plain = [], [], []
+            for parameter in group["params"]:
+                linear = getattr(parameter, "amp8_linear", None)
+                if linear is not None:
+                    if linear.gradient.codes is not None and not linear.gradient.spent:
+                        if linear.weight is not parameter or linear.gradient.linear is not linear:
+                            raise RuntimeError("a converted layer has another weight now: call amp8.initialize last")
+                        converted.append(parameter)
+                elif parameter.grad is not None:
+                    if parameter.grad.is_sparse:
+                        raise RuntimeError("Adam does not support sparse gradients")
+                    (others if self.quantises(parameter) else plain).append(parameter)
+            if converted:
+                self.step_converted(group, converted)
+            if others:
+                self.step_others(group, others)
+            if plain:
+                self.step_plain(group, plain)
+        self.model_state.stepped()
+        return loss
+
+    def step_plain(self, group, parameters):
+        """torch's own Adam, moments in the parameter's dtype."""
+        states = [self.moments(parameter, group) for parameter in parameters]
+        adam(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=group.get("foreach"),
+            fused=group.get("fused"),
+            has_complex=any(parameter.is_complex() for parameter in parameters),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+    def step_others(self, group, parameters):
+        """Parameters that are not of a converted layer: weight and gradient as they are, moments quantised."""
+        states = [self.moments(parameter, group) for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        g_amax = torch.stack(torch._foreach_norm(gradients, math.inf)).float()
+        coupled = group["weight_decay"] and not group["decoupled_weight_decay"]  # the decay is part of the gradient
+        w_amax = torch.stack(torch._foreach_norm(parameters, math.inf)).float() if coupled else torch.zeros_like(g_amax)
+        one = torch.ones_like(g_amax)
+        self.update(group, parameters, states, gradients, (one, one), (w_amax, g_amax))
+
+    def step_converted(self, group, parameters):
+        """Converted weights. Under O3 what is updated is the master, and the FP8 weight follows from it."""
+        linears = [parameter.amp8_linear for parameter in parameters]
+        sharded = self.model_state.level == "O3"
+        for linear in linears:
+            expected = scaling.E4M3 if sharded else torch.float16
+            if linear.weight.dtype != expected:
+                raise RuntimeError(f"a converted weight is {linear.weight.dtype}, not {expected}: don't cast the model")
+            if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
+                linear.master = linear.weight.to(torch.float16)
+                linear.master_scale = linear.weight_scale.clone()
+            if sharded and linear.master.device != linear.weight.device:
+                linear.master = linear.master.to(linear.weight.device)
+                linear.master_scale = linear.master_scale.to(linear.weight.device)
+        states = [self.moments(parameter, group) for parameter in parameters]
+        targets = [linear.master if sharded else linear.weight.data for linear in linears]
+        scales = torch.stack([linear.master_scale if sharded else linear.weight_scale for linear in linears])
+        g_scales = torch.stack([linear.gradient.scale for linear in linears])
+        w_amax = torch.stack([linear.weight_amax for linear in linears])
+        copies = [linear.weight.data if sharded else None for linear in linears]  # in FP8, of the masters
+        gradients = [linear.gradient.codes for linear in linears]
+        amaxes = (w_amax, scaling.dtype_max(scaling.E4M3) / g_scales)
+        new, copy_scales, w_amax = self.update(group, targets, states, gradients, (scales, g_scales), amaxes, copies)
+        if sharded:
+            torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
+            new = copy_scales
+        torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
+        torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
+
+    def update(self, group, weights, states, gradients, scales, amaxes, copies=None):
+        """One step of `weights`, in place. scales, amaxes: of the weights and of the gradients, [number of weights]
+        each; copies: None for ordinary parameters, which have no scale. Returns the weights' new scales, those of
+        their FP8 copies, and the weights' new largest magnitudes."""
+        (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
+        device = w_scale.device
+        low = "amax" in states[0]
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        numbers, seeds = [], []
+        for i, state in enumerate(states):
+            state["step"] += 1
+            t = state["step"].item()
+            bias_m, root_bias_v = 1 - beta1**t, math.sqrt(1 - beta2**t)
+            numbers.append([0, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 0, bias_m, root_bias_v])
+            numbers[-1][DECAY] = group["weight_decay"]
+            seeds.append((int(t) * 1_000_003 + i * 7919) % (1 << 31))
+        numbers = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+        numbers[:, LR] = group["lr"]
+        seeds = torch.tensor(seeds).to(device, non_blocking=True) if self.model_state.stochastic_rounding else None
+
+        if group["weight_decay"] and not group["decoupled_weight_decay"]:
+            g_amax = g_amax + group["weight_decay"] * w_amax
+        furthest = largest_move(beta1, beta2)
+        w_bound = above(w_amax + numbers[:, LR] * furthest * numbers[:, ROOT_BIAS_V] / numbers[:, BIAS_M], torch.float16)
+        new_w = w_scale
+        if copies is not None:
+            new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale)
+        new_copy = scaling.power_of_two_scale(above(w_bound, scaling.E4M3), scaling.E4M3)
+        m_scale = v_scale = new_m = new_v = torch.ones_like(w_scale)
+        if low:
+            m_scale = torch.stack([state["exp_avg_scale"] for state in states])
+            v_scale = torch.stack([state["exp_avg_sq_scale"] for state in states])
+            m_amax, v_amax = torch.stack([state["amax"] for state in states]).unbind(1)
+            m_bound = above(beta1 * m_amax + (1 - beta1) * g_amax, scaling.E4M3)
+            v_bound = above(beta2 * v_amax + (1 - beta2) * g_amax.square(), torch.float16)
+            new_m = scaling.power_of_two_scale(m_bound, scaling.E4M3, previous=m_scale)
+            new_v = scaling.power_of_two_scale(v_bound, torch.float16, previous=v_scale)
+        table = torch.stack([w_scale, g_scale, m_scale, v_scale, new_w, new_m, new_v, new_copy], 1)
+
+        copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
+        flats = [
+            (flat(w), flat(g, like=w), flat(s["exp_avg"]), flat(s["exp_avg_sq"]), copy)
+            for w, g, s, copy in zip(weights, gradients, states, copies, strict=True)
+        ]
+        kind = (bool(group["decoupled_weight_decay"]), bool(group["maximize"]))
+        found = []
+        if weights[0].is_cuda or self.compiled:
+            run = adam_slices if weights[0].is_cuda else torch.compile(_adam_slices, dynamic=True)
+            for i in range(0, len(flats), BATCH):
+                part = slice(i, i + BATCH)
+                columns = [list(column) for column in zip(*flats[part], strict=True)]
+                noise = [None] * len(columns[0]) if seeds is None else list(seeds[part].unbind())
+                found += run(*columns, list(table[part].unbind()), list(numbers[part].unbind()), noise, *kind)
+        else:
+            for i, tensors in enumerate(flats):
+                amax = torch.zeros(3)
+                for start in range(0, tensors[0].numel(), CHUNK):
+                    parts = [None if t is None else t[start : start + CHUNK] for t in tensors]
+                    seed = None if seeds is None else seeds[i]
+                    amax = torch.maximum(amax, adam_slice(*parts, table[i], numbers[i], seed, *kind, start))
+                found.append(amax)
+        found = torch.stack(found)
+        if low:
+            torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
+            torch._foreach_copy_([state["exp_avg_sq_scale"] for state in states], list(new_v.unbind()))
+            torch._foreach_copy_([state["amax"] for state in states], list(found[:, 1:].unbind()))
+        return new_w, new_copy, found[:, 0]
+
+    def zero_grad(self, set_to_none=True):
+        """Clears ordinary and FP8 gradients."""
+        super().zero_grad(set_to_none)
+        for gradient in self.model_state.gradients:
+            gradient.clear()
+
+    def load_state_dict(self, state_dict):
+        """Loads what `state_dict()` of this optimizer gave, or of torch's Adam or AdamW with the same groups.
+
+        Dtypes are ours whatever comes: fp32 moments are quantised. The param_group dicts stay the same objects.
+        """
+        groups = state_dict["param_groups"]
+        sizes, saved = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in groups]
+        if sizes != saved:
+            raise ValueError(f"the state_dict has groups of {saved} parameters, this optimizer of {sizes}")
+        self.state.clear()
+        for group, other in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+            for parameter, key in zip(group["params"], other["params"], strict=True):
+                if key in state_dict["state"]:
+                    self.adopt(parameter, state_dict["state"][key])
+
+    @torch.no_grad()
+    def adopt(self, parameter, values):
+        """Takes over the state of one parameter: ours as it is, plain moments rounded to this level's formats."""
+        if "max_exp_avg_sq" in values:
+            raise ValueError("amsgrad is not supported: its third moment has no place in MS-AMP's levels")
+        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        state = self.moments(parameter, group)
+        step = values["step"]
+        state["step"].fill_(float(step))
+        if not self.model_state.owns(parameter):
+            del self.state[parameter]
+            return
+        m, v = values["exp_avg"], values["exp_avg_sq"]
+        if "amax" in values and "amax" in state:
+            for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "amax"):
+                state[key].copy_(values[key])
+            return
+        if "amax" in values:
+            m = scaling.dequantize(m, values["exp_avg_scale"])
+            v = scaling.dequantize(v, values["exp_avg_sq_scale"])
+        if "amax" not in state:
+            state["exp_avg"].copy_(m)
+            state["exp_avg_sq"].copy_(v)
+            return
+        for i, (name, value) in enumerate((("exp_avg", m), ("exp_avg_sq", v))):
+            value = value.to(parameter.device).float()
+            amax = scaling.amax(value)
+            scale = scaling.power_of_two_scale(amax, state[name].dtype)
+            state[name].copy_(scaling.quantize(value, scale, state[name].dtype))
+            state[f"{name}_scale"].copy_(scale)
+            state["amax"][i] = amax
+
+
+def flat(tensor, like=None):
+    """A 1-d view of a dense tensor, in the order of memory of `like` (itself); None where there is none."""
+    like = tensor if like is None else like
+    if not like.is_contiguous():
+        order = sorted(range(like.dim()), key=like.stride, reverse=True)
+        like, tensor = like.permute(order), tensor.permute(order)
+        if not like.is_contiguous():
+            return None
+    return tensor.detach().reshape(-1)
+
+
+def largest_move(beta1, beta2):
+    """How far one Adam step can move an element, in units of lr / (bias correction): |m| / sqrt(v) at most.
+
+    By Cauchy and Schwarz (1 - beta1) / sqrt((1 - beta2) (1 - beta1**2 / beta2)). Times 3, because the rounded moments
+    of the step before may be off: an e4m3 subnormal by a factor of 2.
+    """
+    ratio = beta1**2 / beta2 if beta2 else 1.0
+    if ratio >= 1:
+        return 100.0  # no bound exists; the weights would saturate, which takes more than 100 lr in one step
+    return 3 * (1 - beta1) / math.sqrt(max(1 - beta2, 1e-12) * (1 - ratio))
+
+
+def above(bound, dtype):
+    """A bound that holds for values rounded to `dtype` too."""
+    return bound * (1 + torch.finfo(dtype).eps / 2)
+
+
+def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, maximize, start=0):
+    """Adam on 1-d tensors of one length, in place. Returns the largest magnitudes of the new w, m and v: fp32 [3].
+
+    weight, m, v: fp32, or codes; gradient likewise; copy: None, or e4m3 codes to be made of the new weight. table [8]:
+    scales of w, g, m, v now, and of w, m, v and the copy afterwards. numbers [9]: see the columns above. start: where in
+    its tensor this slice begins.
+    """
+    w_scale, g_scale, m_scale, v_scale, new_w, new_m, new_v, new_copy = table.unbind()
+    w = weight.float() / w_scale
+    g = gradient.float() / (-g_scale if maximize else g_scale)
+    new_weight, decay = w, numbers[LR] * numbers[DECAY]
+    if decoupled:
+        new_weight = w * (1 - decay)
+    else:
+        g = g + w * numbers[DECAY]
+    first = m.float() / m_scale * numbers[KEEP_M] + g * numbers[ADD_M]
+    second = v.float() / v_scale * numbers[KEEP_V] + g * g * numbers[ADD_V]
+    # A v so small that it will be stored as 0 counts as half of the smallest that will not. Otherwise an m that
+    # outlives its v would be divided by eps alone, next time.
+    counted = second
+    if v.dtype == torch.float16:
+        counted = torch.maximum(second, 2.0**-25 / new_v)
+    step = first / (counted.sqrt() / numbers[ROOT_BIAS_V] + numbers[EPS])
+    new_weight = new_weight - step * (numbers[LR] / numbers[BIAS_M])
+    store(weight, new_weight, new_w, seed, start)
+    store(m, first, new_m)
+    store(v, second, new_v)
+    if copy is not None:
+        # weight holds codes now: the copy is of the rounded master, as it is when a checkpoint is loaded
+        copy.copy_(scaling.quantize(weight.float() / new_w, new_copy, copy.dtype))
+    return torch.stack([scaling.amax(new_weight), scaling.amax(first), scaling.amax(second)])
+
+
+def _adam_slices(weights, gradients, ms, vs, copies, tables, numbers, seeds, decoupled, maximize):
+    rows = zip(weights, gradients, ms, vs, copies, tables, numbers, seeds, strict=True)
+    return [adam_slice(*row, decoupled, maximize) for row in rows]
+
+
+adam_slices = compiled_on_cuda(_adam_slices)
+
+
+def store(target, value, scale, seed=None, start=0):
+    """Writes fp32 values into a tensor: as codes into e4m3 and fp16, as they are into fp32 and bf16."""
+    if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
+        target.copy_(value)
+    elif seed is not None and target.dtype == torch.float16:
+        target.copy_(round_stochastically(value * scale, seed, start))
+    else:
+        target.copy_(scaling.quantize(value, scale, target.dtype))
+
+
+def round_stochastically(x, seed, start=0):
+    """fp32 -> fp16, up or down with probabilities that make the mean exact. Saturates.
+
+    An update much smaller than a weight's last bit is lost by rounding to nearest; here it arrives on average. The
+    random bits are a hash of the element's index, counted from `start`, and `seed` (0-d int64): the same on every
+    rank, in a resumed run, and in compiled code.
+    """
+    mask = 0xFFFFFFFF
+    h = ((torch.arange(x.numel(), device=x.device) + start) * 0x5BD1E995 + seed) & mask
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
+    h = ((h ^ (h >> 15)) * 0x735A2D97) & mask
+    h = h ^ (h >> 15)
+    # fp16 keeps 10 of fp32's 23 mantissa bits: noise in the other 13, then cut them. NaN stays NaN: its top bit stays.
+    top = scaling.dtype_max(torch.float16)
+    bits = x.clamp(-top, top).view(torch.int32) + (h & 0x1FFF).int()
+    return (bits & ~0x1FFF).view(torch.float32).clamp(-top, top).to(torch.float16)

@@ -1,0 +1,177 @@
+"""FP8 numbers and their scales: the one place where a tensor becomes FP8, is multiplied, and comes back.
+
+FP8 holds few values, so a tensor is multiplied by a `scale` that brings its largest magnitude, the `amax`, near the
+format's largest finite value, and then rounded: `codes = round(x * scale)`, and `x ~ codes / scale`. Every scale here
+is this *quantisation* scale, fp32, per tensor (0-d) or per row and column (broadcastable); its reciprocal is what
+`torch._scaled_mm` calls a scale.
+
+Where a scale comes from:
+- current (in-time) scaling: from the amax of the tensor itself;
+- delayed scaling: from a history of past amaxes, so that the cast need not wait for a reduction. The state is plain
+  tensors: `history` [length, *slots] whose row 0 collects the step's amaxes, `scale` [*slots]. A slot is one tensor
+  with a scale of its own: any number of them, of any shape, are updated at once.
+
+Formats: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). Power-of-two scales with a window:
+FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine's DelayedScaling.
+"""
+
+import math
+
+import torch
+
+E4M3 = torch.float8_e4m3fn  # 448 is its largest value; no infinity, one NaN
+E5M2 = torch.float8_e5m2  # 57344; infinity and NaN as in IEEE 754
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def dtype_max(dtype):
+    """Largest finite value of a dtype: 448 for e4m3, 57344 for e5m2, 65504 for fp16."""
+    return torch.finfo(dtype).max
+
+
+def amax(x, dim=None):
+    """Largest magnitude of `x`, fp32: 0-d, or with `dim` reduced and kept. NaN and infinity come out as they are, so
+    they can be seen here before a saturating cast hides them."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device) if dim is None else x.new_zeros(()).float()
+    low, high = torch.aminmax(x.detach()) if dim is None else torch.aminmax(x.detach(), dim=dim, keepdim=True)
+    return torch.maximum(-low, high).float()  # one pass; abs() would write a copy of x first
+
+
+def power_of_two_scale(amax, dtype, margin=0, previous=None):
+    """The largest power of two that keeps `amax` within `dtype`, lowered by `margin` powers (FP8-LM's rule).
+
+    amax: fp32, any shape. Returns fp32 of that shape: 2**(floor(log2(max / amax)) - margin), exactly, kept within
+    2**-126 .. 2**126 so that neither it nor its reciprocal is subnormal. Where amax is 0, infinite or NaN nothing can
+    be learned from it: `previous` stays, or 1.
+    """
+    # With amax = m * 2**e and m in [0.5, 1), the logarithm's floor is a comparison of mantissas: log2() would round.
+    max_mantissa, max_exponent = math.frexp(dtype_max(dtype))
+    mantissa, exponent = torch.frexp(amax.float())
+    exponent = max_exponent - exponent - (mantissa > max_mantissa).int() - margin
+    scale = ((exponent.clamp(-126, 126) + 127) << 23).view(torch.float32)  # exp2() need not be exact either
+    return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0 if previous is None else previous)
+
+
+def quantize(x, scale, dtype):
+    """Codes of `dtype` (FP8 or fp16): x * scale in fp32, rounded to nearest even.
+
+    What lies outside, infinity too, saturates at the largest finite value; NaN stays NaN. The clamp is ours because
+    torch's own cast gives NaN for it up to 2.11 and saturates from 2.13 on.
+    """
+    top = dtype_max(dtype)
+    return (x.float() * scale).clamp(-top, top).to(dtype)
+
+
+def dequantize(codes, scale, dtype=torch.float32):
+    """codes / scale in fp32, as `dtype`. Exact in fp32 for a power-of-two scale."""
+    return (codes.float() / scale).to(dtype)
+
+
+def product(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, *, exact=False, use_fast_accum=False, pad_inner=False):
+    """(a / scale_a) @ (b / scale_b) for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`.
+
+    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]. K and N must be multiples of 16, as FP8 tensor cores demand, on
+    every device; `pad_inner` allows any K, for tensor cores padded with zeros, which changes nothing.
+
+    On a GPU with FP8 tensor cores: `torch._scaled_mm`; `use_fast_accum` is its own. Elsewhere the codes multiply as
+    bf16, which holds every FP8 value exactly (codes may come as bf16 already), and the result is scaled. For bf16 the
+    sum is rounded before the scale: a power of two adds no error of its own, another scale a second rounding to
+    `out_dtype`. `exact`, or an fp32 out_dtype, multiplies dequantised values in fp32 and rounds once: with
+    power-of-two scales bit for bit what `torch._scaled_mm` gives for fp32 on a CPU (without oneDNN, whose FP8 kernels
+    on newer CPUs sum in another order). Two e5m2 operands raise, as on a GPU.
+    """
+    (k, n), hardware = b.shape, _has_fp8_hardware(a)
+    if n % 16 or (k % 16 and not pad_inner):
+        raise ValueError(f"FP8 products need K and N to be multiples of 16, got K={k}, N={n}")
+    if a.dtype == b.dtype == E5M2:
+        raise ValueError("FP8 products take at most one e5m2 operand")
+    if hardware and not exact:
+        return _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+    if exact or out_dtype == torch.float32:
+        return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
+    out = a.to(torch.bfloat16) @ b.to(torch.bfloat16)
+    # fp32 for the scaling itself: bf16 could not hold a scale that is no power of two
+    return (out.float() * (scale_a.reciprocal() * scale_b.reciprocal())).to(out_dtype)
+
+
+def _has_fp8_hardware(x):
+    return x.is_cuda and x.dtype in (E4M3, E5M2) and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+    if padding := -a.shape[1] % 16:
+        # through uint8: pad() has no FP8 kernel; the code 0 is zero in both formats
+        a = torch.nn.functional.pad(a.view(torch.uint8), (0, padding)).view(a.dtype)
+        b = torch.nn.functional.pad(b.view(torch.uint8), (0, 0, 0, padding)).view(b.dtype)
+    scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
+    if scale_a.dim() or scale_b.dim():  # rowwise takes both as vectors, and returns bf16 only
+        scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(1, b.shape[1])
+        dtype = torch.bfloat16
+    else:
+        dtype = out_dtype
+    return torch._scaled_mm(
+        a.contiguous(),
+        b.t().contiguous().t(),  # tensor cores read rows of a and columns of b
+        scale_a=scale_a.contiguous(),
+        scale_b=scale_b.contiguous(),
+        out_dtype=dtype,
+        use_fast_accum=use_fast_accum,
+    ).to(out_dtype)
+
+
+# Delayed scaling
+
+
+def record_(history, value, slot=()):
+    """Collects an amax in the history's row of this step: the largest of a step counts, whatever the micro-batches.
+    In place, so not for evaluation. NaN is kept as infinity: a maximum over ranks could lose a NaN."""
+    row = history[0][slot]
+    row.copy_(torch.maximum(row, value.nan_to_num(nan=math.inf, posinf=math.inf)))
+
+
+def window_scale(value, scale, updates, dtype, window, margin=0):
+    """FP8-LM's scale for a tensor about to be cast: in-time, from its own amax `value`, during the first `window`
+    updates (an empty history knows nothing), then the delayed `scale`. `updates`: integer tensor shaped as `scale`."""
+    return torch.where(updates < window, power_of_two_scale(value, dtype, margin, scale), scale)
+
+
+def update_window_(history, scale, updates, dtype, margin=0):
+    """FP8-LM's update, once per optimizer step, in place: a power-of-two scale from the largest amax in the window.
+
+    history [window, *slots], scale and updates [*slots]. An infinite amax is forgotten and sends its slot back to
+    in-time scaling for a whole window; a slot with nothing but zeros keeps its scale.
+    """
+    overflow = ~torch.isfinite(history[0])
+    history[0].masked_fill_(overflow, 0)
+    scale.copy_(power_of_two_scale(history.amax(0), dtype, margin, scale))
+    updates.add_(1).masked_fill_(overflow, 0)
+    history.copy_(history.roll(1, 0))
+    history[0].zero_()
+
+
+def update_delayed_(history, scale, fp8_max, margin=0, amax_compute_algo="max", fused=True):
+    """TransformerEngine's DelayedScaling update, in place: scale = fp8_max * 2**-margin / amax.
+
+    history [amax_history_len, *slots], scale [*slots] starting at 1, fp8_max a number or [*slots]. The amax is the
+    largest in the history ("max") or the last ("most_recent"). TransformerEngine has two forms, and both are here:
+    - fused (its default CUDA kernel): one true division; a slot whose last amax is 0 is left as it is, unrolled;
+    - unfused (NVTE_UNFUSED_FP8_UPDATE=1): the reciprocal of amax times fp8_max, a rounding more; always rolls.
+    An amax of 0, infinite or NaN keeps the scale; an infinite scale becomes fp32's largest value.
+    """
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
+    last = history[0].clone()
+    value = history.amax(0) if amax_compute_algo == "max" else last
+    rolled = history.roll(-1, 0)
+    rolled[0] = 0
+    if fused:
+        value = torch.where(last == 0, 0, value)
+        rolled = torch.where(last == 0, history, rolled)
+        # tensor over tensor: a Python number over a tensor is computed as the unfused form
+        new = torch.full_like(value, 2.0**-margin) * fp8_max / value
+    else:
+        new = value.reciprocal() * fp8_max / 2.0**margin
+    new = torch.where(torch.isfinite(value) & (value > 0), new, scale)
+    scale.copy_(new.clamp(max=_FP32_MAX))
+    history.copy_(rolled)

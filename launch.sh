@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Training recipes for Hugging Face Accelerate: change the config file, not the code.
+#
+#   ./launch.sh demo                       set up if need be, then train a vision transformer in two processes
+#   ./launch.sh setup [--extra NAME]...    make .venv with the pinned dependencies (extras: photos, dev, trackers, ...)
+#   ./launch.sh CONFIG [launch options] RECIPE [recipe options]
+#                                          e.g. ./launch.sh fsdp_bf16 --num_processes 4 vit --max_steps 100
+#   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
+#   ./launch.sh show RUN_FOLDER            what a run was and what it was proved to be
+#   ./launch.sh ls                         the configs and recipes there are
+#   ./launch.sh test [pytest options]      the test suite
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here="$root/.venv"
+
+help() { sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$root/launch.sh"; }
+die() { echo "error: $*" >&2; exit 2; }
+
+# The active environment, if it has torch and accelerate (people on clusters have their own); else .venv.
+find_python() {
+    local has='import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("accelerate")))'
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && python -c "$has" 2>/dev/null; then
+        python=python
+    elif [ -f "$here/.complete" ]; then
+        python="$here/bin/python"
+    elif python3 -c "$has" 2>/dev/null; then
+        python=python3
+    else
+        return 1
+    fi
+}
+
+# `.complete` is written last and holds what was installed: an interrupted or outdated set-up is finished by the next.
+setup() {
+    local extras=() wanted
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --extra) [ $# -gt 1 ] || die "--extra needs a name"; extras+=(--extra "$2"); shift 2 ;;
+            *) die "setup takes --extra NAME, not $1" ;;
+        esac
+    done
+    wanted="$(cat "$root/requirements.txt" "$root/pyproject.toml" | cksum) ${extras[*]-}"
+    [ "$(cat "$here/.complete" 2>/dev/null)" = "$wanted" ] && return
+    command -v python3 >/dev/null || die "python3 is missing; Python 3.11 or newer is needed"
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+        || die "Python 3.11 or newer is needed, python3 is $(python3 -V | cut -d' ' -f2)"
+    [ -x "$here/bin/python" ] && "$here/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear "$here"
+    rm -f "$here/.complete"
+    "$here/bin/python" -m uv --version >/dev/null 2>&1 || "$here/bin/python" -m pip install --quiet uv
+    VIRTUAL_ENV="$here" "$here/bin/python" -m uv pip install --quiet --require-hashes -r "$root/requirements.txt"
+    if [ ${#extras[@]} -gt 0 ]; then  # optional parts, within the pins' versions
+        VIRTUAL_ENV="$here" "$here/bin/python" -m uv pip install --quiet -r "$root/pyproject.toml" "${extras[@]}" \
+            --constraints <(grep -oE '^[a-zA-Z0-9._-]+==[^ ;\\]+' "$root/requirements.txt")
+    fi
+    echo "$wanted" > "$here/.complete"
+    echo "set up: $here"
+}
+
+need_python() { find_python || { setup; find_python; }; }
+
+gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; }
+
+launch() {
+    local config=$1 recipe="" options=() count
+    shift
+    [ -f "$config" ] || config="$root/accelerate_configs/${config%.yml}.yml"
+    [ -f "$config" ] || die "no config $config: ./launch.sh ls lists them"
+    while [ $# -gt 0 ]; do  # what stands before the recipe is for accelerate launch
+        case $1 in
+            --*=* | --no_* | --multi_gpu | --debug | --quiet | -q) options+=("$1"); shift ;;
+            --*) [ $# -gt 1 ] || die "$1 needs a value"; options+=("$1" "$2"); shift 2 ;;
+            *) recipe=$1; shift; break ;;
+        esac
+    done
+    [ -n "$recipe" ] || die "which recipe? ./launch.sh $(basename "$config" .yml) vit"
+    [ -f "$recipe" ] || recipe="$root/recipes/${recipe%.py}.py"
+    [ -f "$recipe" ] || die "no recipe $recipe: ./launch.sh ls lists them"
+    need_python
+    count=$(gpus)
+    if [ "${count:-0}" -gt 0 ] && [[ " ${options[*]-} " != *" --num_processes"* ]] && ! grep -q "'NO'" "$config"; then
+        if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then count=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
+        options+=(--num_processes "$count")
+    fi
+    "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
+    echo "accelerate launch --config_file $config ${options[*]-} $recipe $*"
+    # The same launcher without the accelerate command's other subcommands, which import timm and its friends first.
+    exec "$python" -m accelerate.commands.launch --config_file "$config" ${options[@]+"${options[@]}"} "$recipe" "$@"
+}
+
+case ${1-} in
+    "" | help | -h | --help) help ;;
+    setup) shift; setup "$@" ;;
+    demo)
+        shift
+        need_python
+        out="$root/runs/demo-$(date +%Y%m%d-%H%M%S)"
+        "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
+        "$python" "$root/tools/show.py" "$out"
+        ;;
+    check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
+    show) shift; need_python; exec "$python" "$root/tools/show.py" "$@" ;;
+    ls)
+        cd "$root"
+        echo "configs (accelerate_configs/NAME.yml):"
+        for file in accelerate_configs/*.yml; do printf '  %-28s%s\n' "$(basename "$file" .yml)" "$(sed -n '1s/^# //p' "$file")"; done
+        echo "recipes:"
+        for file in recipes/*.py; do printf '  %-28s%s\n' "$(basename "$file" .py)" "$(sed -n '1s/"""//p' "$file")"; done
+        ;;
+    test) shift; need_python; cd "$root"; exec "$python" -m pytest "$@" ;;
+    -*) die "unknown option $1 (./launch.sh alone prints its help)" ;;
+    *) launch "$@" ;;
+esac

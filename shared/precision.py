@@ -1,0 +1,196 @@
+"""Makes model and optimizer what the Plan says, then proves it by counting live tensors.
+
+`prepare` stands where `accelerator.prepare` would. The Evidence it returns is complete after the first optimizer step,
+when gradients and optimizer state exist. A run that is not what its config says raises Refused.
+"""
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared.args import Refused
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def prepare(accelerator, plan, model, optimizer, *loaders):
+    """(model, optimizer, *loaders, evidence): `accelerator.prepare` of everything at once, checked against the plan."""
+    if plan.precision == "fp16" and plan.rehearsal:  # Accelerate runs plain fp32 here; torch itself can do it
+        accelerator.native_amp = True
+        options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
+        accelerator.scaler = torch.amp.GradScaler("cpu", **options)
+    own = next(model.parameters()).dtype
+    if own != torch.float32 and plan.precision != "fp32":
+        raise Refused(
+            f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
+        )
+    watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    evidence = Evidence(accelerator, plan, model, optimizer, None if plan.compile else watched)
+    return model, optimizer, *loaders, evidence
+
+
+def named(pairs):
+    """(name, tensor) as the plain model names them, whatever wraps it: DDP, compiled blocks, checkpointed blocks."""
+    for name, tensor in pairs:
+        name = name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        yield name, tensor
+
+
+def local(tensor):
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Evidence:
+    """What this run really is, counted. `record` is the `evidence` of run.json; counts are over the whole model."""
+
+    def __init__(self, accelerator, plan, model, optimizer, watched):
+        self.plan = plan
+        self.parameters = dict(named(model.named_parameters()))
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        orphans = [name for name, parameter in trainable.items() if id(parameter) not in owned]
+        self.sharded = any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in trainable.values())
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        self.record = {
+            "linear_total": len(linear),
+            "linear_converted": 0,
+            "linear_skipped": [],
+            "layernorm_converted": 0,
+            "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
+            "bytes_per_parameter": None,
+            "optimizer_owns_all": not orphans,
+            "sharded": self.sharded,
+            "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
+            "eval_precision": plan.precision,
+        }
+        kinds = {"single": ("NO",), "ddp": ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU"), "fsdp": ("FSDP",)}[plan.strategy]
+        kinds += ("NO",) if plan.num_processes == 1 else ()  # DDP of one process
+        kind, processes = accelerator.distributed_type, accelerator.num_processes
+        if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
+            raise Refused(
+                f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
+            )
+        if orphans:
+            raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
+        if plan.strategy == "fsdp" and plan.num_processes > 1 and not self.sharded:
+            raise Refused("asked for fsdp, but no parameter is sharded: does the model name its blocks?")
+        self.hooks = [
+            inner(optimizer).register_step_pre_hook(self.before_first_step),
+            inner(optimizer).register_step_post_hook(self.after_first_step),
+        ]
+        if watched is not None:
+            self.hooks.append(watched.register_forward_hook(self.see_output))
+
+    def see_output(self, module, inputs, output):
+        self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
+
+    def before_first_step(self, optimizer, args, kwargs):
+        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        self.record["dtypes"]["gradients"] = elements(gradients)
+        self.gradient_bytes = size(gradients)
+        seen, asked = self.record["dtypes"]["linear_output"], self.plan.precision
+        if seen is not None and asked in ("bf16", "fp16") and seen != str(DTYPES[asked])[6:]:
+            raise Refused(f"asked for {asked}, but Linear layers compute in {seen}")
+
+    def after_first_step(self, optimizer, args, kwargs):
+        for hook in self.hooks:
+            hook.remove()
+        parameters = [local(parameter) for parameter in self.parameters.values()]
+        states = {}
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if torch.is_tensor(value) and value.dim():  # the step counters are not worth a line
+                    states.setdefault(key, []).append(local(value))
+        self.record["dtypes"]["parameters"] = elements(parameters)
+        self.record["dtypes"]["optimizer_state"] = {key: elements(values) for key, values in states.items()}
+        self.bytes = {
+            "weight": size(parameters),
+            "gradient": self.gradient_bytes,
+            "master": 0,  # the parameters are the full-precision copy
+            "optimizer": sum(size(values) for values in states.values()),
+        }
+
+    def complete(self):
+        """Adds up the shards of all ranks. Every rank calls it once, after its first optimizer step."""
+        counts, sizes = self.record["dtypes"], self.bytes
+        if self.sharded:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (counts, sizes))
+            counts, sizes = (add(list(parts)) for parts in zip(*everyone, strict=True))
+        self.record["dtypes"] = counts
+        total = sum(parameter.numel() for parameter in self.parameters.values())
+        per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
+        self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
+
+    def counts_wire(self):
+        """Whether this is the step whose collectives are counted: the first one after everything exists."""
+        return self.record["wire_bytes_per_step"] is None and self.record["bytes_per_parameter"] is not None
+
+    def truth(self):
+        """The line that says what was counted."""
+        plan, dtypes = self.plan, self.record["dtypes"]
+        group = f" {dist.get_backend()}" if dist.is_initialized() else ""
+        what = {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
+        parts = [f"{plan.strategy} x{plan.num_processes}{group}{', sharded' if self.sharded else ''}", what]
+        parts[-1] += ", compiled" if plan.compile else ""
+        parts[-1] += ", offloaded to the host" if plan.offload else ""
+        parts.append(
+            "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
+        )
+        parts.append(f"{self.record['bytes_per_parameter']['total']:.1f} B/param")
+        parts += ["rehearsal on a CPU"] if plan.rehearsal else []
+        return " | ".join(parts)
+
+
+def inner(optimizer):
+    """The torch optimizer inside Accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def elements(tensors):
+    counts = {}
+    for tensor in tensors:
+        name = str(tensor.dtype)[6:]
+        counts[name] = counts.get(name, 0) + tensor.numel()
+    return counts
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def add(parts):
+    """Sums nested dicts of numbers key by key; what is not a number is the same everywhere."""
+    if isinstance(parts[0], dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: add([part[key] for part in parts if key in part]) for key in keys}
+    return sum(parts) if isinstance(parts[0], int) else parts[0]
+
+
+class Wire(TorchDispatchMode):
+    """Counts logical bytes sent by this rank while active, from the collectives that really run, ring accounting.
+
+    all-reduce 2(N-1)/N of the tensor, all-gather and reduce-scatter and all-to-all (N-1)/N of the full size, broadcast
+    from the root once.
+    """
+
+    FACTORS = {"allreduce_": 2, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1,
+               "reduce_scatter_": 1, "alltoall_base_": 1, "allreduce_coalesced_": 2,
+               "allgather_into_tensor_coalesced_": 1, "reduce_scatter_tensor_coalesced_": 1}  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.split("::")[1]
+            flat = torch.utils._pytree.tree_leaves(args)
+            largest = max((size([t]) for t in flat if isinstance(t, torch.Tensor)), default=0)
+            world = dist.get_world_size()
+            self.sent += self.FACTORS.get(name, 0) * largest * (world - 1) / world
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,55 @@
+"""Every problem of every config file at once, without launching anything.
+
+    ./launch.sh check                      all files of accelerate_configs/
+    ./launch.sh check fsdp_fp16 my.yml     these, and whether this machine can run them
+
+The rules are those that refuse at launch (shared/plan.py). Exit code 2 where there is a problem. What is sound but not
+for this machine is said; it counts as a problem only for a config that was asked for by name.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from shared import plan  # noqa: E402
+
+
+def check(path, machine, overrides):
+    """(problems of the file, reasons why this machine cannot run it, what it asks for)."""
+    lines, config = plan.file_problems(path)
+    if config is None:
+        return lines, [], None
+    wanted = plan.asked(plan.exported(config | overrides))
+    anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (99, 0)}
+    unsound = plan.problems(wanted, anywhere)
+    here = [line for line in plan.problems(wanted, machine) if line not in unsound]
+    return lines + unsound, here, wanted
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
+    parser.add_argument("--num_processes", "--num-processes", type=int, help="as accelerate launch would be given it")
+    parser.add_argument("--quiet", action="store_true", help="print problems only")
+    args, _ = parser.parse_known_args()  # accelerate's own options are accelerate's to judge
+    folder = ROOT / "accelerate_configs"
+    paths = [Path(name) if Path(name).suffix else folder / f"{name}.yml" for name in args.configs]
+    machine = plan.machine()
+    overrides = {"num_processes": args.num_processes} if args.num_processes else {}
+    failed = False
+    for path in paths or sorted(folder.glob("*.yml")):
+        problems, here, wanted = check(path, machine, overrides)
+        failed |= bool(problems) or (bool(args.configs) and bool(here))
+        for line in problems:
+            print(f"{path.name}: {line}", file=sys.stderr if args.quiet else sys.stdout)
+        for line in here:
+            print(f"{path.name}: not on this machine: {line}", file=sys.stderr if args.quiet else sys.stdout)
+        if not (problems or here or args.quiet):
+            print(f"{path.name}: ok ({wanted['strategy']} x{wanted['num_processes']}, {wanted['precision']})")
+    sys.exit(2 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
