@@ -1,8 +1,8 @@
 """FP8 gradients and weights on the wire, over stock gloo and NCCL.
 
 Bytes travel as uint8, which every backend moves; nothing is ever added in FP8. The mean of N ranks' gradients is an
-all_to_all, in which each rank receives all ranks' codes of its own share, a mean in fp32, one rounding back to e4m3,
-and an all_gather. It costs what a ring all-reduce of FP8 would, 2 (N - 1) / N bytes per element, and has two roundings
+all_to_all, in which each rank receives the others' codes of its own share, a mean in fp32 with its own gradient still
+in fp32, one rounding back to e4m3, and an all_gather. It costs what a ring all-reduce of FP8 would, 2 (N - 1) / N bytes per element, and has two roundings
 where that has one at each hop, and no sum that could overflow. (FP8-LM, arXiv:2310.18313, section 2.2, sums in FP8 and
 guards with a pre-scale.)
 
@@ -26,17 +26,16 @@ class Bucket:
     count elements of the weight, place is where the piece begins in the share.
     """
 
-    def __init__(self, gradients, rank, world, owners=None):
-        if owners is not None:  # whole tensors, in the order of their owners
-            gradients = sorted(gradients, key=lambda gradient: owners[gradient])
-        self.gradients = gradients
+    def __init__(self, gradients, rank, world, sharded):
+        if sharded:  # whole tensors, in the order of their owners
+            gradients = sorted(gradients, key=lambda gradient: gradient.owner)
+        self.gradients, self.sharded = gradients, sharded
         sizes = [gradient.shape.numel() for gradient in gradients]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.sharded = owners is not None
-        if self.sharded:
-            self.shares = [
-                sum(n for n, g in zip(sizes, gradients, strict=True) if owners[g] == r) for r in range(world)
-            ]
+        if sharded:
+            self.shares = [0] * world
+            for gradient, size in zip(gradients, sizes, strict=True):
+                self.shares[gradient.owner] += size
         else:
             self.shares = [-(-sum(sizes) // world)] * world  # the last one padded
         low = sum(self.shares[:rank])
@@ -57,8 +56,8 @@ class Comm:
     runs on a stream of its own beside the backward pass, until `finish`.
     """
 
-    def __init__(self, gradients, group, owners=None, bucket=BUCKET):
-        self.gradients, self.group, self.owners, self.bucket = gradients, group, owners, bucket
+    def __init__(self, gradients, group, sharded, bucket=BUCKET):
+        self.gradients, self.group, self.sharded, self.bucket = gradients, group, sharded, bucket
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
         self.wire = set()  # what has travelled: the format its bytes stand for
@@ -67,25 +66,31 @@ class Comm:
         self.stream = None
 
     def plan(self):
-        """Buckets in the order in which backward reaches the layers: the last first. Anew when layers are frozen."""
+        """Buckets in the order in which backward reaches the layers: the last first. Anew when layers are frozen or
+        thawed, but not with buckets on their way."""
+        if any(bucket.launched for bucket in self.buckets):
+            return
         trained = [gradient for gradient in reversed(self.gradients) if gradient.linear.weight.requires_grad]
         if trained == self.planned:
             return
         self.planned, self.buckets, filling, size = trained, [], [], 0
         for gradient in trained:
             if filling and size + gradient.shape.numel() > self.bucket:
-                self.buckets.append(Bucket(filling, self.rank, self.world, self.owners))
+                self.buckets.append(Bucket(filling, self.rank, self.world, self.sharded))
                 filling, size = [], 0
             filling.append(gradient)
             size += gradient.shape.numel()
         if filling:
-            self.buckets.append(Bucket(filling, self.rank, self.world, self.owners))
+            self.buckets.append(Bucket(filling, self.rank, self.world, self.sharded))
         self.where = {gradient: bucket for bucket in self.buckets for gradient in bucket.gradients}
+        for gradient in self.gradients:
+            gradient.piece = None
+        for bucket in self.buckets:
+            for i, start, end, _ in bucket.pieces:
+                bucket.gradients[i].piece = slice(start, end)
 
     def ready(self, gradient):
         """A gradient is complete on this rank. Launches every bucket whose turn it is."""
-        if not any(bucket.launched for bucket in self.buckets):
-            self.plan()
         self.finished = False
         self.where[gradient].waiting.discard(gradient)
         for bucket in self.buckets:
@@ -122,7 +127,7 @@ class Comm:
         current = torch.cuda.current_stream(device)
         self.stream.wait_stream(current)
         for gradient in bucket.gradients:  # made on one stream, read on the other
-            for tensor in (gradient.codes, gradient.scale):
+            for tensor in (gradient.codes, gradient.scale, gradient.own):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
@@ -166,8 +171,11 @@ class Comm:
         for i, start, end, place in bucket.pieces:
             part = slice(place, place + end - start)
             mean = torch.zeros(end - start, device=device)
-            for rank in range(world):  # in one order and on one rank, whoever asks: all get the same bits
-                mean.addcmul_(codes[rank, part].float(), inverse[rank, i])
+            for rank in range(world):
+                if rank == self.rank and bucket.gradients[i].own is not None:
+                    mean.add_(bucket.gradients[i].own)
+                else:
+                    mean.addcmul_(codes[rank, part].float(), inverse[rank, i])
             out[part].copy_(scaling.quantize(mean, scales[i] / world, scaling.E4M3))
 
         if bucket.sharded:
@@ -183,7 +191,7 @@ class Comm:
                 continue
             gradient.codes = held[i].view(gradient.shape) if i in held else None
             gradient.scale = scales[i] if i in held else None
-            gradient.reduced = True
+            gradient.own, gradient.reduced = None, True
 
     @torch.no_grad()
     def gather_weights(self, linears):
@@ -192,7 +200,7 @@ class Comm:
         linears: all converted layers that have an owner, in one order on all ranks.
         """
         device = linears[0].weight.device
-        owned = [[linear for linear in linears if self.owners[linear.gradient] == r] for r in range(self.world)]
+        owned = [[linear for linear in linears if linear.gradient.owner == r] for r in range(self.world)]
         longest = max(sum(linear.weight.numel() for linear in part) for part in owned)
         for low in range(0, longest, SLICE):
             width = min(SLICE, longest - low)
@@ -230,11 +238,12 @@ def pieces(linears, low, width):
         start += codes.numel()
 
 
-def partition(gradients, world):
-    """Whole tensors to ranks, evenly by size: the largest first, each to the rank that has least. {gradient: rank}."""
+def partition(sizes, world):
+    """Whole tensors to ranks, evenly: the largest first, each to the rank that has least. {name: size} -> {name: rank},
+    the same on every rank."""
     loads, owners = [0] * world, {}
-    for gradient in sorted(gradients, key=lambda gradient: -gradient.shape.numel()):  # stable: same on every rank
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
         rank = loads.index(min(loads))
-        owners[gradient] = rank
-        loads[rank] += gradient.shape.numel()
+        owners[name] = rank
+        loads[rank] += sizes[name]
     return owners

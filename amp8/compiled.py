@@ -11,11 +11,14 @@ def compiled_on_cuda(function):
     A chain of elementwise steps then reads and writes memory once instead of once per step. Shapes are dynamic, so
     that layers of different sizes share one kernel. The first argument is a tensor or a list of tensors.
     """
-    compiled = torch.compile(function, dynamic=True)  # compiles on its first call, not here
+
+    @functools.cache
+    def compiled():  # not before it is needed: torch.compile imports a compiler
+        return torch.compile(function, dynamic=True)
 
     @functools.wraps(function)
     def call(first, *rest):
         tensor = first[0] if isinstance(first, list) else first
-        return (compiled if tensor.is_cuda else function)(first, *rest)
+        return (compiled() if tensor.is_cuda else function)(first, *rest)
 
     return call

@@ -60,31 +60,273 @@ def initialize(
     """
     check(model, optimizer, opt_level, accumulate)
     state = State(opt_level, accumulate, stochastic_rounding, recipe, recipe_options)
-    candidates, state.skipped = candidates_in(model, skip)
-    if not candidates:
+    layers, state.skipped = choose(model, skip)
+    if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in state.skipped[:3])
         raise ValueError(f"amp8 finds no Linear to convert ({reasons or 'the model has none'})")
     if dist.is_available() and dist.is_initialized():
         state.join(process_group)
-    for name, module in candidates:
-        if state.world > 1:  # DistributedDataParallel will not see these weights, so it can't make them equal
-            broadcast(module.weight, state.group)
-        module.__class__ = FP8Conv1D if type(module).__name__ == "Conv1D" else FP8Linear
-        module.start(opt_level, state.window, state.gradient_format, state.history, exact)
-        module.gradient = WeightGradient(module, state)
-        module.weight.amp8_linear = module
-        module.open_port()
-        module.weight.register_post_accumulate_grad_hook(misused(name))
-        state.linears[name] = module
-    model.amp8_state = state
-    state.gradients = [linear.gradient for linear in state.linears.values()]
+    owners = dict.fromkeys(layers, state.rank)
     if opt_level == "O3":
-        trained = [gradient for gradient in state.gradients if gradient.linear.weight.requires_grad]
-        state.owners = partition(trained, state.world)
-        for gradient in trained:
-            gradient.linear.master = None
+        trained = {name: layer.weight.numel() for name, layer in layers.items() if layer.weight.requires_grad}
+        frozen = {name: layer.weight.numel() for name, layer in layers.items() if name not in trained}
+        owners = partition(trained, state.world) | partition(frozen, state.world)
+    for name, layer in layers.items():
+        if state.world > 1:  # DistributedDataParallel will not see these weights, so it can't make them equal
+            broadcast(layer.weight, state.group)
+        keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
+        layer.__class__ = FP8Conv1D if is_conv1d(layer) else FP8Linear
+        layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
+        layer.gradient = WeightGradient(layer, owners[name], state)
+        layer.weight.amp8_linear = layer
+        if layer.weight.requires_grad:
+            layer.weight.register_post_accumulate_grad_hook(misused(name))
+        layer.open_port()
+        state.layers[name] = layer
+    state.gradients = [layer.gradient for layer in layers.values()]
     if state.world > 1:
-        state.comm = Comm(state.gradients, state.group, state.owners, bucket_bytes)
-        ignored = [f"{name}.{entry}" for name in state.linears for entry in ("weight", *FP8Linear.BUFFERS)]
-        model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *ignored]
+        state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
+        ours = [f"{name}.{entry}" for name in layers for entry in ("weight", *FP8Linear.BUFFERS)]
+        model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *ours]
+    model.amp8_state = state
     return model, Adam(optimizer, state)
+
+
+def check(model, optimizer, opt_level, accumulate):
+    """Refuses what can't be converted, in one line that says what to do."""
+    if opt_level not in LEVELS:
+        raise ValueError(f"opt_level is one of {', '.join(LEVELS)}, not {opt_level!r}")
+    if accumulate not in ("high", "fp8"):
+        raise ValueError(f"accumulate is 'high' or 'fp8', not {accumulate!r}")
+    # AdamW is a subclass of Adam; a subclass of one's own may have another step, which would be lost.
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise TypeError(f"amp8 needs torch.optim.AdamW or Adam itself, not {type(optimizer).__qualname__}")
+    for option in ("amsgrad", "capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(f"amp8's Adam has no {option}: make the optimizer without it")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("call amp8.initialize before DistributedDataParallel wraps the model, then amp8.attach")
+    if any(hasattr(module, "amp8_state") for module in model.modules()):
+        raise ValueError("the model is on a level already: call amp8.initialize once")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values: load the weights before amp8.initialize")
+
+
+def choose(model, skip):
+    """({name: layer} to convert, [(name, reason)] of the Linear layers that stay)."""
+    modules = dict(model.named_modules())
+    if not callable(skip):
+        names = (skip,) if isinstance(skip, str) else tuple(skip)
+        for name in names:
+            if name not in modules:
+                raise ValueError(f"skip names {name!r}, which is no module of the model")
+
+        def skip(name, module):
+            return any(name == other or name.startswith(other + ".") for other in names)
+
+    users = {}
+    for name, module in modules.items():
+        for entry, parameter in module.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append(f"{name}.{entry}".lstrip("."))
+    inside = [name + "." for name, module in modules.items() if isinstance(module, READ_DIRECTLY)]
+    layers, skipped = {}, []
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear) and not is_conv1d(module):
+            continue
+        reason = None
+        weight = module._parameters.get("weight")
+        if skip(name, module):
+            reason = "asked to be skipped"
+        elif any(name.startswith(outer) for outer in inside):
+            reason = "the module around it reads its weight directly"
+        elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+            reason = f"{type(module).__name__} has a forward of its own"
+        elif weight is None or type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+            reason = "its weight is not an ordinary parameter"
+        elif weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            reason = f"its weight is {str(weight.dtype)[6:]}"
+        elif len(users[weight]) > 1:
+            others = ", ".join(user for user in users[weight] if user != f"{name}.weight".lstrip("."))
+            reason = f"its weight is shared with {others}"
+        elif any(size % 16 for size in weight.shape):
+            reason = f"its weight is {weight.shape[0]} x {weight.shape[1]}: not multiples of 16"
+        if reason is None:
+            layers[name] = module
+        else:
+            skipped.append((name, reason))
+    return layers, skipped
+
+
+def is_conv1d(module):
+    """transformers' Conv1D, known by its name so that transformers need not be there."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.dim() == 2
+
+
+def misused(name):
+    """A hook that raises when a gradient reaches a converted parameter itself: its layer's never does."""
+
+    def hook(parameter):
+        if parameter.grad is None:  # compiled code calls it for nothing
+            return
+        parameter.grad = None
+        raise RuntimeError(f"{name}.weight was used without calling {name}, as if its codes were values: skip={name!r}")
+
+    return hook
+
+
+@torch.no_grad()
+def broadcast(tensor, group):
+    """Rank 0's values to all ranks."""
+    device = tensor.device
+    if device.type == "cpu" and "gloo" not in dist.get_backend(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    moved = tensor.detach().to(device).contiguous()
+    dist.broadcast(moved, dist.get_global_rank(group, 0), group=group)
+    tensor.copy_(moved)
+
+
+class State:
+    """What the converted layers of one model share. `model.amp8_state`."""
+
+    def __init__(self, level, accumulate, stochastic_rounding, recipe, recipe_options):
+        self.level, self.accumulate, self.stochastic_rounding = level, accumulate, stochastic_rounding
+        self.recipe, self.options = recipe, dict(recipe_options or {})
+        if recipe == "msamp":
+            if self.options:
+                raise ValueError(f"the recipe 'msamp' has no options, got {', '.join(self.options)}")
+            self.window, self.history, self.gradient_format = WINDOW, WINDOW, scaling.E5M2
+        elif recipe == "te_delayed":
+            unknown = self.options.keys() - TE_DEFAULTS.keys()
+            if unknown:
+                raise ValueError(f"the recipe 'te_delayed' knows {', '.join(TE_DEFAULTS)}, not {', '.join(unknown)}")
+            self.options = TE_DEFAULTS | self.options
+            formats = {"HYBRID": scaling.E5M2, "E4M3": scaling.E4M3}
+            if self.options["fp8_format"] not in formats:
+                raise ValueError(f"fp8_format is HYBRID or E4M3, not {self.options['fp8_format']!r}")
+            self.gradient_format = formats[self.options["fp8_format"]]
+            self.window, self.history = 0, self.options["amax_history_len"]
+        else:
+            raise ValueError(f"recipe is 'msamp' or 'te_delayed', not {recipe!r}")
+        self.layers, self.skipped, self.gradients = {}, [], []
+        self.group, self.rank, self.world, self.comm = None, 0, 1, None
+        self.held = False  # inside no_sync()
+        self.wrapper = self.asked = None  # see attach()
+        self.gradient_bytes, self.gradient_dtypes = 0, set()  # at the last step
+
+    def __deepcopy__(self, memo):
+        return None  # belongs to the one model that trains; a copy of it is for evaluation
+
+    def join(self, group):
+        # A group of our own, as our collectives and DistributedDataParallel's may interleave differently on two ranks.
+        self.group = dist.new_group() if group is None and dist.get_world_size() > 1 else group
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    @property
+    def sharded(self):
+        """Whether the mean gradient of a layer is on its owner alone."""
+        return self.level == "O3" and self.world > 1
+
+    def last_micro_batch(self):
+        """Whether the backward pass now running is the one after which the step comes, as far as anyone said."""
+        if self.held or (self.wrapper is not None and not self.wrapper.require_backward_grad_sync):
+            return False
+        return self.asked is None or bool(self.asked())
+
+    def finish(self):
+        """Every gradient in FP8 and, between ranks, the mean. Before a step, a norm, or anyone looks."""
+        if self.comm is not None:
+            self.comm.finish()
+        for gradient in self.gradients:
+            gradient.settle()
+
+    @torch.no_grad()
+    def stepped(self):
+        """After the optimizer's step: new FP8 weights to all ranks, new delayed scales, gradients used up."""
+        found = [gradient.codes for gradient in self.gradients if gradient.codes is not None]
+        self.gradient_bytes = sum(codes.nbytes + 4 for codes in found)
+        self.gradient_dtypes = {codes.dtype for codes in found}
+        for gradient in self.gradients:
+            gradient.spent = True
+        if self.comm is not None:
+            self.comm.finished = False
+            if self.sharded:
+                self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
+        self.update_scales()
+
+    def update_scales(self):
+        """Delayed scaling of all layers at once."""
+        layers = list(self.layers.values())
+        history = torch.stack([layer.amax_history for layer in layers], 1)  # [length, layers, 2]
+        scale = torch.stack([layer.scale for layer in layers])
+        updates = torch.stack([layer.updates for layer in layers])
+        for slot, dtype in enumerate((scaling.E4M3, self.gradient_format)):
+            slots = history[:, :, slot], scale[:, slot]
+            if self.window:
+                scaling.update_window_(*slots, updates[:, slot], dtype)
+                continue
+            if self.comm is not None and self.options["reduce_amax"]:
+                last = history[0, :, slot].contiguous()
+                dist.all_reduce(last, dist.ReduceOp.MAX, group=self.group)
+                self.comm.sent += 2 * (self.world - 1) * last.nbytes // self.world
+                history[0, :, slot] = last
+            margin, algo = self.options["margin"], self.options["amax_compute_algo"]
+            scaling.update_delayed_(*slots, scaling.dtype_max(dtype), margin, algo)
+        torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind(1)))
+        torch._foreach_copy_([layer.scale for layer in layers], list(scale.unbind()))
+        torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
+
+
+def state_of(model):
+    """The State of a converted model, however it is wrapped."""
+    for module in model.modules():
+        if getattr(module, "amp8_state", None) is not None:
+            return module.amp8_state
+    raise ValueError("the model is on no level: call amp8.initialize first")
+
+
+def attach(model, last_micro_batch=None):
+    """Tells a converted model by what it is wrapped, so that gradient accumulation is honoured.
+
+    model: the converted model or its DistributedDataParallel, whose `no_sync()` then holds for FP8 gradients too.
+    last_micro_batch: a function without arguments that says during a backward pass whether the optimizer steps after
+    it, for loops that accumulate without DistributedDataParallel. Returns `model`.
+    """
+    state = state_of(model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        state.wrapper = model
+    state.asked = last_micro_batch
+    return model
+
+
+@contextlib.contextmanager
+def no_sync(model):
+    """Backward passes in here are not the last before a step: gradients add up on their rank and nothing is sent."""
+    state = state_of(model)
+    before, state.held = state.held, True
+    try:
+        yield
+    finally:
+        state.held = before
+
+
+@contextlib.contextmanager
+def high_precision(model):
+    """Converted layers compute plain products of their true weights, in autocast's dtype or their input's. For
+    evaluation: the weights get no gradient."""
+    layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    before = [layer.high_precision for layer in layers]
+    for layer in layers:
+        layer.high_precision = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.high_precision = value
+
+
+def wire_bytes(model):
+    """Bytes this rank has sent for converted layers since `initialize`, counted where they are sent: of an all_to_all
+    and an all_gather (N - 1) / N of the full size, as a ring sends."""
+    comm = state_of(model).comm
+    return 0 if comm is None else comm.sent

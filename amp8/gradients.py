@@ -36,18 +36,21 @@ class WeightGradient:
 
     codes, scale: e4m3 [the weight's shape] and fp32 0-d; the value is codes / scale.
     high: fp32 [the weight's shape], only between micro-batches under accumulate="high".
-    reduced: the codes are already the mean over ranks (on the owner alone under O3).
+    piece, own: the part of the weight, flattened, whose mean this rank computes, and its own gradient of that part in
+    fp32, from the end of backward until the mean is there: what needs no wire need not be rounded for it.
+    reduced: the codes are already the mean over ranks (on the owner alone under O3). spent: a step has used it.
     """
 
-    def __init__(self, linear, state):
-        self.linear, self.state, self.shape = linear, state, linear.weight.shape
+    def __init__(self, linear, owner, state):
+        self.linear, self.owner, self.state, self.shape = linear, owner, state, linear.weight.shape
+        self.piece = None
         self.clear()
 
     def __deepcopy__(self, memo):
         return None  # a copy of the model is for evaluation; see FP8Linear.forward
 
     def clear(self):
-        self.codes = self.scale = self.high = None
+        self.codes = self.scale = self.high = self.own = None
         self.reduced = self.spent = False
 
     def value(self):
@@ -56,26 +59,35 @@ class WeightGradient:
             return self.high
         return None if self.codes is None else scaling.dequantize(self.codes, self.scale)
 
+    def store(self, value):
+        """Takes an fp32 gradient as the one that travels or is used."""
+        self.codes, self.scale = quantize_gradient(value)
+        self.own = None if self.piece is None else value.reshape(-1)[self.piece].clone()
+        self.high, self.reduced = None, False
+
     def receive(self, port):
         """Hook of the layer's port: takes the gradient of one micro-batch."""
         new, port.grad = port.grad, None
+        comm = self.state.comm
         if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
             self.clear()
         if self.reduced:  # by a backward pass before this one, perhaps on another stream still
-            self.state.comm.finish()
+            comm.finish()
         before = self.value()
         if before is not None:
             if self.reduced and self.state.sharded:  # the owner alone still holds the mean of N ranks
                 before = before * self.state.world
             new = before.add_(new)
         last = self.state.last_micro_batch()
-        if last or self.state.accumulate == "fp8":
-            self.high, self.reduced = None, False
-            self.codes, self.scale = quantize_gradient(new)
-        else:
-            self.codes, self.scale, self.high, self.reduced = None, None, new, False
-        if last and self.state.comm is not None:
-            self.state.comm.ready(self)
+        if not last and self.state.accumulate == "high":
+            self.clear()
+            self.high = new
+            return
+        if comm is not None:
+            comm.plan()
+        self.store(new)
+        if last and comm is not None:
+            comm.ready(self)
 
     def settle(self):
         """Ready to travel or to be used: FP8 of what was kept in fp32 when no last micro-batch was announced, and
@@ -83,8 +95,7 @@ class WeightGradient:
         if self.spent:
             self.clear()
         if self.high is not None:
-            self.codes, self.scale = quantize_gradient(self.high)
-            self.high = None
+            self.store(self.high)
 
 
 @torch.no_grad()

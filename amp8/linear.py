@@ -28,13 +28,16 @@ class FP8Linear(nn.Linear):
     """
 
     transposed = False  # the weight is [out, in]
+    BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
 
-    def start(self, level, window, gradient_format, history, exact):
+    def start(self, level, window, gradient_format, history, exact, keeps_master):
         """Turns the layer's plain weight into codes and adds its scaling state. Once, right after the class changed."""
         device = self.weight.device
         self.window, self.gradient_format, self.exact = window, gradient_format, exact
         self.high_precision = False
         self.gradient = None  # its WeightGradient
+        self.operands = set()  # formats of the operands its products had
+        self.keeps_master = keeps_master
         self.master = self.master_scale = None  # O3, on the rank that owns the weight: fp16 codes and their scale
         # Not persistent: a state_dict has exactly the entries of the unconverted model.
         self.register_buffer("weight_scale", torch.ones((), device=device), persistent=False)
@@ -46,7 +49,6 @@ class FP8Linear(nn.Linear):
         self.weight.grad = None
         self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; write() the values
         self.write(value)
-        self.open_port()
 
     def open_port(self):
         """The leaf through which autograd hands over the weight's gradient.
@@ -57,8 +59,7 @@ class FP8Linear(nn.Linear):
         with torch.no_grad():
             self.port = torch.zeros((), device=self.weight.device).expand(self.weight.shape)
         self.port.requires_grad_()
-        if self.gradient is not None:
-            self.port.register_post_accumulate_grad_hook(self.gradient.receive)
+        self.port.register_post_accumulate_grad_hook(self.gradient.receive)
 
     @torch.no_grad()
     def write(self, value):
@@ -68,10 +69,8 @@ class FP8Linear(nn.Linear):
         scale = scaling.power_of_two_scale(amax, torch.float16)
         codes = scaling.quantize(value, scale, torch.float16)
         if self.weight.dtype == scaling.E4M3:
-            if self.master is not None:
+            if self.keeps_master:
                 self.master, self.master_scale = codes, scale
-            # From the rounded master, so that ranks with and without it hold the same bits.
-            value = scaling.dequantize(codes, scale)
             scale = scaling.power_of_two_scale(amax, scaling.E4M3)
             codes = scaling.quantize(value, scale, scaling.E4M3)
         self.weight.copy_(codes)
@@ -90,6 +89,8 @@ class FP8Linear(nn.Linear):
             weight = self.true_weight(dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
+        # Evaluation leaves no trace. Recomputing under checkpointing does no harm: the same maximum again.
+        recording = self.training and torch.is_grad_enabled()
         port = None
         if self.weight.requires_grad and torch.is_grad_enabled():
             if self.gradient is None:
@@ -101,8 +102,7 @@ class FP8Linear(nn.Linear):
         with torch.no_grad():
             amax = scaling.amax(rows)
             scale = cast_scale(amax, self.scale, self.updates, INPUT, scaling.E4M3, self.window)
-            # Evaluation leaves no trace. Recomputing under checkpointing does no harm: the same maximum again.
-            if self.training and torch.is_grad_enabled():
+            if recording:
                 scaling.record_(self.amax_history, amax, INPUT)
         y = _Products.apply(
             rows,
@@ -112,6 +112,7 @@ class FP8Linear(nn.Linear):
             scale,
             (self.amax_history, self.scale, self.updates),
             (self.window, self.gradient_format, self.transposed, self.exact, dtype),
+            self.operands,
         )
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -153,15 +154,22 @@ def fp8_weight(weight, scale):
     return (weight.float() * FP16_TO_E4M3).to(scaling.E4M3), scale * FP16_TO_E4M3
 
 
+def note(operands, a, b):
+    """Remembers what was multiplied, for the report. Not inside compiled code, where it would be a side effect."""
+    if not torch.compiler.is_compiling():
+        operands.add((a.dtype, b.dtype))
+
+
 class _Products(torch.autograd.Function):
     """x [M, in], codes of w [out, in] (or [in, out]) -> y [M, out]. The gradient of w leaves through `port`, fp32."""
 
     @staticmethod
-    def forward(ctx, x, port, weight, weight_scale, x_scale, delayed, settings):
+    def forward(ctx, x, port, weight, weight_scale, x_scale, delayed, settings, operands):
         _, _, transposed, exact, dtype = settings
         x8 = scaling.quantize(x, x_scale, scaling.E4M3)
         w8, w_scale = fp8_weight(weight, weight_scale)
-        ctx.delayed, ctx.settings, ctx.x_dtype = delayed, settings, x.dtype
+        ctx.delayed, ctx.settings, ctx.x_dtype, ctx.operands = delayed, settings, x.dtype, operands
+        note(operands, x8, w8)
         # The weight's FP8 copy is made again in backward: holding one per layer would cost a byte per parameter.
         ctx.save_for_backward(None if port is None else x8, x_scale, weight, weight_scale)
         w8 = w8 if transposed else w8.t()
@@ -181,9 +189,11 @@ class _Products(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             w8, w_scale = fp8_weight(weight, weight_scale)
             w8 = w8.t() if transposed else w8
+            note(ctx.operands, dy8, w8)
             dx = scaling.product(dy8, w8, dy_scale, w_scale, dy.dtype, exact=exact).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             a, b, a_scale, b_scale = (x8, dy8, x_scale, dy_scale) if transposed else (dy8, x8, dy_scale, x_scale)
+            note(ctx.operands, a, b)
             # Any number of rows: only the product's inner dimension is concerned, and zeros pad it.
             dw = scaling.product(a.t(), b, a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True).float()
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None

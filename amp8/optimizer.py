@@ -153,6 +153,7 @@ class Adam(torch.optim.Optimizer):
             if linear.weight.dtype != expected:
                 raise RuntimeError(f"a converted weight is {linear.weight.dtype}, not {expected}: don't cast the model")
             if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
+                linear.keeps_master = True
                 linear.master = linear.weight.to(torch.float16)
                 linear.master_scale = linear.weight_scale.clone()
             if sharded and linear.master.device != linear.weight.device:
@@ -268,13 +269,12 @@ class Adam(torch.optim.Optimizer):
         """Takes over the state of one parameter: ours as it is, plain moments rounded to this level's formats."""
         if "max_exp_avg_sq" in values:
             raise ValueError("amsgrad is not supported: its third moment has no place in MS-AMP's levels")
+        linear = getattr(parameter, "amp8_linear", None)
+        if self.model_state.sharded and linear is not None and linear.gradient.owner != self.model_state.rank:
+            return  # its moments are its owner's
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         state = self.moments(parameter, group)
-        step = values["step"]
-        state["step"].fill_(float(step))
-        if not self.model_state.owns(parameter):
-            del self.state[parameter]
-            return
+        state["step"].fill_(float(values["step"]))
         m, v = values["exp_avg"], values["exp_avg_sq"]
         if "amax" in values and "amax" in state:
             for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "amax"):
@@ -352,8 +352,7 @@ def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, ma
     store(m, first, new_m)
     store(v, second, new_v)
     if copy is not None:
-        # weight holds codes now: the copy is of the rounded master, as it is when a checkpoint is loaded
-        copy.copy_(scaling.quantize(weight.float() / new_w, new_copy, copy.dtype))
+        copy.copy_(scaling.quantize(new_weight, new_copy, copy.dtype))
     return torch.stack([scaling.amax(new_weight), scaling.amax(first), scaling.amax(second)])
 
 

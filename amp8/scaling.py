@@ -21,6 +21,7 @@ import torch
 
 E4M3 = torch.float8_e4m3fn  # 448 is its largest value; no infinity, one NaN
 E5M2 = torch.float8_e5m2  # 57344; infinity and NaN as in IEEE 754
+PIECE = 1 << 17  # elements
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -30,12 +31,15 @@ def dtype_max(dtype):
 
 
 def amax(x, dim=None):
-    """Largest magnitude of `x`, fp32: 0-d, or with `dim` reduced and kept. NaN and infinity come out as they are, so
-    they can be seen here before a saturating cast hides them."""
+    """Largest magnitude of `x`, fp32: 0-d, or with `dim` (one or several) reduced and kept. NaN and infinity come out
+    as they are, so that they can be seen here, before a saturating cast hides them. Of nothing it is 0."""
+    x = x.detach()
+    if dim is not None:
+        return x.abs().amax(dim, keepdim=True).float()
     if x.numel() == 0:
-        return torch.zeros((), device=x.device) if dim is None else x.new_zeros(()).float()
-    low, high = torch.aminmax(x.detach()) if dim is None else torch.aminmax(x.detach(), dim=dim, keepdim=True)
-    return torch.maximum(-low, high).float()  # one pass; abs() would write a copy of x first
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x)  # one pass; abs() would write a copy of x first
+    return torch.maximum(-low, high).float()
 
 
 def power_of_two_scale(amax, dtype, margin=0, previous=None):
@@ -63,6 +67,38 @@ def quantize(x, scale, dtype):
     return (x.float() * scale).clamp(-top, top).to(dtype)
 
 
+def round_to_grid(x, smallest_normal, dtype):
+    """`x` (fp32, contiguous) rounded to nearest even on an FP8 grid that has no upper end, in place.
+
+    smallest_normal: where the grid turns subnormal: that of `dtype`, or it divided by a power-of-two scale; a number
+    or broadcastable. No FP8 tensor is made, because a CPU is slow to read one back.
+    """
+    # unit = 2**e, e the exponent of x. In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the
+    # sum's last place, so the addition rounds as hardware does, and the subtraction is exact. In fp32, since a
+    # compiler may keep wider intermediates than bf16 and with them what should have been rounded away.
+    magic = 1.5 * 2.0 ** (23 + round(math.log2(torch.finfo(dtype).eps)))
+    unit = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
+    return x.add_(unit, alpha=magic).sub_(unit, alpha=magic)
+
+
+def round_codes(x, scale, dtype):
+    """The values of `quantize(x, scale, dtype)` for a 0-d scale, as bf16, which holds them exactly. Several times
+    faster on a CPU than the FP8 tensor and its way back."""
+    info = torch.finfo(dtype)
+
+    def rounded(piece):
+        y = piece.to(torch.float32, copy=True).mul_(scale).clamp_(-info.max, info.max)
+        return round_to_grid(y, info.smallest_normal, dtype)
+
+    if torch.compiler.is_compiling():
+        return rounded(x).to(torch.bfloat16)  # one fused loop
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    # Pieces whose fp32 copies stay in the cache: done at once, each of half a dozen passes goes through memory.
+    for piece, codes in zip(x.reshape(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
+        codes.copy_(rounded(piece))
+    return out
+
+
 def dequantize(codes, scale, dtype=torch.float32):
     """codes / scale in fp32, as `dtype`. Exact in fp32 for a power-of-two scale."""
     return (codes.float() / scale).to(dtype)
@@ -81,18 +117,21 @@ def product(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, *, exact=False, us
     power-of-two scales bit for bit what `torch._scaled_mm` gives for fp32 on a CPU (without oneDNN, whose FP8 kernels
     on newer CPUs sum in another order). Two e5m2 operands raise, as on a GPU.
     """
-    (k, n), hardware = b.shape, _has_fp8_hardware(a)
+    k, n = b.shape
     if n % 16 or (k % 16 and not pad_inner):
         raise ValueError(f"FP8 products need K and N to be multiples of 16, got K={k}, N={n}")
     if a.dtype == b.dtype == E5M2:
         raise ValueError("FP8 products take at most one e5m2 operand")
-    if hardware and not exact:
+    if _has_fp8_hardware(a) and not exact:
         return _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     if exact or out_dtype == torch.float32:
-        return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
+        with torch.autocast(a.device.type, enabled=False):
+            return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
     out = a.to(torch.bfloat16) @ b.to(torch.bfloat16)
-    # fp32 for the scaling itself: bf16 could not hold a scale that is no power of two
-    return (out.float() * (scale_a.reciprocal() * scale_b.reciprocal())).to(out_dtype)
+    factor = scale_a.reciprocal() * scale_b.reciprocal()
+    if out.is_cuda and factor.dim() == 0:
+        factor = factor.reshape(1, 1)  # a 0-d factor would be rounded to bf16 there; a CPU keeps it fp32
+    return out.mul_(factor).to(out_dtype)
 
 
 def _has_fp8_hardware(x):

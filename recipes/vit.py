@@ -61,10 +61,10 @@ class Arguments:
 def evaluate(run, model, loader):
     """Mean loss and accuracy over the held-out set, every sample counted once."""
     model.eval()
-    losses, hits = [], []
+    losses, hits, dtype = [], [], getattr(torch, run.args.dtype)
     for batch in loader:
         with torch.no_grad():
-            logits = model(batch["pixel_values"])
+            logits = model(batch["pixel_values"].to(dtype))
         loss = F.cross_entropy(at_least_float32(logits), batch["labels"], reduction="none")
         hit = logits.argmax(-1) == batch["labels"]
         loss, hit = run.accelerator.gather_for_metrics((loss, hit))

@@ -2,8 +2,8 @@
 
 `accelerate launch` turns a YAML file into environment variables; plain torchrun and python leave them out. Whatever the
 door, `asked(environment)` reads them into one mapping, `problems(asked, machine)` names every contradiction, and
-`resolve()` refuses or returns a frozen Plan. `tools/check.py` sends a file through the same rules by `exported(config)`,
-which says what `accelerate launch` would export for it. Nothing heavy is imported until a run really starts, so a check
+`resolve()` refuses or returns a frozen Plan. `tools/check.py` sends a file through the same rules: `exported(config)`
+says what `accelerate launch` would export for it. Nothing heavy is imported until a run really starts, so a check
 takes a fraction of a second.
 """
 

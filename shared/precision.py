@@ -71,9 +71,7 @@ class Evidence:
         kinds += ("NO",) if plan.num_processes == 1 else ()  # DDP of one process
         kind, processes = accelerator.distributed_type, accelerator.num_processes
         if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
-            raise Refused(
-                f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
-            )
+            raise Refused(f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}")
         if orphans:
             raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
         if plan.strategy == "fsdp" and plan.num_processes > 1 and not self.sharded:
@@ -135,7 +133,8 @@ class Evidence:
         plan, dtypes = self.plan, self.record["dtypes"]
         group = f" {dist.get_backend()}" if dist.is_initialized() else ""
         what = {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
-        parts = [f"{plan.strategy} x{plan.num_processes}{group}{', sharded' if self.sharded else ''}", what]
+        where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
+        parts = [where + (", sharded" if self.sharded else ""), what]
         parts[-1] += ", compiled" if plan.compile else ""
         parts[-1] += ", offloaded to the host" if plan.offload else ""
         parts.append(

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
@@ -23,13 +25,14 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from shared import checkpoint, plan
 from shared.args import Refused, parse
 from shared.data import Order
-from shared.precision import Wire, inner
+from shared.precision import Wire, inner, named
 
 WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's counting; the next one counts wire bytes
 # Options that don't change what is computed; a resumed run may differ in them.
@@ -72,9 +75,10 @@ class Run:
         self.status, self.error, self.final, self.evidence, self.failed_saves = "running", None, None, None, 0
         self.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.checkpoint = self.earlier_state = None
-        self.find_checkpoint()
+        self.opened, self.stopping = False, False
         reset_peak_memory(accelerator.device)
         self.memory_before = resident_bytes() if accelerator.device.type == "cpu" else 0
+        self.find_checkpoint()
 
     def find_checkpoint(self):
         args, here = self.args, self.output_dir / "run.json"
@@ -119,18 +123,21 @@ class Run:
             rank = self.accelerator.process_index
             checkpoint.restore(model, optimizer, checkpoint.read_tensors(self.checkpoint, rank, evidence.sharded))
             lr_scheduler.load_state_dict(self.earlier_state["lr_scheduler"])
+            for group, learning_rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = learning_rate
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(self.earlier_state["scaler"])
             self.accelerator.print(f"resumed from {self.checkpoint} at step {self.step}")
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             for stale in self.output_dir.glob("checkpoint-*.tmp"):
-                checkpoint.shutil.rmtree(stale, ignore_errors=True)
+                shutil.rmtree(stale, ignore_errors=True)
             rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
             rows = [row for row in rows if row.endswith("}") and self.keeps(json.loads(row))]
             self.metrics_file.write_text("".join(row + "\n" for row in rows))
             self.write_record()
         self.accelerator.init_trackers(self.recipe, {k: v for k, v in asdict(self.args).items() if v is not None})
+        self.opened = True
         self.bar = tqdm(total=self.args.max_steps, initial=self.step, disable=None if self.main else True)
         self.clock = time.perf_counter()
 
@@ -241,14 +248,17 @@ class Run:
     def save(self):
         """`checkpoint-<step>`, unless this very step has one."""
         folder = self.output_dir / f"checkpoint-{self.step}"
-        [there] = broadcast_object_list(
-            [folder.exists() and checkpoint.unsound(folder) is None if self.main else None]
-        )
+        [there] = broadcast_object_list([folder.exists() and checkpoint.unsound(folder) is None if self.main else None])
         if there:
             return
-        state = {"step": self.step, "batch": self.batch, "same": self.same,
-                 "lr_scheduler": {k: v for k, v in self.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
-                 "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None}  # fmt: skip
+        scaler = self.accelerator.scaler
+        state = {
+            "step": self.step,
+            "batch": self.batch,
+            "same": self.same,
+            "lr_scheduler": self.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
         parts = checkpoint.tensors(self.model, self.optimizer)
         keep = self.args.save_total_limit
         done = checkpoint.save(self.accelerator, folder, parts, state, self.evidence.sharded, keep)
@@ -263,7 +273,7 @@ class Run:
             folder.mkdir(exist_ok=True)
             temporary = folder / "model.safetensors.tmp"
             weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-            checkpoint.save_file(dict(checkpoint.named(weights.items())), temporary)
+            save_file(dict(named(weights.items())), temporary)
             checkpoint.sync(temporary)
             os.replace(temporary, folder / "model.safetensors")
         self.final = {"step": self.step, "loss": self.loss if self.step else None, "metrics": metrics}
@@ -271,14 +281,14 @@ class Run:
 
     def close(self, error=None):
         """Write the record as it ends, finished or not."""
-        if error is not None and self.status != "preempted":
+        if error is not None:
             self.status, self.error = "failed", error
-        if self.evidence is not None:
+        if self.opened:
             self.bar.close()
             self.accelerator.end_training()
-        elif not self.main or (self.output_dir / "run.json").exists():
-            return  # failed before it began: don't write over the record of the run that is there
-        if self.plan.num_processes > 1 and self.accelerator.device.type == "cuda" and error is None:
+        elif error is None or (self.output_dir / "run.json").exists():
+            return  # ended before it began: don't write over the record of the run that is there
+        if self.plan.num_processes > 1 and self.plan.device != "cpu" and error is None:
             self.peak = max(gather_object([self.peak_memory()]))
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -286,7 +296,7 @@ class Run:
             print(f"{self.status}: {self.output_dir}", flush=True)
 
     def peak_memory(self):
-        """Bytes: allocated on an accelerator; on a CPU the resident high-water mark since before the model was built."""
+        """Bytes: allocated on an accelerator; on a CPU the rise of resident memory since before the model was built."""
         device = self.accelerator.device
         if device.type == "cpu":
             return max(0, peak_resident_bytes() - self.memory_before)
@@ -303,11 +313,11 @@ class Run:
             "args": asdict(self.args),
             "seed": self.args.seed,
             "global_batch_size": self.global_batch_size,
-            "optimizer": type(inner(self.optimizer)).__name__ if self.evidence else self.args.optimizer,
-            "data_fingerprint": self.data_fingerprint if self.evidence else None,
-            "config": {"name": self.plan.config, "text": text, "sha256": text and checkpoint.hashlib.sha256(text.encode()).hexdigest()},
+            "optimizer": type(inner(self.optimizer)).__name__ if self.opened else self.args.optimizer,
+            "data_fingerprint": self.data_fingerprint if self.opened else None,
+            "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
             "plan": asdict(self.plan),
-            "evidence": self.evidence.record if self.evidence else None,
+            "evidence": self.evidence.record if self.opened else None,
             "versions": versions(),
             "device_name": plan.machine_of_torch()["name"] if self.plan.device != "cpu" else cpu_name(),
             **git_state(),
@@ -352,7 +362,7 @@ def launch(main, arguments):
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
         traceback.print_exc()
     try:
-        if Run.current is not None:
+        if Run.current is not None and not (code == 2 and not Run.current.opened):
             Run.current.close(error)
     except Exception:
         traceback.print_exc()
@@ -365,7 +375,7 @@ def launch(main, arguments):
 
 
 def die_with_the_launcher():
-    """Be told (SIGTERM) when the launcher dies: Accelerate's single-process launcher dies without telling its child."""
+    """Be told (SIGTERM) when the launcher dies: Accelerate's single-process launcher goes without telling its child."""
     launchers = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
     parent = psutil.Process().parent()
     launched = parent is not None and any(word in part for part in parent.cmdline() for word in launchers)

@@ -1,0 +1,271 @@
+"""FP8 Linear layers on a machine without FP8 hardware: what torchao's Float8Linear and TransformerEngine's te.Linear
+compute, written from their definitions.
+
+    skipped = convert(model, "delayed", fp8_format="HYBRID", margin=0)
+    ...
+    loss.backward(); optimizer.step(); update_scales(model)
+
+Every operand of every product holds exactly the values FP8 holds under its scale; only the speed is not FP8's. The
+values live in bf16, which has a place for each of them, so one bf16 product does the arithmetic.
+
+recipe               scales: input and grad_output, weight   formats                    power of two
+tensorwise (torchao) one, from its own amax                  e4m3, gradients e5m2       no
+rowwise (torchao)    one per row of each product             e4m3                       yes
+rowwise_with_gw_hp   the same; weight gradient in bf16       e4m3                       yes
+delayed (TE)         one, from a history of amaxes           HYBRID or E4M3             no
+current (TE)         one, from its own amax                  HYBRID or E4M3             no
+block (TE)           1 x 128 values, 128 x 128 values        E4M3 (TE's own) or HYBRID  yes
+
+Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling).
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import scaling
+from .scaling import E4M3, E5M2
+
+
+class Tiles(NamedTuple):
+    """The block of values (rows, columns) that shares a scale, None for all of them. In each product a scale may not
+    vary along the summed dimension faster than the hardware sums, which is why an operand is rounded anew for each."""
+
+    input: tuple  # of input [tokens, in] for the output, and of grad_output [tokens, out] for grad_input
+    weight: tuple  # of weight [out, in] for the output
+    weight_for_grad_input: tuple
+    grad_weight: tuple | None  # of input and grad_output for grad_weight; None: that product is not FP8
+
+
+TILES = {
+    "rowwise": Tiles((1, None), (1, None), (None, 1), (None, 1)),
+    "rowwise_with_gw_hp": Tiles((1, None), (1, None), (None, None), None),
+    "block": Tiles((1, 128), (128, 128), (128, 128), (128, 1)),
+}
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TRANSFORMER_ENGINE = ("delayed", "current", "block")
+FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
+
+
+def convert(
+    model,
+    recipe,
+    module_filter=None,
+    *,
+    fp8_format="HYBRID",
+    margin=0,
+    amax_history_len=1024,
+    amax_compute_algo="max",
+):
+    """Turns the model's nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same
+    Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
+
+    recipe: a name from the table above. module_filter(module, name) -> bool chooses layers. `fp8_format` is for TE's
+    recipes; the last three for "delayed". Returns [(name, reason)] for every Linear left as it was.
+    """
+    if recipe not in TORCHAO + TRANSFORMER_ENGINE:
+        raise ValueError(f"recipe must be one of {', '.join(TORCHAO + TRANSFORMER_ENGINE)}, got {recipe!r}")
+    if fp8_format not in FORMATS:
+        raise ValueError(f"fp8_format must be HYBRID or E4M3, got {fp8_format!r}")
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
+    grad_dtype = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3}.get(recipe, FORMATS[fp8_format])
+    skipped = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if reason := _skip_reason(name, module, module_filter):
+            skipped.append((name, reason))
+            continue
+        module.__class__ = EmulatedLinear  # what makes "in place" true: nothing is rebuilt, so nothing is lost
+        module.recipe, module.grad_dtype, module.fp8 = recipe, grad_dtype, True
+        if recipe == "delayed":
+            module.margin, module.amax_compute_algo = margin, amax_compute_algo
+            zeros = torch.zeros(amax_history_len, 3, device=module.weight.device)
+            module.register_buffer("fp8_amax_history", zeros)
+            module.register_buffer("fp8_scale", torch.ones_like(zeros[0]))
+    return skipped
+
+
+def _skip_reason(name, module, module_filter):
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, not a plain Linear"
+    for size in ("in_features", "out_features"):
+        if getattr(module, size) % 16:
+            return f"{size} {getattr(module, size)} is not a multiple of 16"
+    if module_filter is not None and not module_filter(module, name):
+        return "left out by the filter"
+
+
+class EmulatedLinear(nn.Linear):
+    """A Linear whose three products take FP8 operands. Made by `convert`, never by its constructor.
+
+    Input [..., in_features], output [..., out_features], in the autocast dtype where autocast is on. FP8 is for
+    training: in eval mode, or under `high_precision`, this is F.linear. TE's recipes refuse a number of tokens that is
+    not a multiple of 8, as TE does; for torchao's any will do, as with its `pad_inner_dim`.
+
+    Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
+    input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
+    every key that starts with `fp8_` after its last dot.
+    """
+
+    def forward(self, x):
+        if not (self.training and self.fp8):
+            return F.linear(x, self.weight, self.bias)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        tokens = x.reshape(-1, self.in_features)
+        if self.recipe in TRANSFORMER_ENGINE and tokens.shape[0] % 8:
+            raise ValueError(f"TransformerEngine needs a multiple of 8 tokens in FP8, got {tuple(x.shape[:-1])}")
+        if self.recipe in TILES:
+            tiny = 0.0 if self.recipe == "block" else TORCHAO_TINY
+            out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
+        elif self.recipe == "delayed":
+            state = self.fp8_amax_history, self.fp8_scale
+            out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, *state)
+        else:
+            out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, None, None)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn, recurse=True):
+        """Moves with the model, but stays fp32: `model.bfloat16()` must not round the scales."""
+        kept = {name: buffer for name, buffer in self._buffers.items() if name.startswith("fp8_")}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, emulated FP8 {self.recipe}"
+
+
+@contextlib.contextmanager
+def high_precision(model):
+    """Within it every EmulatedLinear of `model` is a plain Linear, in training mode too."""
+    layers = [m for m in model.modules() if isinstance(m, EmulatedLinear)]
+    before = [m.fp8 for m in layers]
+    for m in layers:
+        m.fp8 = False
+    try:
+        yield
+    finally:
+        for m, fp8 in zip(layers, before, strict=True):
+            m.fp8 = fp8
+
+
+@torch.no_grad()
+def update_scales(model, group=None, reduce_amax=True):
+    """Delayed scaling's step: all layers' new amaxes go into their histories and set the next scales. Call it after
+    each optimizer step (or after each backward: TE itself updates at every micro-batch). With other recipes it does
+    nothing.
+
+    Where torch.distributed is initialised the amaxes are the largest over `group`, in one all-reduce of 12 bytes per
+    layer; `reduce_amax=False` leaves each rank its own, as TE's knob of that name.
+    """
+    layers = [m for m in model.modules() if isinstance(m, EmulatedLinear) and m.recipe == "delayed"]
+    if not layers:
+        return
+    if reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+        amaxes = torch.stack([m.fp8_amax_history[0] for m in layers])
+        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+        for m, amax in zip(layers, amaxes, strict=True):
+            m.fp8_amax_history[0] = amax
+    for m in layers:
+        fp8_max = m.fp8_scale.new_tensor([scaling.dtype_max(dtype) for dtype in (E4M3, E4M3, m.grad_dtype)])
+        scaling.update_delayed_(m.fp8_amax_history, m.fp8_scale, fp8_max, m.margin, m.amax_compute_algo)
+
+
+class _Tensorwise(torch.autograd.Function):
+    """One scale per tensor: delayed where a history is given, else from the tensor itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, grad_dtype, history, scales):
+        x8, x_scale = _codes(x, E4M3, history, scales, 0)
+        w8, w_scale = _codes(weight, E4M3, history, scales, 1)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale, history, scales)
+        ctx.grad_dtype, ctx.dtypes = grad_dtype, (weight.dtype, bias.dtype if bias is not None else None)
+        out = scaling.product(x8, w8.t(), x_scale, w_scale, x.dtype)
+        return out if bias is None else out.add_(bias.to(out.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x8, x_scale, w8, w_scale, history, scales = ctx.saved_tensors
+        g8, g_scale = _codes(grad, ctx.grad_dtype, history, scales, 2)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = scaling.product(g8, w8, g_scale, w_scale, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = scaling.product(g8.t(), x8, g_scale, x_scale, grad.dtype, pad_inner=True).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[2]:
+            db = grad.sum(0).to(ctx.dtypes[1])
+        return dx, dw, db, None, None, None
+
+
+TORCHAO_TINY = 1e-12  # torchao takes a smaller amax for this
+
+
+def _codes(x, dtype, history, scales, slot):
+    amax = scaling.amax(x)
+    if history is None:
+        scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=TORCHAO_TINY)
+    else:
+        scale = scales[slot]
+        scaling.record_(history, amax, slot)
+    return scaling.round_codes(x, scale, dtype), scale
+
+
+class _Tiled(torch.autograd.Function):
+    """One power-of-two scale per tile. Dequantised values are then bf16 values too, so nothing is left to scale."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, tiles, grad_dtype, tiny):
+        ctx.save_for_backward(x, weight)
+        ctx.rest = tiles, grad_dtype, tiny, bias.dtype if bias is not None else None
+        out = _multiply(_rounded(x, E4M3, tiles.input, tiny), _rounded(weight, E4M3, tiles.weight, tiny).t(), x.dtype)
+        return out if bias is None else out.add_(bias.to(out.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        tiles, grad_dtype, tiny, bias_dtype = ctx.rest
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            w8 = _rounded(weight, E4M3, tiles.weight_for_grad_input, tiny)
+            dx = _multiply(_rounded(grad, grad_dtype, tiles.input, tiny), w8, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            g8, x8 = grad, x
+            if tiles.grad_weight is not None:
+                g8 = _rounded(grad, grad_dtype, tiles.grad_weight, tiny)
+                x8 = _rounded(x, E4M3, tiles.grad_weight, tiny)
+            dw = _multiply(g8.t(), x8, grad.dtype).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = grad.sum(0).to(bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def _rounded(x, dtype, tile, tiny):
+    """`x` [rows, columns] rounded to what `dtype` holds under one scale per tile, as bf16."""
+    (m, n), (rows, columns) = x.shape, (size or full for size, full in zip(tile, x.shape, strict=True))
+    padded = F.pad(x, (0, -n % columns, 0, -m % rows)) if m % rows or n % columns else x
+    blocks = padded.reshape(-1, rows, padded.shape[1] // columns, columns)
+    scale = scaling.power_of_two_scale(scaling.amax(blocks, (1, 3)).clamp(min=tiny), dtype)
+    # Nothing can saturate, because each scale is made from the amax of what it scales.
+    smallest = torch.finfo(dtype).smallest_normal / scale
+    if torch.compiler.is_compiling():
+        out = scaling.round_to_grid(blocks.to(torch.float32, copy=True), smallest, dtype).to(torch.bfloat16)
+    else:
+        out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device)
+        dim, pieces = int(len(blocks) == 1), max(1, blocks.numel() // scaling.PIECE)
+        parts = (t.chunk(pieces, dim) for t in (blocks, smallest.expand(blocks.shape), out))
+        for piece, least, rounded in zip(*parts, strict=True):
+            rounded.copy_(scaling.round_to_grid(piece.to(torch.float32, copy=True), least, dtype))
+    return out.view(padded.shape)[:m, :n]
+
+
+def _multiply(a, b, dtype):
+    operand = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.to(operand) @ b.to(operand)).to(dtype)

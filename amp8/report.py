@@ -1,0 +1,91 @@
+"""What a converted model really is, counted on its live tensors."""
+
+import torch
+
+from .convert import state_of
+from .state import root_of
+
+
+def report(model, optimizer=None):
+    """A dict of plain values, fit for JSON. Call it after an optimizer step: before, there is little to measure.
+
+    converted: names. skipped: [name, reason]. parameters: {linear, all}, numbers of them.
+    bytes_per_parameter: {linear, all} -> {weight, gradient, master, optimizer, total}, on this rank; gradients as they
+    were at the last step. dtypes: {gemm, wire, weight, master, weight_gradient, exp_avg, exp_avg_sq} of converted
+    layers, each a sorted list of what was found, empty where nothing was (gemm: products that ran outside compiled
+    code). wire_bytes: sent so far by this rank. fp8_hardware: whether products run on FP8 tensor cores. notes: what a
+    user should know.
+    """
+    state, root = state_of(model), root_of(model)
+    layers = state.layers.values()
+    weights = [layer.weight for layer in layers]
+    ids = {id(weight) for weight in weights}
+    others = [parameter for parameter in root.parameters() if id(parameter) not in ids]
+    high = sum(g.high.nbytes for g in state.gradients if g.high is not None)
+    masters = [tensor for layer in layers if layer.master is not None for tensor in (layer.master, layer.master_scale)]
+    linear = {
+        "weight": sum(layer.weight.nbytes + layer.weight_scale.nbytes for layer in layers),
+        "gradient": state.gradient_bytes + high,
+        "master": sum(tensor.nbytes for tensor in masters),
+        "optimizer": moments(optimizer, weights),
+    }
+    rest = {
+        "weight": sum(parameter.nbytes for parameter in others),
+        "gradient": sum(parameter.grad.nbytes for parameter in others if parameter.grad is not None),
+        "master": 0,
+        "optimizer": moments(optimizer, others),
+    }
+    count = {"linear": sum(w.numel() for w in weights), "all": sum(p.numel() for p in root.parameters())}
+    sizes = {"linear": linear, "all": {key: linear[key] + rest[key] for key in linear}}
+    for key, classes in sizes.items():
+        classes["total"] = sum(classes.values())
+        sizes[key] = {name: round(size / count[key], 3) for name, size in classes.items()}
+    hardware = any(w.is_cuda and torch.cuda.get_device_capability(w.device) >= (8, 9) for w in weights)
+    notes = []
+    if not hardware:
+        notes.append("no FP8 tensor cores: products run on dequantised values; memory and wire are as on FP8 hardware")
+    if state.level == "O3" and state.world == 1:
+        notes.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
+    if high:
+        notes.append(f"accumulating gradients in fp32 holds {high / count['linear']:.1f} more bytes per parameter")
+    seen = {
+        "gemm": {pair for layer in layers for pair in layer.operands},
+        "wire": set() if state.comm is None else state.comm.wire,
+        "weight": {weight.dtype for weight in weights},
+        "master": {layer.master.dtype for layer in layers if layer.master is not None},
+        "weight_gradient": state.gradient_dtypes,
+    }
+    for key in ("exp_avg", "exp_avg_sq"):
+        states = [optimizer.state[w] for w in weights if w in optimizer.state] if optimizer is not None else []
+        seen[key] = {values[key].dtype for values in states}
+    return {
+        "level": state.level,
+        "recipe": state.recipe,
+        "world": state.world,
+        "converted": list(state.layers),
+        "skipped": [list(pair) for pair in state.skipped],
+        "parameters": count,
+        "bytes_per_parameter": sizes,
+        "dtypes": {key: sorted(name_of(dtype) for dtype in dtypes) for key, dtypes in seen.items()},
+        "wire_bytes": 0 if state.comm is None else state.comm.sent,
+        "fp8_hardware": hardware,
+        "notes": notes,
+    }
+
+
+def moments(optimizer, parameters):
+    """Bytes of the optimizer's state of these parameters, but for the step counters."""
+    if optimizer is None:
+        return 0
+    states = [optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state]
+    return sum(value.nbytes for values in states for key, value in values.items() if key != "step")
+
+
+def name_of(dtype):
+    """float8_e4m3fn -> e4m3; a pair of operands -> e5m2 x e4m3."""
+    if isinstance(dtype, tuple):
+        return " x ".join(name_of(one) for one in dtype)
+    names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float16: "fp16"}
+    return names.get(dtype) or {"float32": "fp32", "bfloat16": "bf16"}.get(str(dtype)[6:], str(dtype)[6:])
+
+

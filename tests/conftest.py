@@ -1,0 +1,162 @@
+"""Runs of the recipes' own `main` in forked ranks: one import of torch for the whole session, seconds per launch saved.
+
+The environment of a rank is what `accelerate launch` exports for the config (tests/test_plan.py compares the two), so a
+forked run goes through the same door as a launched one. Results are judged by the files a run leaves.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "accelerate_configs"
+sys.path.append(str(ROOT))
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+torch.set_num_threads(1)  # a pool of threads would not survive the fork
+
+from shared import plan  # noqa: E402
+
+
+@functools.cache
+def recipe(name):
+    """The module of recipes/<name>.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Ranks:
+    """Forked ranks of one run; their output goes to <output_dir>.log."""
+
+    def __init__(self, config, argv, name="vit", processes=None, env=None, before=None):
+        path = Path(config) if Path(config).suffix else CONFIGS / f"{config}.yml"
+        mapping = yaml.safe_load(path.read_text())
+        mapping["num_processes"] = processes or mapping["num_processes"]
+        exported = plan.exported(mapping) | (env or {})
+        world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
+        port, module = str(free_port()), recipe(name)
+        self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
+        self.pids = []
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    if world > 1 or "LOCAL_RANK" in exported:
+                        exported |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                        exported |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                    os.environ.update(exported)
+                    os.dup2(self.log.fileno(), 1)
+                    os.dup2(self.log.fileno(), 2)
+                    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # not pytest's capture
+                    sys.argv = [module.__file__, *argv]
+                    plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
+                    if before:
+                        before(rank)
+                    from shared.run import launch
+
+                    launch(module.main, module.Arguments)
+                finally:
+                    os._exit(99)
+            self.pids.append(pid)
+
+    def wait(self, timeout=240):
+        """Exit codes of all ranks; past the timeout everything is killed and the test fails."""
+        codes, end = {}, time.time() + timeout
+        while len(codes) < len(self.pids):
+            for pid in self.pids:
+                if pid not in codes:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[pid] = os.waitstatus_to_exitcode(status)
+            if any(codes.values()) and len(codes) < len(self.pids):
+                end = min(end, time.time() + 20)  # as torchrun, don't wait for ever for the peers of a failed rank
+            if time.time() > end:
+                for pid in set(self.pids) - set(codes):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    codes[pid] = -9
+            time.sleep(0.02)
+        return [codes[pid] for pid in self.pids]
+
+    def kill(self, number=signal.SIGKILL):
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def text(self):
+        self.log.seek(0)
+        return self.log.read()
+
+
+def train(config, output_dir, *argv, code=0, **kwargs):
+    """A run to its end; the folder it leaves. Fails with the run's output unless every rank exits with `code`."""
+    ranks = Ranks(config, ["--output_dir", str(output_dir), *map(str, argv)], **kwargs)
+    codes = ranks.wait()
+    assert set(codes) == {code}, f"exit codes {codes}\n{ranks.text()[-4000:]}"
+    return Path(output_dir)
+
+
+def record(run):
+    return json.loads((Path(run) / "run.json").read_text())
+
+
+def weights(run):
+    return load_file(Path(run) / "model" / "model.safetensors")
+
+
+def metrics(run):
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def distance(a, b):
+    """Largest absolute difference between two runs' weights."""
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def launched(*command, cwd=ROOT, env=None, timeout=240):
+    """A command as a user types it, with this interpreter's environment first on the path."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    full = os.environ | {"PATH": path, "VIRTUAL_ENV": sys.prefix} | (env or {})
+    return subprocess.run(command, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout)
+
+
+def alive(marker):
+    """Processes, other than this one, whose command line holds `marker`."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if marker in line and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append((process.pid, line))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """A test that leaves a rank behind would slow down every test after it."""
+    yield
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.kill()
+    assert not children, f"left behind: {children}"

@@ -1,0 +1,323 @@
+"""The FP8 Linear: its products, what it saves, what it records, and where it runs."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp8
+from amp8 import scaling
+from amp8.linear import FP8Conv1D, FP8Linear, fp8_weight
+
+E4M3, E5M2 = scaling.E4M3, scaling.E5M2
+
+
+def seeded(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def converted(model, level="O2", lr=1e-3, **options):
+    return amp8.initialize(model, torch.optim.AdamW(model.parameters(), lr=lr), level, **options)
+
+
+def layer(level="O2", bias=True, **options):
+    torch.manual_seed(0)
+    model, optimizer = converted(nn.Sequential(nn.Linear(64, 48, bias=bias)), level, **options)
+    return model[0], optimizer
+
+
+def rounded(x, dtype):
+    """x as FP8 with in-time power-of-two scaling sees it."""
+    scale = scaling.power_of_two_scale(x.abs().max(), dtype)
+    return scaling.dequantize(scaling.quantize(x, scale, dtype), scale)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_three_products_bit_for_bit(level):
+    linear, _ = layer(level, exact=True)
+    x = seeded(2, 16, 64, seed=1).requires_grad_()
+    dy = seeded(2, 16, 48, seed=2) * 1e-3
+    y = linear(x)
+    y.backward(dy)
+    x8, dy8 = rounded(x.detach().view(-1, 64), E4M3), rounded(dy.view(-1, 48), E5M2)
+    w8 = linear.true_weight()
+    if level == "O2":  # one fixed power of two below the fp16 codes
+        scale = linear.weight_scale * 2**-8
+        w8 = scaling.dequantize(scaling.quantize(w8, scale, E4M3), scale)
+    assert torch.equal(y, (x8 @ w8.t()).view(2, 16, 48) + linear.bias)
+    assert torch.equal(x.grad, (dy8 @ w8).view(2, 16, 64))
+    dw = dy8.t() @ x8
+    assert torch.equal(linear.gradient.value(), rounded(dw, E4M3))
+    assert torch.equal(linear.bias.grad, dy.sum((0, 1)))
+    assert linear.weight.grad is None and linear.port.grad is None
+
+
+def test_products_are_as_close_as_fp8_allows():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 64))
+    model, _ = converted(copy.deepcopy(plain))
+    x, y = seeded(512, 256), seeded(512, 64, seed=1)
+    for net in (plain, model):
+        (net(x) - y).square().mean().backward()
+    assert 0.01 < (model(x) - plain(x)).norm() / plain(x).norm() < 0.06
+    for i in (0, 2):
+        exact = plain[i].weight.grad
+        assert 0.01 < (model[i].gradient.value() - exact).norm() / exact.norm() < 0.12
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_saves_one_byte_per_input_element_and_no_copy_of_the_weight(level):
+    linear, _ = layer(level)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(seeded(128, 64).requires_grad_())
+    fp8 = [t for t in saved if t.dtype == E4M3 and t.shape == (128, 64)]
+    assert len(fp8) == 1
+    own = {linear.weight.data_ptr(), fp8[0].data_ptr()}
+    assert sum(t.nbytes for t in saved if t.data_ptr() not in own) <= 64  # scales
+
+
+def test_a_frozen_weight_saves_no_input_and_gets_no_gradient():
+    linear, optimizer = layer()
+    linear.weight.requires_grad_(False)
+    saved = []
+    x = seeded(128, 64).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = linear(x)
+    assert not any(t.shape == (128, 64) for t in saved)
+    y.sum().backward()
+    assert linear.gradient.codes is None and x.grad is not None
+    before = linear.weight.clone()
+    optimizer.step()
+    assert torch.equal(linear.weight, before) and not linear.weight.requires_grad
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_non_finite_values_stay_visible(poison):
+    linear, optimizer = layer()
+    x = seeded(32, 64)
+    x[3, 5] = poison
+    assert not torch.isfinite(linear(x)).any()
+    linear, optimizer = layer()
+    y = linear(seeded(32, 64))
+    dy = torch.ones_like(y)
+    dy[2, 7] = poison
+    y.backward(dy)
+    assert linear.gradient.value().isnan().all()
+    assert not torch.isfinite(amp8.clip_grad_norm_([linear.weight], 1.0))
+    assert not torch.isfinite(amp8.clip_grad_norm_([linear.weight, linear.bias], 1.0))
+
+
+def test_overflow_of_the_gradient_product_stays_visible():
+    linear, _ = layer(bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(seeded(32, 64) * 1e30)
+    y.backward(torch.full_like(y, 1e30))
+    assert not torch.isfinite(amp8.clip_grad_norm_([linear.weight], 1.0))
+
+
+def test_warm_up_is_in_time_then_the_window_decides():
+    linear, optimizer = layer()
+    for step in range(16):
+        assert linear.updates.tolist() == [step, step]
+        linear((seeded(32, 64) + step) * 2.0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert linear.updates.tolist() == [16, 16]
+    largest = max(((seeded(32, 64) + step) * 2.0).abs().max() for step in range(16))
+    assert linear.scale[0] == scaling.power_of_two_scale(largest, E4M3)
+    # a small input no longer gets a scale of its own: rounded with the window's, little is left of it
+    x = seeded(32, 64) * 1e-4
+    x8 = scaling.dequantize(scaling.quantize(x, linear.scale[0], E4M3), linear.scale[0])
+    w8 = scaling.dequantize(*fp8_weight(linear.weight.detach(), linear.weight_scale))
+    linear.exact = True
+    assert torch.equal(linear(x), x8 @ w8.t() + linear.bias)
+    assert (x8 - x).norm() > 0.5 * x.norm()
+
+
+def test_a_step_records_the_largest_of_its_micro_batches():
+    linear, optimizer = layer()
+    for factor in (1.0, 5.0, 2.0):
+        linear(seeded(32, 64) * factor).sum().backward()
+    assert linear.amax_history[0, 0] == (seeded(32, 64) * 5.0).abs().max()
+    optimizer.step()
+    assert linear.amax_history[0, 0] == 0 and linear.amax_history[1, 0] == (seeded(32, 64) * 5.0).abs().max()
+
+
+def test_an_overflow_sends_its_slot_back_to_warm_up():
+    linear, optimizer = layer()
+    for _ in range(3):
+        linear(seeded(32, 64)).sum().backward()
+        optimizer.step()
+    y = linear(seeded(32, 64))
+    y.backward(torch.full_like(y, math.inf))
+    linear.gradient.clear()
+    optimizer.step()
+    assert linear.updates.tolist() == [4, 0]
+
+
+def test_evaluation_leaves_no_trace():
+    linear, _ = layer()
+    linear(seeded(32, 64)).sum().backward()
+    before = {name: value.clone() for name, value in linear.named_buffers()}
+    linear.eval()
+    linear(seeded(32, 64) * 100)
+    linear.train()
+    with torch.no_grad():
+        linear(seeded(32, 64) * 100)
+    for name, value in linear.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_autocast_decides_the_output_dtype():
+    linear, _ = layer()
+    x = seeded(32, 64)
+    assert linear(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+        assert y.dtype == torch.bfloat16
+        with amp8.high_precision(linear):
+            assert linear(x).dtype == torch.bfloat16
+    x16 = x.bfloat16().requires_grad_()
+    linear(x16).sum().backward()
+    assert linear(x16).dtype == torch.bfloat16 and x16.grad.dtype == torch.bfloat16
+
+
+def test_high_precision_is_the_product_of_true_weights_and_ends():
+    linear, _ = layer()
+    x = seeded(32, 64)
+    with amp8.high_precision(linear), torch.no_grad():
+        inside = linear(x)
+    assert torch.equal(inside, nn.functional.linear(x, linear.true_weight(), linear.bias))
+    assert not torch.equal(linear(x), inside)
+    with pytest.raises(KeyError):
+        with amp8.high_precision(linear):
+            raise KeyError
+    assert not linear.high_precision
+
+
+def test_a_layer_called_twice_gets_the_sum():
+    linear, _ = layer(exact=True)
+    a, b = seeded(32, 64, seed=1), seeded(32, 64, seed=2)
+    (linear(a).sum() + linear(b).sum()).backward()
+    total = torch.ones(48, 32) @ (rounded(a, E4M3) + rounded(b, E4M3))
+    assert torch.allclose(linear.gradient.value(), rounded(total, E4M3), rtol=0.07)
+    assert (linear.gradient.value() - total).norm() / total.norm() < 0.04
+
+
+def test_rows_and_batches_of_any_number():
+    linear, _ = layer()
+    for shape in ((64,), (1, 64), (7, 3, 64), (0, 64)):
+        y = linear(seeded(*shape))
+        assert y.shape == (*shape[:-1], 48)
+        y.sum().backward()
+        assert torch.isfinite(linear.gradient.value()).all()
+        linear.gradient.clear()
+
+
+def test_conv1d_of_transformers():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    conv, linear = Conv1D(48, 64), nn.Linear(64, 48)
+    with torch.no_grad():
+        linear.weight.copy_(conv.weight.t())
+        linear.bias.copy_(conv.bias)
+    a, _ = converted(nn.Sequential(conv), exact=True)
+    b, _ = converted(nn.Sequential(linear), exact=True)
+    assert type(a[0]) is FP8Conv1D and type(b[0]) is FP8Linear
+    x, y = seeded(32, 64).requires_grad_(), seeded(32, 64).requires_grad_()
+    out, other = a(x), b(y)
+    assert torch.allclose(out, other, atol=1e-6)
+    out.square().sum().backward()
+    other.square().sum().backward()
+    assert torch.allclose(x.grad, y.grad, atol=1e-5)
+    assert torch.allclose(a[0].gradient.value(), b[0].gradient.value().t(), rtol=0.07, atol=1e-6)
+    with amp8.high_precision(a), torch.no_grad():
+        assert torch.allclose(a(x), x @ a[0].true_weight() + conv.bias, atol=1e-6)
+    fresh = nn.Sequential(Conv1D(48, 64))
+    fresh.load_state_dict(a.state_dict())
+    assert torch.equal(fresh[0].weight, a[0].true_weight())
+
+
+def block():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def trained(model, optimizer, run, steps=3):
+    losses = []
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (run(seeded(32, 64, seed=step)) - 1).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_compiles_in_one_graph_with_the_same_results(level):
+    eager, compiled = converted(block(), level), converted(block(), level)
+    torch._dynamo.reset()
+    run = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
+    assert trained(*eager, eager[0]) == trained(*compiled, run)
+    for i in (1, 3):
+        assert torch.equal(eager[0][i].amax_history, compiled[0][i].amax_history)
+        assert eager[0][i].amax_history[1].min() > 0
+        assert torch.equal(eager[0][i].weight.view(torch.uint8), compiled[0][i].weight.view(torch.uint8))
+    assert torch._dynamo.explain(compiled[0])(seeded(32, 64)).graph_break_count == 0
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor():
+    eager, compiled = converted(block()), converted(block())
+    run = torch.compile(compiled[0], fullgraph=True)
+    for a, b in zip(trained(*eager, eager[0]), trained(*compiled, run), strict=True):
+        assert a == pytest.approx(b, rel=5e-3)  # fused bf16 rounds elsewhere
+
+
+def test_checkpointing_gives_the_same_run_and_records_once():
+    plain, recomputed = converted(block()), converted(block())
+    losses = trained(*plain, plain[0])
+    assert losses == trained(*recomputed, lambda x: checkpoint(recomputed[0], x, use_reentrant=False))
+    for i in (1, 3):
+        assert torch.equal(plain[0][i].amax_history, recomputed[0][i].amax_history)
+        assert torch.equal(plain[0][i].weight, recomputed[0][i].weight)
+
+
+def test_te_recipe_casts_with_the_last_updates_scale():
+    options = {"amax_history_len": 2, "amax_compute_algo": "most_recent", "margin": 1, "fp8_format": "E4M3"}
+    linear, optimizer = layer(recipe="te_delayed", recipe_options=options, exact=True)
+    x = seeded(32, 64)
+    weight = linear.weight.float() / linear.weight_scale
+    w8 = scaling.quantize(weight * linear.weight_scale * 2**-8, 1.0, E4M3).float() / (linear.weight_scale * 2**-8)
+    first = linear(x)  # the scale starts at 1
+    assert torch.equal(first, scaling.quantize(x, 1.0, E4M3).float() @ w8.t() + linear.bias)
+    first.sum().backward()
+    optimizer.step()
+    assert linear.scale[0] == 448 / 2 / x.abs().max()
+    assert linear.scale[1] == 448 / 2  # e4m3 for the gradient of ones
+    linear(x).sum().backward()
+    assert (E4M3, E4M3) in linear.operands and (E5M2, E4M3) not in linear.operands
+
+
+def test_a_copy_evaluates_and_refuses_to_train():
+    linear, _ = layer()
+    twin = copy.deepcopy(linear)
+    x = seeded(32, 64)
+    with torch.no_grad():
+        assert torch.equal(twin(x), linear(x))
+    with pytest.raises(RuntimeError, match="a copy of a converted layer cannot train"):
+        twin(x)
+
+
+def test_using_the_codes_as_values_is_refused():
+    linear, _ = layer()
+    with pytest.raises(RuntimeError, match=r"0.weight was used without calling 0.*skip='0'"):
+        nn.functional.linear(seeded(32, 64).half(), linear.weight).sum().backward()

@@ -1,0 +1,426 @@
+"""Adam over scaled low-precision tensors."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import amp8
+from amp8 import optimizer as module
+from amp8 import scaling
+
+
+def seeded(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64), nn.Linear(64, 6))
+
+
+def start(level="O2", kind=torch.optim.AdamW, options=None, model=None, **more):
+    model = net() if model is None else model
+    optimizer = kind(model.parameters(), **{"lr": 1e-3, **(options or {})})
+    return amp8.initialize(model, optimizer, level, **more)
+
+
+def put(layer, gradient):
+    """As if backward had found this gradient."""
+    layer.gradient.clear()
+    layer.gradient.store(gradient.clone())
+    return layer.gradient.value()
+
+
+ADAMS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"maximize": True, "betas": (0.8, 0.95), "eps": 1e-4}),
+]
+
+
+@pytest.mark.parametrize("kind, options", ADAMS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_follows_torchs_adam(level, kind, options):
+    """The same gradients for 30 steps: what differs is the formats' rounding."""
+    model, optimizer = start(level, kind, {"lr": 1e-2, **options})
+    layer = model[0]
+    if level == "O3":
+        plain = nn.Parameter(layer.master.float() / layer.master_scale)
+    else:
+        plain = nn.Parameter(layer.true_weight())
+    first = plain.detach().clone()
+    reference = kind([plain], **{"lr": 1e-2, **options})
+    for step in range(30):
+        plain.grad = put(layer, seeded(96, 64, seed=step) + 0.5)
+        reference.step()
+        optimizer.step()
+    found = layer.master.float() / layer.master_scale if level == "O3" else layer.true_weight()
+    moved = (plain.detach() - first).norm()
+    assert (found - plain.detach()).norm() / moved < (2e-3 if level == "O1" else 0.03)
+    state, wanted = optimizer.state[layer.weight], reference.state[plain]
+    m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    if level != "O1":
+        assert state["exp_avg"].dtype == scaling.E4M3 and state["exp_avg_sq"].dtype == torch.float16
+        m, v = m / state["exp_avg_scale"], v / state["exp_avg_sq_scale"]
+    assert (m - wanted["exp_avg"]).norm() / wanted["exp_avg"].norm() < (1e-4 if level == "O1" else 0.06)
+    assert (v - wanted["exp_avg_sq"]).norm() / wanted["exp_avg_sq"].norm() < 1e-3
+    if level == "O3":
+        assert (layer.true_weight() - found).norm() / found.norm() < 0.04
+
+
+def test_unconverted_parameters_are_torchs_own_adam_bit_for_bit():
+    torch.manual_seed(0)
+    a, b = net(), net()
+    reference = torch.optim.AdamW(b.parameters(), lr=1e-2)
+    model, optimizer = start("O1", options={"lr": 1e-2}, model=a)
+    for step in range(5):
+        for mine, other in ((model[1], b[1]), (model[3], b[3])):
+            for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+                p.grad = seeded(*p.shape, seed=step)
+                q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(model[1].weight, b[1].weight) and torch.equal(model[3].weight, b[3].weight)
+
+
+def test_low_precision_parameters_outside_linear_layers_train():
+    model = nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 64)).to(torch.bfloat16)
+    model, optimizer = start("O2", options={"lr": 1e-1}, model=model)
+    before = [p.detach().clone() for p in (model[0].weight, model[1].bias)]
+    model(torch.arange(200)).float().square().sum().backward()
+    optimizer.step()
+    for p, old in zip((model[0].weight, model[1].bias), before, strict=True):
+        assert p.dtype == torch.bfloat16 and (p - old).abs().max() > 0.05
+    state = optimizer.state[model[0].weight]
+    assert state["exp_avg"].dtype == scaling.E4M3 and "amax" not in optimizer.state[model[1].bias]
+
+
+def test_channels_last_parameters():
+    conv = nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last)
+    assert not conv.weight.is_contiguous()
+    model, optimizer = start("O2", model=nn.Sequential(conv, nn.Linear(16, 16)))
+    other = nn.Parameter(conv.weight.detach().clone().contiguous())
+    reference = torch.optim.AdamW([other], lr=1e-3)
+    for step in range(3):
+        gradient = seeded(64, 32, 3, 3, seed=step)
+        conv.weight.grad, other.grad = gradient.clone(), gradient.clone()  # not channels_last
+        optimizer.step()
+        reference.step()
+    assert optimizer.state[conv.weight]["exp_avg"].dtype == scaling.E4M3
+    assert torch.allclose(conv.weight, other, atol=4e-4)
+
+
+def test_shares_the_callers_groups_and_schedulers_work_without_warnings():
+    model = net()
+    caller = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2:].parameters()}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(caller, lambda step: 0.5**step)
+    model, optimizer = amp8.initialize(model, caller, "O2")
+    assert all(a is b for a, b in zip(optimizer.param_groups, caller.param_groups, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(seeded(8, 64)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_lr_may_be_a_tensor():
+    results = []
+    for lr in (1e-2, torch.tensor(1e-2)):
+        model, optimizer = start("O2", options={"lr": lr})
+        model(seeded(8, 64)).square().sum().backward()
+        optimizer.step()
+        results.append(model[0].true_weight())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_fused_and_foreach_optimizers(options):
+    model, optimizer = start("O2", options=options)
+    before = model[0].true_weight(), model[1].weight.detach().clone()
+    model(seeded(8, 64)).square().sum().backward()
+    optimizer.step()
+    assert (model[0].true_weight() - before[0]).abs().max() > 9e-4 and (model[1].weight - before[1]).abs().max() > 9e-4
+
+
+def test_closure_and_zero_grad():
+    model, optimizer = start()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(seeded(8, 64)).square().mean()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+    optimizer.zero_grad()
+    assert model[0].gradient.codes is None and model[1].weight.grad is None
+
+
+def test_step_hooks_fire():
+    model, optimizer = start()
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    model(seeded(8, 64)).sum().backward()
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_step_uses_up_the_gradients_even_where_the_model_clears_them():
+    model, optimizer = start()
+    for _ in range(2):
+        model(seeded(8, 64)).sum().backward()
+        optimizer.step()
+        once = model[0].gradient.value()
+        model.zero_grad()
+    model(seeded(8, 64)).sum().backward()
+    assert model[0].gradient.value().norm() < 1.5 * once.norm()
+    before = model[0].weight.clone()
+    optimizer.step()
+    optimizer.step()  # nothing new
+    again = model[0].weight.clone()
+    optimizer.step()
+    assert not torch.equal(before, again) and torch.equal(model[0].weight, again)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_state_dict_keeps_dtypes_and_values(level, tmp_path):
+    model, optimizer = start(level)
+    for step in range(2):
+        model(seeded(8, 64, seed=step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    other, fresh = start(level)
+    fresh.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[p].items():
+            found = fresh.state[q][key]
+            assert found.dtype == value.dtype and torch.equal(found.float(), value.float()), key
+
+
+def test_takes_over_the_moments_of_a_plain_adam():
+    model = net()
+    caller = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(seeded(8, 64)).square().sum().backward()
+    caller.step()
+    saved = caller.state_dict()
+    wanted = caller.state[model[0].weight]["exp_avg"].clone()
+    model, optimizer = amp8.initialize(model, caller, "O2")
+    other, fresh = start("O2")
+    fresh.load_state_dict(saved)
+    for weight, adam in ((model[0].weight, optimizer), (other[0].weight, fresh)):
+        state = adam.state[weight]
+        assert state["step"] == 1 and state["exp_avg"].dtype == scaling.E4M3
+        m = state["exp_avg"].float() / state["exp_avg_scale"]
+        assert 0 < (m - wanted).norm() / wanted.norm() < 0.04
+        assert state["amax"][0] == wanted.abs().max()
+    assert not caller.state
+
+
+def test_refuses_what_it_cannot_do():
+    model = net()
+    for kind, options, error in (
+        (torch.optim.SGD, {}, "needs torch.optim.AdamW or Adam"),
+        (torch.optim.NAdam, {}, "not NAdam"),
+        (torch.optim.AdamW, {"amsgrad": True}, "no amsgrad"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            amp8.initialize(model, kind(model.parameters(), lr=1e-3, **options))
+    model, optimizer = start()
+    with pytest.raises(ValueError, match="groups of"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_loss_scaler_is_refused_instead_of_half_working(unscale):
+    model, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(seeded(8, 64)).sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="GradScaler does not reach FP8 gradients"):
+        scaler.step(optimizer)
+    model, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(model(seeded(8, 64)).sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.state[model[0].weight]["step"] == 1
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_slices_do_not_change_the_result(monkeypatch, level, stochastic):
+    found = []
+    for chunk in (1 << 20, 1000):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        model, optimizer = start(level, stochastic_rounding=stochastic)
+        for step in range(3):
+            model(seeded(8, 64, seed=step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(amp8.exact_state(model, optimizer))
+    for key, value in found[0].items():
+        assert torch.equal(value.float(), found[1][key].float()), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_compiled_update_is_the_same(level):
+    found = []
+    for compiled in (False, True):
+        model, optimizer = start(level, stochastic_rounding=True)
+        optimizer.compiled = compiled
+        for step in range(3):
+            model(seeded(8, 64, seed=step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model[0].true_weight())
+    assert (found[0] - found[1]).abs().max() < 2e-6  # one fp16 step of a weight of 0.002; fused multiply-add
+
+
+def test_small_updates_stall_under_nearest_and_arrive_under_stochastic_rounding():
+    moved = {}
+    for stochastic in (False, True):
+        model, optimizer = start("O2", options={"lr": 2e-6, "weight_decay": 0.0}, stochastic_rounding=stochastic)
+        with torch.no_grad():
+            model[0].write(torch.full((96, 64), 0.03))
+        for _ in range(50):
+            put(model[0], torch.ones(96, 64))
+            optimizer.step()
+        moved[stochastic] = 0.03 - model[0].true_weight().mean().item()
+    # an fp16 step at 0.03 is 1.5e-5, an update 2e-6
+    assert abs(moved[False]) < 2e-5 and moved[True] == pytest.approx(50 * 2e-6, rel=0.15)
+
+
+def test_stochastic_rounding_is_unbiased_repeatable_and_saturates():
+    x = torch.full((200_000,), 1.0 + 0.3 * 2**-10)
+    a = module.round_stochastically(x, torch.tensor(1))
+    assert set(a.unique().tolist()) == {1.0, 1.0 + 2**-10}
+    assert (a.float().mean() - 1).item() / 2**-10 == pytest.approx(0.3, abs=0.005)
+    assert torch.equal(a, module.round_stochastically(x, torch.tensor(1)))
+    assert not torch.equal(a, module.round_stochastically(x, torch.tensor(2)))
+    assert torch.equal(a[1000:], module.round_stochastically(x[1000:], torch.tensor(1), 1000))
+    edge = module.round_stochastically(torch.tensor([65519.0, 1e9, -1e9, math.nan, 0.0]), torch.tensor(0))
+    assert edge[:3].tolist() == [65504, 65504, -65504] and edge[3].isnan() and edge[4] == 0
+
+
+def test_a_moment_that_outlives_its_variance_does_not_explode():
+    # A gradient spike stretches v's range for a thousand steps and m's for ten: then small elements have v = 0, m > 0.
+    model, optimizer = start("O2", options={"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0})
+    gradient = torch.full((96, 64), 1e-4)
+    spike = gradient.clone()
+    spike[0, 0] = 1e3
+    before = model[0].true_weight()
+    for step in range(60):
+        put(model[0], spike if step == 0 else gradient * (1 if step < 40 else 1e-3))
+        optimizer.step()
+    assert torch.isfinite(model[0].true_weight()).all()
+    assert (model[0].true_weight() - before).abs().max() < 60 * 3.2e-3
+
+
+def test_weights_grow_beyond_their_first_scale():
+    model, optimizer = start("O2", options={"lr": 10.0, "weight_decay": 0.0})
+    first = model[0].weight_scale.item()
+    for _ in range(20):
+        put(model[0], -torch.ones(96, 64))
+        optimizer.step()
+    assert model[0].true_weight().mean().item() == pytest.approx(200, rel=0.02)
+    assert model[0].weight_scale.item() < first / 100
+    assert (model[0].weight.float().abs().max() <= 65504) and model[0].weight_amax == pytest.approx(200, rel=0.02)
+
+
+def test_a_cast_model_is_refused():
+    model, optimizer = start("O2")
+    model.to(torch.bfloat16)
+    put(model[0], torch.ones(96, 64))
+    with pytest.raises(RuntimeError, match="don't cast the model"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused():
+    model, optimizer = start(model=nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)))
+    model(torch.arange(5)).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+# Clipping ------------------------------------------------------------------------------------------------------------
+
+
+def test_clip_is_the_global_norm_and_leaves_codes_alone():
+    model, optimizer = start()
+    model(seeded(8, 64)).square().sum().backward()
+    exact = [model[i].gradient.value() for i in (0, 2)]
+    exact += [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.cat([g.flatten() for g in exact]).norm()
+    codes, plain = model[0].gradient.codes, model[1].weight.grad.clone()
+    before = codes.view(torch.uint8).clone()
+    assert amp8.clip_grad_norm_(iter(list(model.parameters())), 0.5) == pytest.approx(norm.item(), rel=1e-5)
+    assert model[0].gradient.codes is codes and torch.equal(codes.view(torch.uint8), before)
+    assert torch.allclose(model[0].gradient.value(), exact[0] * 0.5 / norm, rtol=1e-5)
+    assert torch.allclose(model[1].weight.grad, plain * 0.5 / norm, rtol=1e-5)
+    assert amp8.clip_grad_norm_(model, 10.0) == pytest.approx(0.5, rel=1e-4)
+    assert amp8.clip_grad_norm_(model[0].weight, 10.0) == pytest.approx((exact[0].norm() * 0.5 / norm).item(), rel=1e-4)
+
+
+def test_clip_agrees_with_torch_on_ordinary_models():
+    torch.manual_seed(0)
+    plain, other = net(), net()
+    for model in (plain, other):
+        model(seeded(8, 64)).square().sum().backward()
+    a = amp8.clip_grad_norm_(plain.parameters(), 1.0)
+    b = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    assert a == pytest.approx(b.item(), rel=1e-6)
+    assert torch.allclose(plain[0].weight.grad, other[0].weight.grad)
+    assert amp8.clip_grad_norm_([], 1.0) == 0
+    with pytest.raises(ValueError, match="2-norm"):
+        amp8.clip_grad_norm_(plain.parameters(), 1.0, norm_type=1)
+    plain[0].weight.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="norm is nan"):
+        amp8.clip_grad_norm_(plain.parameters(), 1.0, error_if_nonfinite=True)
+
+
+# Accumulation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate, how", [("high", "no_sync"), ("high", "attach"), ("fp8", "no_sync"), ("high", "")])
+def test_accumulation_in_one_process(accumulate, how):
+    model, optimizer = start(accumulate=accumulate, model=nn.Sequential(nn.Linear(64, 64, bias=False)))
+    last = False
+    if how == "attach":
+        amp8.attach(model, lambda: last)
+    parts = []
+    for micro in range(4):
+        last = micro == 3
+        x = seeded(16, 64, seed=micro)
+        parts.append(x.t().sum(1).expand(64, 64))
+        if how == "no_sync" and not last:
+            with amp8.no_sync(model):
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+        held = how and accumulate == "high" and not last
+        assert (model[0].gradient.high is not None) == bool(held)
+    exact, found = sum(parts), model[0].gradient.value()
+    once = how and accumulate == "high"  # rounded once after four products, or with each
+    assert (found - exact).norm() / exact.norm() < (0.04 if once else 0.08)
+
+
+def test_high_precision_accumulation_is_reported():
+    model, optimizer = start()
+    with amp8.no_sync(model):
+        model(seeded(8, 64)).sum().backward()
+    notes = amp8.report(model, optimizer)["notes"]
+    assert any("4.0 more bytes per parameter" in note for note in notes)
+    optimizer.step()  # a step without a last micro-batch: nothing is lost
+    assert optimizer.state[model[0].weight]["step"] == 1 and model[0].gradient.high is None

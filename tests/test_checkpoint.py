@@ -1,0 +1,264 @@
+"""Killed, stopped, cut short, tampered with: the run goes on as the same run, or refuses."""
+
+import functools
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, Ranks, alive, free_port, launched, metrics, record, train, weights
+from safetensors.torch import load_file
+
+from shared import checkpoint
+
+STEPS = ("--max_steps", "60", "--logging_steps", "1", "--save_steps", "7", "--eval_steps", "20")
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+@functools.cache
+def whole(config, folder):
+    return train(config, folder, *STEPS)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return lambda config: whole(config, folder / config)
+
+
+def same_run(a, b):
+    rows = {row["step"]: row for row in metrics(a) if "loss" in row}
+    assert metrics(a) == metrics(b) and len(rows) == 60
+    a, b = weights(a), weights(b)
+    assert all(a[name].equal(b[name]) for name in a.keys() | b.keys())
+
+
+@pytest.mark.parametrize(("config", "kills"), [("single_bf16", 4), ("ddp_fp16", 3), ("fsdp_fp32", 3)])
+def test_killed_and_resumed_is_the_same_run(uninterrupted, tmp_path, config, kills):
+    """Ten kills -9 at random moments over three strategies, each resumed run the next victim; an epoch is 44 or 22
+    steps, so most moments are mid-epoch."""
+    out, chance, survived = tmp_path / "run", random.Random(config), 0
+    while survived < kills:
+        ranks = Ranks(config, ["--output_dir", str(out), *STEPS, *LATEST])
+        wanted = chance.randint(4, 16)  # let it get on by so many log lines, then strike
+        seen = len(ranks.text().splitlines())
+        end = time.time() + 120
+        while len(ranks.text().splitlines()) < seen + wanted and time.time() < end:
+            time.sleep(0.01)
+        time.sleep(chance.random() / 10)
+        ranks.kill(signal.SIGKILL)
+        codes = ranks.wait()
+        assert codes == [-9] * len(codes), ranks.text()[-3000:]
+        survived += 1
+    assert record(out)["status"] == "running"
+    train(config, out, *STEPS, *LATEST)
+    assert "resumed from" in (tmp_path / "run.log").read_text()
+    same_run(out, uninterrupted(config))
+    assert record(out)["status"] == "finished"
+
+
+@pytest.mark.parametrize(("config", "victim"), [("single_fp32", 0), ("ddp_fp16", 1)])
+def test_sigterm_to_one_worker(uninterrupted, tmp_path, config, victim):
+    out = tmp_path / "run"
+    ranks = Ranks(config, ["--output_dir", str(out), *STEPS, "--save_steps", "0"])
+    while "step 11/60: loss" not in ranks.text():
+        time.sleep(0.02)
+    os.kill(ranks.pids[victim], signal.SIGTERM)
+    assert set(ranks.wait()) == {143}
+    assert record(out)["status"] == "preempted" and record(out)["error"] is None
+    [only] = checkpoint.list_checkpoints(out)
+    assert checkpoint.unsound(only) is None
+    train(config, out, *STEPS, *LATEST)
+    same_run(out, uninterrupted(config))
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher(tmp_path, config, number):
+    """Whatever the launcher dies of, its workers write one complete checkpoint and nobody survives."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yml"]
+    command += ["--main_process_port", str(free_port()), "recipes/vit.py", "--output_dir", str(out)]
+    command += ["--max_steps", "100000", "--save_steps", "0", "--logging_steps", "1", "--eval_steps", "0"]
+    log = open(tmp_path / "log", "w+")
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    end = time.time() + 120
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 3:
+        assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    launcher.send_signal(number)
+    launcher.wait(60)
+    end = time.time() + 30
+    while alive(str(out)) and time.time() < end:
+        time.sleep(0.1)
+    assert not alive(str(out))
+    [only] = checkpoint.list_checkpoints(out)
+    assert checkpoint.unsound(only) is None
+    assert not list(out.glob("*.tmp")) and record(out)["status"] == "preempted"
+
+
+def test_sigterm_during_evaluation(tmp_path):
+    """A long evaluation is no reason to miss the signal."""
+    out = tmp_path / "run"
+
+    def slow_evaluation(rank):
+        from shared.run import Run
+
+        heed = Run.stop_if_asked
+        Run.stop_if_asked = lambda self: (print("evaluating", flush=True), time.sleep(0.2), heed(self))
+
+    argv = ["--output_dir", str(out), "--max_steps", "20", "--eval_steps", "5", "--save_steps", "0"]
+    ranks = Ranks("single_fp32", [*argv, "--per_device_eval_batch_size", "8"], before=slow_evaluation)
+    while "evaluating" not in ranks.text():
+        time.sleep(0.02)
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.wait() == [143]
+    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["checkpoint-5"]
+    assert len(ranks.text().split("evaluating")) < 20  # it did not wait for all 45 batches
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two checkpoints, at steps 4 and 8."""
+    argv = ("--max_steps", 8, "--save_steps", 4, "--logging_steps", 4)
+    return train("ddp_fp32", tmp_path_factory.mktemp("finished") / "run", *argv)
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+FILES = ("rank0.safetensors", "trainer_state.json", "manifest.json")
+
+
+def spoil(folder, how, marker):
+    name = how.split()[-1]
+    path = folder / name
+    if how.startswith("cut"):
+        path.write_bytes(path.read_bytes()[:-7])
+    elif how.startswith("flip"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif how.startswith("remove"):
+        path.unlink()
+    elif how.startswith("pickle"):
+        path.write_bytes(pickle.dumps(Payload(str(marker))))
+    elif how.startswith("forged pickle"):  # by someone who also mends the manifest
+        path.write_bytes(pickle.dumps(Payload(str(marker))))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest[name] = {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+HOWS = [f"{verb} {name}" for verb in ("cut", "flip", "remove", "pickle") for name in FILES]
+
+
+@pytest.mark.parametrize("how", [*HOWS, "pickle random_states_0.pkl"])
+def test_an_unsound_checkpoint_is_known(finished, tmp_path, how):
+    folder = tmp_path / "checkpoint-8"
+    shutil.copytree(finished / "checkpoint-8", folder)
+    assert checkpoint.unsound(folder) is None
+    spoil(folder, how, tmp_path / "ran")
+    assert checkpoint.unsound(folder) is not None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_newest_sound_checkpoint_is_used(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    spoil(tmp_path / "run" / "checkpoint-8", "cut rank0.safetensors", None)
+    argv = ("--max_steps", 8, "--save_steps", 4, "--logging_steps", 4)
+    run = train("ddp_fp32", tmp_path / "run", *argv, *LATEST)
+    log = (tmp_path / "run.log").read_text()
+    assert "checkpoint-8: rank0.safetensors is not what was written" in log and "checkpoint-4 at step 4" in log
+    a, b = weights(run), weights(finished)
+    assert all(a[name].equal(b[name]) for name in a)
+    assert checkpoint.unsound(run / "checkpoint-8") is None  # written anew
+
+
+@pytest.mark.parametrize("name", ["rank0.safetensors", "trainer_state.json"])
+def test_a_forged_checkpoint_is_refused_and_its_payload_never_runs(finished, tmp_path, name):
+    shutil.copytree(finished, tmp_path / "run")
+    for step in (4, 8):
+        spoil(tmp_path / "run" / f"checkpoint-{step}", f"forged pickle {name}", tmp_path / "ran")
+    argv = ("--max_steps", 8, "--save_steps", 4, "--logging_steps", 4)
+    train("ddp_fp32", tmp_path / "run", *argv, *LATEST, code=2)
+    assert not (tmp_path / "ran").exists()
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: ") == 1 and "Traceback" not in log
+    pickle.loads(pickle.dumps(Payload(str(tmp_path / "ran"))))
+    assert (tmp_path / "ran").exists()  # the payload was a real one
+
+
+def test_another_run_is_refused_by_name(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    argv = ("--max_steps", 8, "--learning_rate", 0.5)
+    train("ddp_fp32", tmp_path / "run", *argv, *LATEST, code=2)
+    assert "learning_rate 0.002 -> 0.5" in (tmp_path / "run.log").read_text()
+    train("single_fp32", tmp_path / "run", "--max_steps", 8, *LATEST, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "strategy ddp -> single" in log and "num_processes 2 -> 1" in log and "Traceback" not in log
+
+
+def test_a_run_is_never_written_over(finished):
+    before = (finished / "run.json").read_bytes()
+    train("ddp_fp32", finished, "--max_steps", 8, code=2)
+    assert "already holds a run" in (finished.with_name("run.log")).read_text()
+    assert (finished / "run.json").read_bytes() == before
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    run = train("single_fp32", tmp_path / "run", "--max_steps", 12, "--save_steps", 2, "--save_total_limit", 3)
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == [f"checkpoint-{n}" for n in (12, 10, 8)]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoint-10", "checkpoint-12", "checkpoint-8", "metrics.jsonl", "model", "run.json"
+    ]  # fmt: skip
+    assert sorted(path.name for path in (run / "checkpoint-12").iterdir()) == sorted(FILES)
+    assert load_file(run / "model" / "model.safetensors").keys() == {
+        key.removeprefix("model/") for key in load_file(run / "checkpoint-12" / FILES[0]) if key.startswith("model/")
+    }
+
+
+def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path):
+    """The limit on file size stands for the full disk: the second checkpoint cannot be written."""
+
+    def fill(rank):
+        import resource
+
+        write = checkpoint.save
+
+        def save(accelerator, folder, *rest):
+            if folder.name != "checkpoint-3":
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+            try:
+                return write(accelerator, folder, *rest)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        checkpoint.save = save
+
+    argv = ("--max_steps", 7, "--save_steps", 3, "--save_total_limit", 1)
+    run = train("fsdp_fp32", tmp_path / "run", *argv, before=fill, code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert "checkpoint-6 could not be written" in log and "1 checkpoints could not be written" in log
+    [only] = checkpoint.list_checkpoints(run)
+    assert only.name == "checkpoint-3" and checkpoint.unsound(only) is None
+    assert not list(run.glob("*.tmp")) and record(run)["final"]["step"] == 7
+
+
+def test_latest_without_any_starts_and_says_so(tmp_path):
+    train("single_fp32", tmp_path / "run", "--max_steps", 2, *LATEST)
+    assert "starting at step 0" in (tmp_path / "run.log").read_text()
+    result = launched(sys.executable, "recipes/vit.py", *LATEST)
+    assert result.returncode == 2 and "needs --output_dir" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,123 @@
+"""Every config of the folder, for real, on this machine."""
+
+import functools
+import sys
+
+import pytest
+import torch
+from conftest import CONFIGS, distance, free_port, launched, metrics, record, train, weights
+
+from shared import plan, precision
+
+NAMES = [path.stem for path in sorted(CONFIGS.glob("*.yml"))]
+STEPS = ("--max_steps", 5, "--logging_steps", 1, "--save_steps", 0)
+CPU_ONLY = not torch.accelerator.is_available()
+
+
+def write_local_share(folder, rank):
+    """Before the run: let each rank say how many parameter elements it holds."""
+    complete = precision.Evidence.complete
+
+    def patched(self):
+        held = sum(precision.local(p).numel() for p in self.parameters.values())
+        (folder / f"held{rank}").write_text(f"{held} {sum(p.numel() for p in self.parameters.values())}")
+        complete(self)
+
+    precision.Evidence.complete = patched
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "compile" not in n])
+def test_rehearses(tmp_path, name):
+    if name == "fsdp_fp16" and CPU_ONLY:
+        run = train(name, tmp_path / "run", *STEPS, code=2)
+        assert not (run / "run.json").exists()
+        assert "refused: fsdp in fp16 cannot rehearse on a CPU" in (tmp_path / "run.log").read_text()
+        return
+    run = train(name, tmp_path / "run", *STEPS, before=functools.partial(write_local_share, tmp_path))
+    made, asked = record(run), plan.grammar(name)
+    assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 1
+    assert made["config"]["name"] == name and made["config"]["sha256"]
+    assert {key: made["plan"][key] for key in asked} == asked
+    assert made["plan"]["rehearsal"] is CPU_ONLY
+    losses = [row["loss"] for row in metrics(run) if "loss" in row]
+    assert len(losses) == 5 and all(0 < loss < 10 for loss in losses)
+    evidence, processes = made["evidence"], made["plan"]["num_processes"]
+    assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16.0
+    compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[asked["precision"]]
+    assert evidence["dtypes"]["linear_output"] == compute
+    total = sum(tensor.numel() for tensor in weights(run).values())
+    assert evidence["dtypes"]["parameters"] == {"float32": total}
+    assert evidence["dtypes"]["gradients"] == {"float32": total}
+    assert evidence["dtypes"]["optimizer_state"] == {"exp_avg": {"float32": total}, "exp_avg_sq": {"float32": total}}
+    assert made["final"]["step"] == 5 and 0 <= made["final"]["metrics"]["accuracy"] <= 1
+    assert made["throughput"]["steps_measured"] == 2 and made["peak_memory_bytes"] > 0
+    assert made["global_batch_size"] == 32 * processes
+    assert len((tmp_path / "run.log").read_text().split("asked: ")) == 2, "one rank speaks"
+    # ring accounting: fp32 gradients all-reduced; under FSDP2 gathered twice and reduced once
+    sixteen = asked["precision"] != "fp32"
+    bytes_each = {"single": 0, "ddp": 4, "fsdp": 8 if sixteen else 12}[asked["strategy"]]
+    assert evidence["wire_bytes_per_step"] == pytest.approx(bytes_each * total, rel=0.02)
+    for rank in range(processes):
+        held, whole = map(int, (tmp_path / f"held{rank}").read_text().split())
+        assert whole == total
+        share = held / whole
+        assert 0.4 < share < 0.6 if asked["strategy"] == "fsdp" else share == 1
+    assert evidence["sharded"] is (asked["strategy"] == "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in NAMES if "compile" in n])
+def test_compiles(tmp_path, name):
+    run = train(name, tmp_path / "run", *STEPS)
+    made = record(run)
+    assert made["plan"]["compile"] and made["status"] == "finished"
+    eager = train(name.replace("_compile", ""), tmp_path / "eager", *STEPS)
+    assert distance(run, eager) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["single_bf16", "ddp_fp32", "fsdp_bf16"])
+def test_accelerate_launch_itself(tmp_path, name):
+    """The whole way once per strategy, and its forked twin of the other tests is the same run."""
+    out = tmp_path / "run"
+    command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{name}.yml", "--main_process_port", "0"]
+    result = launched(*command, "recipes/vit.py", "--output_dir", str(out), *map(str, STEPS))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("asked: vit") == 1
+    made = record(out)
+    assert made["config"]["name"] == name and "accelerate" in made["command"]
+    twin = train(name, tmp_path / "twin", *STEPS)
+    assert distance(out, twin) == 0
+    assert made["plan"] == record(twin)["plan"] and made["evidence"] == record(twin)["evidence"]
+
+
+def test_torchrun_and_python(tmp_path):
+    out = str(tmp_path / "two")
+    result = launched("torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), "recipes/vit.py",
+                      "--output_dir", out, *map(str, STEPS))  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert record(out)["plan"]["strategy"] == "ddp" and record(out)["plan"]["num_processes"] == 2
+    assert "vit | ddp x2 gloo | fp32" in result.stdout
+    out = str(tmp_path / "one")
+    result = launched(sys.executable, "recipes/vit.py", "--output_dir", out, *map(str, STEPS))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "vit | single | fp32" in result.stdout and record(out)["config"]["name"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--cpu",), ("--cpu", "--num_processes", "2"), ("--mixed_precision", "fp16"), ("--num_processes", "2")],
+)
+def test_two_processes_never_become_copies_of_one(tmp_path, options):
+    """What Accelerate runs as something else, with exit code 0, does not train here."""
+    config = tmp_path / "ddp_bf16.yml"
+    config.write_text((CONFIGS / "ddp_bf16.yml").read_text())
+    if options == ("--num_processes", "2"):  # the sound one: it must run, as two
+        result = launched("accelerate", "launch", "--config_file", str(config), *options, "--main_process_port", "0",
+                          "recipes/vit.py", "--output_dir", str(tmp_path / "run"), *map(str, STEPS))  # fmt: skip
+        assert result.returncode == 0 and record(tmp_path / "run")["plan"]["num_processes"] == 2
+        return
+    result = launched("accelerate", "launch", "--config_file", str(config), *options, "recipes/vit.py",
+                      "--output_dir", str(tmp_path / "run"))  # fmt: skip
+    assert result.returncode == 1  # accelerate's, whatever the worker's
+    assert "refused: ddp_bf16.yml says" in result.stderr
+    assert not (tmp_path / "run").exists()

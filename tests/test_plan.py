@@ -1,0 +1,186 @@
+"""What is asked, what is refused, and that our copy of Accelerate's rules is Accelerate's."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import CONFIGS, ROOT, launched
+
+from shared import plan
+from shared.args import Refused
+
+FILES = sorted(CONFIGS.glob("*.yml"))
+GPU = {"device": "cuda", "devices": 8, "name": "NVIDIA H200", "capability": (9, 0)}
+CPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None}
+DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
+FSDP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
+FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": FSDP}
+
+
+def parsed_by_accelerate(path, *options):
+    from accelerate.commands import launch
+
+    args = launch.launch_command_parser().parse_args(["--config_file", str(path), *options, "script.py"])
+    return launch._validate_launch_command(args)[0]
+
+
+def exported_by_accelerate(path, *options):
+    """The environment that the installed launcher would start the script with."""
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    args = parsed_by_accelerate(path, "--main_process_port", "0", *options)
+    if args.use_fsdp or args.multi_gpu:
+        env = prepare_multi_gpu_env(args)
+        return env | {"LOCAL_RANK": "0", "WORLD_SIZE": str(args.num_processes)}  # these are torchrun's
+    return prepare_simple_launcher_cmd_env(args)[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_name_the_file_and_accelerate_agree(path):
+    ours, theirs = plan.asked(plan.exported(yaml.safe_load(path.read_text()))), plan.asked(exported_by_accelerate(path))
+    ours.pop("local_processes"), theirs.pop("local_processes")  # torchrun exports it, not the launcher
+    assert ours == theirs
+    promised = plan.grammar(path.stem)
+    assert promised and promised == {key: theirs[key] for key in promised}
+    assert path.read_text().startswith("# ")
+    assert theirs["num_processes"] == (1 if theirs["strategy"] == "single" else 2)
+
+
+def test_our_list_of_keys_is_what_the_launcher_reads():
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    options = {action.dest for action in launch_command_parser()._actions}
+    top = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert set(plan.KEYS[""].split()) <= top
+    for section, keys in plan.KEYS.items():
+        if section:
+            extra = set(keys.split()) - options
+            assert not extra, f"{section}: accelerate reads no {extra}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_file_is_sound(path):
+    assert plan.file_problems(path)[0] == []
+    assert plan.problems(plan.asked(plan.exported(yaml.safe_load(path.read_text()))), GPU) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yml", "mixed_precision: no\ndistributed_type: 'NO'\nnum_processes: 1", "mixed_precision: false is a boolean"),
+        ("a.yml", "mixed_precision: bf16\ndistributed_type: NO\nnum_processes: 1", "distributed_type: false is a boolean"),
+        ("a.yml", yaml.dump(DDP | {"learning_rate": 1}), "learning_rate is a key that Accelerate ignores or refuses"),
+        ("a.yml", yaml.dump(FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_reshard_after_foward": True}}),
+         "did you mean fsdp_reshard_after_forward?"),
+        ("a.yml", yaml.dump(FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_use_orig_params": True}}),
+         "fsdp_use_orig_params is a key that Accelerate ignores"),
+        ("a.yml", yaml.dump(DDP | {"fsdp_config": {"fsdp_version": 2}}), "fsdp_config is ignored under distributed_type"),
+        ("a.yml", yaml.dump(DDP | {"distributed_type": "MULTI_CPU"}), "distributed_type MULTI_CPU is not one of"),
+        ("a.yml", yaml.dump(DDP | {"distributed_type": "DDP"}), "distributed_type DDP is not one of"),
+        ("a.yml", "mixed_precision: bf16\nnum_processes: 2", "distributed_type is missing"),
+        ("a.yml", yaml.dump(DDP | {"num_processes": "two"}), "num_processes is two"),
+        ("a.yml", yaml.dump(DDP | {"num_processes": 0}), "num_processes is 0"),
+        ("a.yml", yaml.dump(DDP | {"distributed_type": "NO"}), "runs one process"),
+        ("a.yml", yaml.dump(DDP | {"gpu_ids": 0}), "gpu_ids must be a string"),
+        ("a.yml", yaml.dump(DDP | {"dynamo_config": "inductor"}), "dynamo_config holds 'inductor'"),
+        ("a.yml", "a: b: c", "not YAML at line 1, column 5"),
+        ("a.yml", "", "holds a NoneType"),
+        ("a.yml", "- 1", "holds a list"),
+        ("ddp_fp16.yml", yaml.dump(DDP), "the name says precision fp16, the file bf16"),
+        ("single_bf16.yml", yaml.dump(DDP), "the name says strategy single, the file ddp"),
+        ("ddp_bf16_compile.yml", yaml.dump(DDP), "the name says compile True, the file False"),
+        ("ddp_bf17.yml", yaml.dump(DDP), "bf17 is not in the grammar"),
+    ],
+)  # fmt: skip
+def test_what_accelerate_would_swallow_is_named(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    lines, _ = plan.file_problems(tmp_path / name)
+    assert len([line for line in lines if expected in line]) == 1, lines
+
+
+def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
+    assert plan.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
+    (tmp_path / "my_cluster.yml").write_text(yaml.dump(DDP))
+    assert plan.file_problems(tmp_path / "my_cluster.yml")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "expected"),
+    [
+        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_version": 1}}, GPU, "set fsdp_version: 2"),
+        ({"distributed_type": "FSDP", "num_processes": 2}, GPU, "set fsdp_version: 2"),
+        (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}, GPU,
+         "fsdp_cpu_ram_efficient_loading"),
+        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_auto_wrap_policy": "NO_WRAP"}}, GPU, "shards the model as one"),
+        (DDP | {"mixed_precision": "bf61"}, GPU, "mixed_precision bf61 is not one of"),
+        (DDP | {"num_processes": 16}, GPU, "16 processes on 8 NVIDIA H200: pass --num_processes 8"),
+        (DDP, GPU | {"capability": (7, 5), "name": "Tesla T4"}, "Tesla T4 has 7.5: use an fp16 config"),
+        (FSDP | {"mixed_precision": "fp16"}, CPU, "use fsdp_bf16"),
+        ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, CPU, "use_cpu: true makes Accelerate run one"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_its_fix(config, machine, expected):
+    lines = plan.problems(plan.asked(plan.exported(config)), machine)
+    assert len(lines) == 1 and expected in lines[0], lines
+
+
+def test_every_problem_is_named_at_once(tmp_path):
+    bad = FSDP | {"num_processes": 64, "mixed_precision": "bf61", "fsdp_config": {"fsdp_version": 1, "bananas": 7}}
+    (tmp_path / "bad.yml").write_text(yaml.dump(bad))
+    result = launched(sys.executable, "tools/check.py", str(tmp_path / "bad.yml"))
+    assert result.returncode == 2
+    for part in ("bananas", "bf61", "fsdp_version: 2"):
+        assert part in result.stdout
+
+
+def test_check_is_quick_and_needs_no_torch():
+    code = "import sys; sys.path.insert(0, '.'); import shared.plan; print([m for m in sys.modules if m in ('torch', 'accelerate')])"
+    assert launched(sys.executable, "-c", code).stdout.strip() == "[]"
+    start = time.perf_counter()
+    result = launched("./launch.sh", "check")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) == len(FILES)
+    assert "fsdp_fp16.yml: not on this machine" in result.stdout or plan.machine()["devices"]
+    assert time.perf_counter() - start < 10
+
+
+def test_a_config_asked_for_by_name_must_run_here():
+    if plan.machine()["devices"]:
+        pytest.skip("this machine has a GPU: fsdp_fp16 runs here")
+    result = launched("./launch.sh", "fsdp_fp16", "vit")
+    assert result.returncode == 2 and "use fsdp_bf16" in result.stderr
+    assert "accelerate launch" not in result.stdout
+
+
+def test_grammar_refuses_what_begins_as_ours():
+    assert plan.grammar("default_config") is None
+    assert plan.grammar("fsdp_bf16_offload") == {
+        "strategy": "fsdp", "precision": "bf16", "compile": False, "offload": True
+    }  # fmt: skip
+    with pytest.raises(Refused, match="fp12 is not in the grammar"):
+        plan.grammar("ddp_fp12")
+
+
+def test_gradient_accumulation_is_said_in_one_place(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    with pytest.raises(Refused, match="2, but the launcher exports 8"):
+        plan.Plan(None, "single", 1, "fp32", "cpu").kwargs(gradient_accumulation_steps=2)
+
+
+def test_recipes_name_no_precision():
+    for path in (ROOT / "recipes").glob("*.py"):
+        text = path.read_text()
+        for word in ("mixed_precision", "trust_remote_code", "register_for_checkpointing", "torch.load"):
+            assert word not in text, f"{path.name}: {word}"
+
+
+def test_no_pickle_is_ever_loaded():
+    found = subprocess.run(
+        ["grep", "-rnE", r"torch\.load\(|pickle\.load|trust_remote_code=True", "shared", "tools", "recipes"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout == ""
