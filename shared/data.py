@@ -138,6 +138,7 @@ def photos(size=32, stride=16, per_class=700):
             part = np.ascontiguousarray(picture[:, columns, :3])
             patches = np.lib.stride_tricks.sliding_window_view(part, (size, size, 3))[::stride, ::stride, 0]
             patches = patches.reshape(-1, size, size, 3)
+            patches = patches[np.ptp(patches, axis=(1, 2, 3)) > 32]  # the black around a retina is no place
             chosen = order.permutation(len(patches))[: per_class if train else per_class // 4]
             parts[train][0].append(patches[chosen])
             parts[train][1].append(np.full(len(chosen), label))

@@ -1,0 +1,161 @@
+"""Data: the order, the counting, the sets themselves."""
+
+from itertools import islice
+
+import pytest
+import torch
+from conftest import ROOT, record, recipe, train
+
+from shared import data, models
+from shared.args import Refused
+
+
+@pytest.mark.parametrize(("length", "batch"), [(10, 5), (11, 3), (7, 7), (20, 6)])
+def test_the_order_of_a_run(length, batch):
+    per_epoch = length // batch * batch
+    whole = list(islice(data.Order(length, batch, seed=1), 20 * per_epoch))
+    for epoch in range(20):
+        part = whole[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert len(set(part)) == per_epoch and set(part) <= set(range(length))  # nothing twice
+    if length > 7:
+        assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch]
+    for first in range(1, 9):  # begun later, it goes on as if it had begun at the start
+        later = data.Order(length, batch, seed=1, first_batch=first)
+        assert list(islice(later, 2 * per_epoch)) == whole[first * batch : first * batch + 2 * per_epoch]
+    if length == 20:
+        assert set(whole) == set(range(length))  # what one epoch leaves out, another has
+
+
+def test_a_set_shorter_than_a_batch_is_refused():
+    with pytest.raises(Refused, match="31 samples, less than one global batch of 32"):
+        data.Order(31, 32, seed=0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_counts_every_sample_once(tmp_path, world):
+    """All sizes of the held-out set from 1 to 17, all batches from 1 to 5, in one process and in two."""
+
+    def before(rank):
+        vit = recipe("vit")
+        prepare = vit.prepare
+
+        def prepare_and_evaluate(accelerator, plan, model, optimizer, train_loader, eval_loader):
+            prepared = prepare(accelerator, plan, model, optimizer, train_loader, eval_loader)
+            whole = eval_loader.dataset
+            run = type(
+                "R", (), {"accelerator": accelerator, "args": vit.Arguments(), "stop_if_asked": lambda self: 0}
+            )()
+            for count in range(1, 18):
+                part = data.Images(whole.pixels[:count], whole.labels[:count], 10)
+                with torch.no_grad():
+                    model.eval()
+                    logits = model(part.pixels)
+                    want = torch.nn.functional.cross_entropy(logits, part.labels).item()
+                for batch in range(1, 6):
+                    loader = torch.utils.data.DataLoader(part, batch, collate_fn=data.as_is)
+                    got = vit.evaluate(run, prepared[0], accelerator.prepare(loader))
+                    assert got["eval_loss"] == pytest.approx(want, rel=1e-5), (count, batch, got, want)
+                    hits = (logits.argmax(-1) == part.labels).sum().item()
+                    assert got["accuracy"] == pytest.approx(hits / count), (count, batch)
+            print("all counted", flush=True)
+            return prepared
+
+        vit.prepare = prepare_and_evaluate
+
+    config = "single_fp32" if world == 1 else "ddp_fp32"
+    train(config, tmp_path / "run", "--max_steps", 1, before=before)
+    assert (tmp_path / "run.log").read_text().count("all counted") == world
+
+
+def test_digits():
+    train_set, held_out = data.digits()
+    assert (len(train_set), len(held_out), train_set.num_classes) == (1438, 359, 10)
+    assert train_set.fingerprint() != held_out.fingerprint() == data.digits()[1].fingerprint()
+    batch = train_set.__getitems__([3, 5])
+    assert batch["pixel_values"].shape == (2, 1, 8, 8) and batch["pixel_values"].abs().max() <= 1
+
+
+def test_photos_are_balanced_and_apart():
+    pytest.importorskip("skimage")
+    train_set, held_out = data.photos()
+    counts, held = torch.bincount(train_set.labels), torch.bincount(held_out.labels)
+    assert len(counts) == len(held) == 10 and counts.max() == 700 and held.max() == 175
+    assert counts.min() >= 250 and held.min() >= 60
+    pixels = train_set.__getitems__(list(range(64)))["pixel_values"]
+    assert pixels.shape == (64, 3, 32, 32) and pixels.dtype == torch.float32 and pixels.abs().max() <= 1
+    seen = {patch.numpy().tobytes() for patch in train_set.pixels}
+    overlap = sum(patch.numpy().tobytes() in seen for patch in held_out.pixels)
+    assert overlap == 0
+
+
+def test_synthetic_costs_nothing_per_sample():
+    train_set, _ = data.images("synthetic")
+    assert len(train_set) == 1_000_000 and train_set.num_classes == 1000
+    batch = train_set.__getitems__(list(range(7, 71)))
+    assert batch["pixel_values"].shape == (64, 3, 224, 224)
+    assert batch["pixel_values"].untyped_storage().data_ptr() == train_set.pixels.untyped_storage().data_ptr()
+    assert len(train_set.__getitems__(list(range(300)))["labels"]) == 300
+
+
+def make_folder(root):
+    from PIL import Image
+
+    for split, count in (("train", 40), ("test", 10)):
+        for label, colour in (("red", (200, 30, 30)), ("grey", 90)):
+            (root / split / label).mkdir(parents=True)
+            for i in range(count // 2):
+                mode = "RGB" if label == "red" else "L"  # one channel among three
+                Image.new(mode, (40 + i, 50), colour).save(root / split / label / f"{i}.png")
+
+
+def test_a_folder_of_images_trains(tmp_path):
+    make_folder(tmp_path / "set")
+    argv = ("--dataset", tmp_path / "set", "--image_size", 32, "--max_steps", 20, "--per_device_train_batch_size", 8)
+    run = train("single_fp32", tmp_path / "run", *argv, "--learning_rate", 0.001, "--warmup_steps", 2)
+    assert record(run)["final"]["metrics"]["accuracy"] == 1.0
+    assert record(run)["data_fingerprint"]
+
+
+def test_a_set_in_the_hubs_format_trains(tmp_path):
+    """Parquet files under data/, as the Hub stores them; found by path where there is no network."""
+    import datasets
+
+    make_folder(tmp_path / "set")
+    loaded = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "set"))
+    for split, part in loaded.items():
+        (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
+        part.to_parquet(tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    train_set, held_out = data.images(str(tmp_path / "hub"), image_size=32)
+    assert (len(train_set), len(held_out), train_set.num_classes) == (40, 10, 2)
+    batch = held_out.__getitems__([0, 9])
+    assert batch["pixel_values"].shape == (2, 3, 32, 32) and batch["labels"].tolist() in ([0, 1], [1, 0])
+
+
+@pytest.mark.parametrize("name", models.VIT_SIZES)
+def test_models_by_size(name):
+    with torch.device("meta"):
+        model = models.vit(name, 224, 3, 1000)
+    total = sum(p.numel() for p in model.parameters())
+    millions = {
+        "vit_nano": 0.327,
+        "vit_tiny": 5.7,
+        "vit_small": 22,
+        "vit_base": 86.6,
+        "vit_large": 304.3,
+        "vit_huge": 632.2,
+    }
+    assert total / 1e6 == pytest.approx(millions[name], rel=0.02)
+    assert model._no_split_modules == ["Block"]
+
+
+def test_any_timm_name():
+    model = models.vit("vit_tiny_patch16_224", 64, 1, 7)
+    assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
+    for name, pretrained in (("vit_gigantic", False), ("vit_nano", True)):
+        with pytest.raises(Refused):
+            models.vit(name, 224, 3, 10, pretrained)
+
+
+def test_the_recipe_stays_on_its_page():
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 150, path.name

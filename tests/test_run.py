@@ -1,0 +1,156 @@
+"""What a run does when training itself goes wrong, and the noise it makes."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import distance, metrics, recipe, record, train, weights
+
+from shared import args
+
+QUICK = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 2)
+
+
+def poison(step, rank_hit):
+    """Before the run: the loss of one rank becomes NaN at optimizer step `step`."""
+
+    def before(rank):
+        import sys
+
+        vit, seen = sys.modules["vit"], []
+        cross_entropy = vit.F.cross_entropy
+
+        def poisoned(logits, labels, **kwargs):
+            loss = cross_entropy(logits, labels, **kwargs)
+            seen.append(loss.dim() == 0)
+            return loss * math.nan if rank == rank_hit and loss.dim() == 0 and sum(seen) == step else loss
+
+        vit.F = type("F", (), {"cross_entropy": staticmethod(poisoned)})
+
+    return before
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16", "ddp_fp16"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path, config):
+    run = train(config, tmp_path / "run", *QUICK, before=poison(5, rank_hit=1), code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert "error: step 5: loss [" in log and "nan" in log and "checkpoint-4" in log and "Traceback" not in log
+    made = record(run)
+    assert made["status"] == "failed" and "step 5" in made["error"]
+    assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+    from safetensors.torch import load_file
+
+    held = load_file(run / "checkpoint-4" / "rank0.safetensors")
+    assert all(tensor.isfinite().all() for tensor in held.values())
+
+
+def test_a_gradient_overflow_under_fp16_skips_the_step_everywhere(tmp_path):
+    """The scaler's first scale is far too high: steps are skipped until it fits, and nothing advances meanwhile."""
+    argv = ("--grad_scaler", f"init_scale={2.0**40}", *QUICK)
+    run = train("single_fp16", tmp_path / "run", *argv)
+    rows = [row for row in metrics(run) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["samples"] // 32 - 1 >= 5  # data moved on, steps did not
+    assert [row["learning_rate"] for row in rows] == pytest.approx([2e-3 * (step + 1) / 30 for step in range(1, 7)])
+    state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())
+    skipped = state["batch"] - 6
+    assert state["step"] == 6 and rows[-1]["samples"] == 32 * state["batch"]
+    assert state["scaler"]["scale"] == 2.0 ** (40 - skipped)
+
+
+def test_options_of_the_gradient_scaler_reach_it(tmp_path):
+    run = train("ddp_fp16", tmp_path / "run", *QUICK, "--grad_scaler",
+                "init_scale=1024,growth_factor=4,backoff_factor=0.25,growth_interval=3")  # fmt: skip
+    state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())["scaler"]
+    assert state["scale"] == 1024 * 4 * 4 and state["growth_interval"] == 3 and state["backoff_factor"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "expected"),
+    [
+        ("single_bf16", ("--grad_scaler", "init_scale=8"), "--grad_scaler is for fp16 configs"),
+        ("single_fp16", ("--grad_scaler", "init_skale=8"), "'init_skale=8' is not one of init_scale=float"),
+        ("single_bf16", ("--dtype", "float16"), "use an fp32 config"),
+        ("single_fp32", ("--per_device_train_batch_size", "5000"), "less than one global batch of 5000"),
+        ("single_fp32", ("--model", "vit_enormous"), "no model 'vit_enormous'"),
+        ("single_fp32", ("--dataset", "/nowhere/at/all"), "known offline: digits, photos, synthetic"),
+    ],
+)
+def test_a_users_mistake_is_one_line(tmp_path, config, argv, expected):
+    train(config, tmp_path / "run", *argv, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: ") == 1 and expected in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize("argv", [("--learning_rate", "fast"), ("--bananas", "7"), ("--optimizer", "adagrad")])
+def test_a_bad_option_is_one_line_of_one_rank(argv, capsys, monkeypatch):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as left:
+            args.parse(recipe("vit").Arguments, argv)
+        said = capsys.readouterr()
+        assert left.value.code == 2 and said.out == "" and len(said.err.splitlines()) == lines
+        assert not lines or said.err.startswith("error: ")
+
+
+def test_every_option_has_its_comment_as_help(capsys):
+    with pytest.raises(SystemExit):
+        args.parse(recipe("vit").Arguments, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("peak, after the warm-up (default: 0.002)", "--max-steps", "--max_steps", "{adamw,sgd}"):
+        assert part in text
+    assert " (default" in text and "#" not in text
+    parsed = args.parse(recipe("vit").Arguments, ["--max-steps", "7", "--pretrained", "--image_size", "96"])
+    assert (parsed.max_steps, parsed.pretrained, parsed.image_size, parsed.output_dir) == (7, True, 96, None)
+
+
+def test_pure_half_precision_runs_and_is_named(tmp_path):
+    run = train("single_fp32", tmp_path / "run", *QUICK, "--dtype", "bfloat16")
+    evidence = record(run)["evidence"]
+    assert list(evidence["dtypes"]["parameters"]) == ["bfloat16"] and evidence["bytes_per_parameter"]["total"] == 8.0
+    assert "parameters bfloat16" in (tmp_path / "run.log").read_text()
+
+
+def test_trackers_get_what_metrics_get(tmp_path):
+    pytest.importorskip("tensorboard")
+    run = train("single_fp32", tmp_path / "run", *QUICK, "--report_to", "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = []
+    for events in run.glob("**/events.out.tfevents*"):  # one file of options, one of values
+        read = EventAccumulator(str(events))
+        read.Reload()
+        losses += [scalar.value for scalar in read.Scalars("loss")] if "loss" in read.Tags()["scalars"] else []
+    assert losses == pytest.approx([row["loss"] for row in metrics(run) if "loss" in row])
+
+
+def test_workers_change_nothing(tmp_path):
+    a = train("single_fp32", tmp_path / "a", *QUICK)
+    b = train("single_fp32", tmp_path / "b", *QUICK, "--dataloader_num_workers", 2)
+    assert distance(a, b) == 0 and metrics(a) == metrics(b)
+
+
+def test_dropout_differs_between_ranks_and_weights_do_not():
+    """The seed of micro-batch and rank, as `Run.batches` sets it."""
+    from types import SimpleNamespace
+
+    from shared.run import Run
+
+    def masks(rank):
+        run = SimpleNamespace(
+            accelerator=SimpleNamespace(process_index=rank), step=0, batch=7, plan=SimpleNamespace(num_processes=1),
+            args=SimpleNamespace(gradient_accumulation_steps=2, max_steps=1, seed=3),
+        )  # fmt: skip
+        return [torch.rand(100) for _ in Run.batches(run, range(4))]
+
+    first, second = masks(0), masks(1)
+    assert not first[0].equal(second[0]) and not first[0].equal(first[1])
+    assert all(a.equal(b) for a, b in zip(first, masks(0), strict=True))
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not(tmp_path):
+    a, b, c = (train("single_fp32", tmp_path / n, *QUICK, "--seed", s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
+    assert distance(a, b) == 0 and distance(a, c) > 1e-3
+    assert all(torch.isfinite(tensor).all() for tensor in weights(c).values())
