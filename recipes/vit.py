@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from shared import data, models  # noqa: E402
+from shared.fp8 import evaluation  # noqa: E402
 from shared.plan import resolve  # noqa: E402
 from shared.precision import prepare  # noqa: E402
 from shared.run import Run, launch  # noqa: E402
@@ -60,10 +61,9 @@ class Arguments:
 
 def evaluate(run, model, loader):
     """Mean loss and accuracy over the held-out set, every sample counted once."""
-    model.eval()
     losses, hits, dtype = [], [], getattr(torch, run.args.dtype)
     for batch in loader:
-        with torch.no_grad():
+        with torch.no_grad(), evaluation(model):
             logits = model(batch["pixel_values"].to(dtype))
         loss = F.cross_entropy(at_least_float32(logits), batch["labels"], reduction="none")
         hit = logits.argmax(-1) == batch["labels"]
@@ -71,7 +71,6 @@ def evaluate(run, model, loader):
         losses.append(loss)
         hits.append(hit)
         run.stop_if_asked()
-    model.train()
     losses, hits = torch.cat(losses), torch.cat(hits)
     assert len(hits) == len(loader.dataset), f"evaluated {len(hits)} samples of {len(loader.dataset)}"
     return {"eval_loss": losses.double().mean().item(), "accuracy": hits.double().mean().item()}

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from shared import fp8
 from shared.args import Refused
 from shared.precision import inner, local, named
 
@@ -30,8 +31,16 @@ def stored(model):
     return parts | {f"buffer/{name}": buffer for name, buffer in named(model.named_buffers())}
 
 
+def levels(model):
+    """amp8, where the model is on one of its levels: codes, scales and histories are its own business."""
+    converted = any(hasattr(parameter, "amp8_linear") for parameter in model.parameters())
+    return fp8.ours("amp8") if converted else None
+
+
 def tensors(model, optimizer):
     """{"model/<name>" and "optimizer/<name>/<state>": this rank's part}, on the CPU."""
+    if amp8 := levels(model):
+        return {name: tensor.cpu().clone() for name, tensor in amp8.exact_state(model, inner(optimizer)).items()}
     parts = stored(model)
     for name, parameter in named(model.named_parameters()):
         for key, value in inner(optimizer).state.get(parameter, {}).items():
@@ -41,6 +50,11 @@ def tensors(model, optimizer):
 
 def restore(model, optimizer, parts):
     """Puts `tensors` back in place, bit for bit. Raises Refused where names or shapes are another model's."""
+    if amp8 := levels(model):
+        try:
+            return amp8.load_exact_state(model, inner(optimizer), parts)
+        except (KeyError, ValueError) as error:
+            raise Refused(f"the checkpoint is of another model: {error}") from None
     own = stored(model)
     found = {name for name in parts if not name.startswith("optimizer/")}
     wrong = sorted(own.keys() ^ found) or [n for n in own if local(own[n]).shape != parts[n].shape]

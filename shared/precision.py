@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared import fp8
 from shared.args import Refused
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -26,9 +27,17 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         raise Refused(
             f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
         )
+    linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    skipped = []
+    if plan.precision == "fp8":
+        optimizer, skipped = fp8.convert(accelerator, plan, model, optimizer)
+        fp8.wrap_forward(plan, model)
     watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
-    evidence = Evidence(accelerator, plan, model, optimizer, None if plan.compile else watched)
+    if plan.precision == "fp8":
+        fp8.keep_right(accelerator, plan, model, inner(optimizer))
+    unwatched = plan.compile or plan.precision == "fp8"
+    evidence = Evidence(accelerator, plan, model, optimizer, linear, skipped, None if unwatched else watched)
     return model, optimizer, *loaders, evidence
 
 
@@ -40,38 +49,47 @@ def named(pairs):
 
 
 def local(tensor):
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor, without torchao's wrapper around it."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", part)
 
 
 class Evidence:
     """What this run really is, counted. `record` is the `evidence` of run.json; counts are over the whole model."""
 
-    def __init__(self, accelerator, plan, model, optimizer, watched):
-        self.plan = plan
+    def __init__(self, accelerator, plan, model, optimizer, linear, skipped, watched):
+        self.plan, self.model, self.optimizer = plan, model, inner(optimizer)
+        converted, norms = fp8.converted(model)
         self.parameters = dict(named(model.named_parameters()))
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         orphans = [name for name, parameter in trainable.items() if id(parameter) not in owned]
         self.sharded = any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in trainable.values())
-        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        self.own_parts = self.sharded or (plan.backend == "msamp" and plan.num_processes > 1)  # in a checkpoint
         self.record = {
-            "linear_total": len(linear),
-            "linear_converted": 0,
-            "linear_skipped": [],
-            "layernorm_converted": 0,
+            "linear_total": linear,
+            "linear_converted": converted,
+            "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
+            "layernorm_converted": norms,
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
             "optimizer_owns_all": not orphans,
             "sharded": self.sharded,
             "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
-            "eval_precision": plan.precision,
+            "eval_precision": "bf16" if plan.precision == "fp8" else plan.precision,
         }
         kinds = {"single": ("NO",), "ddp": ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU"), "fsdp": ("FSDP",)}[plan.strategy]
         kinds += ("NO",) if plan.num_processes == 1 else ()  # DDP of one process
         kind, processes = accelerator.distributed_type, accelerator.num_processes
         if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
             raise Refused(f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}")
+        if plan.fp8_options.get("enable_fsdp_float8_all_gather"):
+            self.record["eval_precision"] = "bf16, weights gathered as e4m3"
+        if plan.precision == "fp8" and not converted:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
+            raise Refused(f"asked for fp8, but none of {linear} Linear layers can be: {reasons or 'there is none'}")
+        if plan.precision == "fp8" and converted != linear - len(skipped):
+            raise Refused(f"{linear - len(skipped)} Linear layers should be in FP8, {converted} of {linear} are")
         if orphans:
             raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
         if plan.strategy == "fsdp" and plan.num_processes > 1 and not self.sharded:
@@ -88,6 +106,9 @@ class Evidence:
 
     def before_first_step(self, optimizer, args, kwargs):
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        if self.plan.backend == "msamp":  # amp8 keeps FP8 gradients beside the parameter
+            beside = [p.amp8_linear.gradient.codes for p in self.parameters.values() if hasattr(p, "amp8_linear")]
+            gradients += [codes for codes in beside if codes is not None]
         self.record["dtypes"]["gradients"] = elements(gradients)
         self.gradient_bytes = size(gradients)
         seen, asked = self.record["dtypes"]["linear_output"], self.plan.precision
@@ -112,6 +133,13 @@ class Evidence:
             "optimizer": sum(size(values) for values in states.values()),
         }
 
+        if self.plan.backend == "msamp":
+            report = fp8.ours("amp8").report(self.model, self.optimizer)
+            total = report["parameters"]["all"]
+            self.bytes = {k: round(v * total) for k, v in report["bytes_per_parameter"]["all"].items() if k != "total"}
+            self.record["dtypes"]["levels"] = report["dtypes"]
+            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]
+
     def complete(self):
         """Adds up the shards of all ranks. Every rank calls it once, after its first optimizer step."""
         counts, sizes = self.record["dtypes"], self.bytes
@@ -132,7 +160,8 @@ class Evidence:
         """The line that says what was counted."""
         plan, dtypes = self.plan, self.record["dtypes"]
         group = f" {dist.get_backend()}" if dist.is_initialized() else ""
-        what = {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
+        what = {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}.get(plan.precision)
+        what = what or self.fp8_truth()
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
         parts = [where + (", sharded" if self.sharded else ""), what]
         parts[-1] += ", compiled" if plan.compile else ""
@@ -143,6 +172,23 @@ class Evidence:
         parts.append(f"{self.record['bytes_per_parameter']['total']:.1f} B/param")
         parts += ["rehearsal on a CPU"] if plan.rehearsal else []
         return " | ".join(parts)
+
+    def fp8_truth(self):
+        """`fp8 MS-AMP O2 (amp8, not Microsoft's package), emulated: no FP8 hardware | 16 of 17 Linear in FP8, ...`"""
+        plan, record = self.plan, self.record
+        name = {
+            "ao": f"torchao {plan.level}",
+            "te": f"TransformerEngine {plan.level}",
+            "msamp": f"MS-AMP {plan.level.upper()} (amp8, not Microsoft's package)",
+        }[plan.backend]
+        if plan.fp8_options.get("recipe"):
+            name += " with TE's delayed scaling"
+        text = f"fp8 {name}" + (", emulated: no FP8 hardware" if plan.emulated else "")
+        text += f" | {record['linear_converted']} of {record['linear_total']} Linear in FP8"
+        text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
+        skipped = [f"{entry['name']} ({entry['reason']})" for entry in record["linear_skipped"]]
+        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+        return text + (f", skipped {', '.join(skipped[:3])}{more}" if skipped else "")
 
 
 def inner(optimizer):

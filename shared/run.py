@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from shared import checkpoint, plan
 from shared.args import Refused, parse
 from shared.data import Order
-from shared.precision import Wire, inner, named
+from shared.precision import Wire, inner, local, named
 
 WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's counting; the next one counts wire bytes
 # Options that don't change what is computed; a resumed run may differ in them.
@@ -121,7 +121,7 @@ class Run:
                     f"{self.checkpoint} is of another run: {', '.join(differs)}. Resume as it was, or start anew"
                 )
             rank = self.accelerator.process_index
-            checkpoint.restore(model, optimizer, checkpoint.read_tensors(self.checkpoint, rank, evidence.sharded))
+            checkpoint.restore(model, optimizer, checkpoint.read_tensors(self.checkpoint, rank, evidence.own_parts))
             lr_scheduler.load_state_dict(self.earlier_state["lr_scheduler"])
             for group, learning_rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = learning_rate
@@ -261,7 +261,7 @@ class Run:
         }
         parts = checkpoint.tensors(self.model, self.optimizer)
         keep = self.args.save_total_limit
-        done = checkpoint.save(self.accelerator, folder, parts, state, self.evidence.sharded, keep)
+        done = checkpoint.save(self.accelerator, folder, parts, state, self.evidence.own_parts, keep)
         self.failed_saves += not done
 
     def finish(self, metrics):
@@ -272,8 +272,9 @@ class Run:
             folder = self.output_dir / "model"
             folder.mkdir(exist_ok=True)
             temporary = folder / "model.safetensors.tmp"
-            weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-            save_file(dict(named(weights.items())), temporary)
+            weights = {name: local(tensor.detach()).cpu().contiguous() for name, tensor in weights.items()}
+            plain = {name: weight for name, weight in named(weights.items()) if ".fp8_" not in name}
+            save_file(plain, temporary)
             checkpoint.sync(temporary)
             os.replace(temporary, folder / "model.safetensors")
         self.final = {"step": self.step, "loss": self.loss if self.step else None, "metrics": metrics}

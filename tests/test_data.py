@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import ROOT, record, recipe, train
+from conftest import ROOT, recipe, record, train
 
 from shared import data, models
 from shared.args import Refused

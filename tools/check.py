@@ -23,6 +23,7 @@ def check(path, machine, overrides):
         return lines, [], None
     wanted = plan.asked(plan.exported(config | overrides))
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (99, 0)}
+    anywhere["packages"] = ["torchao", "transformer_engine"]
     unsound = plan.problems(wanted, anywhere)
     here = [line for line in plan.problems(wanted, machine) if line not in unsound]
     return lines + unsound, here, wanted
@@ -47,7 +48,8 @@ def main():
         for line in here:
             print(f"{path.name}: not on this machine: {line}", file=sys.stderr if args.quiet else sys.stdout)
         if not (problems or here or args.quiet):
-            print(f"{path.name}: ok ({wanted['strategy']} x{wanted['num_processes']}, {wanted['precision']})")
+            how = " ".join(wanted[key] for key in ("precision", "backend", "level") if wanted[key])
+            print(f"{path.name}: ok ({wanted['strategy']} x{wanted['num_processes']}, {how})")
     sys.exit(2 if failed else 0)
 
 

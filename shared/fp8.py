@@ -1,0 +1,191 @@
+"""FP8 by config: which Linear layers become what, and what keeps them right while they train.
+
+backend  on a GPU                on a CPU                                     converted
+ao       torchao's Float8Linear  its numerics (amp8/emulate.py); under FSDP2  Linear but the first and the last
+                                 torchao's own layers
+te       te.Linear, te.LayerNorm TE's scaling (amp8/emulate.py)               Linear, on a GPU LayerNorm too
+msamp    amp8's levels           the same, product on dequantised values      Linear
+
+Accelerate is asked for bf16 and, but for torchao under FSDP2, knows nothing of it: alone it would orphan torchao's
+weights outside FSDP2, stop TE's conversion at the first odd shape, drop TE's options, and scale MS-AMP's loss without
+scaling it back.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared.args import Refused
+
+
+def convert(accelerator, plan, model, optimizer):
+    """Converts `model` in place as the plan says. Returns (optimizer, [(name, reason)] of Linear layers left as they are).
+
+    The optimizer goes on owning the parameters; msamp returns another one that shares its param_groups.
+    """
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if plan.backend == "msamp":
+        amp8 = ours("amp8")
+        options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
+        recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
+        model, optimizer = amp8.initialize(model, optimizer, plan.level.upper(), **recipe)
+        skipped = [tuple(entry) for entry in amp8.report(model)["skipped"]]
+    elif plan.implementation == "transformer_engine":
+        skipped = to_transformer_engine(model)
+    else:
+        skipped = [(name, reason) for name, module in model.named_modules() if (reason := odd_shape(module))]
+        if plan.backend == "ao":
+            skipped += [(name, "first or last Linear") for name in {linear[0], linear[-1]} - dict(skipped).keys()]
+        wanted = set(linear) - dict(skipped).keys()
+        if not wanted:
+            pass  # Evidence refuses it, with the reasons
+        elif plan.implementation == "torchao":
+            chosen = {"module_filter_fn": lambda module, name: name in wanted}
+            if accelerator.ao_recipe_handler is not None:  # under FSDP2 Accelerate converts, between its own steps
+                accelerator.ao_recipe_handler.module_filter_func = chosen["module_filter_fn"]
+            else:
+                from torchao.float8 import convert_to_float8_training
+
+                convert_to_float8_training(model, config=torchao_config(plan), **chosen)
+        else:
+            emulate = ours("amp8.emulate")
+            options = plan.fp8_options if plan.backend == "te" else {}
+            emulate.convert(model, plan.level, lambda module, name: name in wanted, **options)
+            # Each rank records amaxes of its own; DDP would overwrite them with rank 0's before they are reduced.
+            scales = [name for name, _ in model.named_buffers() if ".fp8_" in name]
+            model._ddp_params_and_buffers_to_ignore = scales
+    return optimizer, skipped
+
+
+def converted(model):
+    """(Linear, LayerNorm) layers of the live model that compute in FP8, by their classes."""
+    kinds = [f"{type(module).__module__.split('.')[0]}.{type(module).__name__}" for module in model.modules()]
+    linear = {"torchao.Float8Linear", "amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D",
+              "transformer_engine.Linear"}  # fmt: skip
+    return sum(kind in linear for kind in kinds), kinds.count("transformer_engine.LayerNorm")
+
+
+def ours(name):
+    """The folder `amp8`, which a copied project has only if it needs it."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("amp8"):
+            raise
+        raise Refused(
+            "this config needs the folder amp8/ beside shared/: copy it from where this recipe is from"
+        ) from None
+
+
+def odd_shape(module):
+    """Why FP8's product cannot take a Linear: both of its sizes must be multiples of 16."""
+    if not isinstance(module, nn.Linear):
+        return None
+    odd = [size for size in (module.out_features, module.in_features) if size % 16]
+    return f"{odd[0]} is not a multiple of 16" if odd else None
+
+
+def torchao_config(plan):
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig
+
+    options = {key: plan.fp8_options[key] for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim")}
+    return replace(Float8LinearConfig.from_recipe_name(plan.level), **options)
+
+
+def to_transformer_engine(model):
+    """te.Linear and te.LayerNorm in place of torch's, around the very same Parameters: the optimizer keeps them."""
+    import transformer_engine.pytorch as te
+
+    skipped = []
+    for parent_name, parent in list(model.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            name = f"{parent_name}.{child_name}".lstrip(".")
+            if reason := odd_shape(child):
+                skipped.append((name, reason))
+            elif type(child) is nn.Linear:
+                new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
+                                params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
+                adopt(parent, child_name, child, new)
+            elif type(child) is nn.LayerNorm and child.bias is not None and len(child.normalized_shape) == 1:
+                new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
+                                   device=child.weight.device)  # fmt: skip
+                adopt(parent, child_name, child, new)
+    return skipped
+
+
+def adopt(parent, name, old, new):
+    for key, parameter in old.named_parameters():
+        setattr(new, key, parameter)
+    setattr(parent, name, new)
+
+
+def te_recipe(plan):
+    """The recipe object that TransformerEngine gets: every option of the config, unchanged."""
+    from transformer_engine.common import recipe
+
+    options = dict(plan.fp8_options)
+    if "fp8_format" in options:
+        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
+    kinds = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
+             "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
+    return getattr(recipe, kinds[plan.level])(**options)
+
+
+def wrap_forward(plan, model):
+    """Before Accelerate prepares the model: TE computes in FP8 inside its autocast only, and only while training."""
+    if plan.implementation != "transformer_engine":
+        return
+    import transformer_engine.pytorch as te
+
+    forward, recipe = model.forward, te_recipe(plan)
+
+    def in_fp8(*args, **kwargs):
+        with te.autocast(enabled=model.training, recipe=recipe):
+            return forward(*args, **kwargs)
+
+    model.forward = in_fp8
+
+
+def keep_right(accelerator, plan, model, optimizer):
+    """After Accelerate has prepared everything: what has to happen at each step. `optimizer` is torch's own."""
+    if plan.backend == "msamp":
+        amp8 = ours("amp8")
+        amp8.attach(model)
+        accelerator.clip_grad_norm_ = amp8.clip_grad_norm_  # one norm over FP8 and ordinary gradients
+    elif plan.implementation == "emulated" and plan.level == "delayed":
+        emulate = ours("amp8.emulate")
+        optimizer.register_step_post_hook(lambda *_: emulate.update_scales(model))
+
+
+@contextlib.contextmanager
+def evaluation(model):
+    """Evaluation mode, outside FP8 whatever the backend: plain products of the weights as they are."""
+    with contextlib.ExitStack() as stack:
+        if any(type(module).__module__.startswith("amp8") for module in model.modules()):
+            root = next((m for m in model.modules() if hasattr(m, "amp8_state")), None)
+            if root is not None:
+                stack.enter_context(ours("amp8").high_precision(root))
+        for module in model.modules():
+            if type(module).__name__ == "Float8Linear":
+                module.forward = lambda x, module=module: plain_linear(module, x)
+                stack.callback(delattr, module, "forward")
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train()
+
+
+def plain_linear(module, x):
+    weight = module.weight
+    for name in ("to_original_precision", "_tensor"):  # gathered in FP8 by FSDP2; wrapped, but not gathered
+        if hasattr(weight, name):
+            weight = getattr(weight, name)
+            weight = weight() if callable(weight) else weight
+    return F.linear(x, weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype), module.bias)
