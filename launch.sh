@@ -7,6 +7,8 @@
 #                                          e.g. ./launch.sh fsdp_bf16 --num_processes 4 vit --max_steps 100
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
 #   ./launch.sh show RUN_FOLDER            what a run was and what it was proved to be
+#   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
+#   ./launch.sh formats                    number formats, and what rounding to each costs
 #   ./launch.sh ls                         the configs and recipes there are
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
@@ -98,7 +100,7 @@ case ${1-} in
         "$python" "$root/tools/show.py" "$out"
         ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
-    show) shift; need_python; exec "$python" "$root/tools/show.py" "$@" ;;
+    show | formats | export) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls)
         cd "$root"
         echo "configs (accelerate_configs/NAME.yml):"

@@ -222,25 +222,27 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, tiles, grad_dtype, tiny):
-        ctx.save_for_backward(x, weight)
-        ctx.rest = tiles, grad_dtype, tiny, bias.dtype if bias is not None else None
-        out = _multiply(_rounded(x, E4M3, tiles.input, tiny), _rounded(weight, E4M3, tiles.weight, tiny).t(), x.dtype)
+        w8 = _rounded(weight, E4M3, tiles.weight, tiny)
+        ctx.same_weight = tiles.weight == tiles.weight_for_grad_input
+        ctx.save_for_backward(x, w8 if ctx.same_weight else weight)
+        ctx.rest = tiles, grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
+        out = _multiply(_rounded(x, E4M3, tiles.input, tiny), w8.t(), x.dtype)
         return out if bias is None else out.add_(bias.to(out.dtype))
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        tiles, grad_dtype, tiny, bias_dtype = ctx.rest
+        tiles, grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            w8 = _rounded(weight, E4M3, tiles.weight_for_grad_input, tiny)
+            w8 = weight if ctx.same_weight else _rounded(weight, E4M3, tiles.weight_for_grad_input, tiny)
             dx = _multiply(_rounded(grad, grad_dtype, tiles.input, tiny), w8, grad.dtype)
         if ctx.needs_input_grad[1]:
             g8, x8 = grad, x
             if tiles.grad_weight is not None:
                 g8 = _rounded(grad, grad_dtype, tiles.grad_weight, tiny)
                 x8 = _rounded(x, E4M3, tiles.grad_weight, tiny)
-            dw = _multiply(g8.t(), x8, grad.dtype).to(weight.dtype)
+            dw = _multiply(g8.t(), x8, grad.dtype).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0).to(bias_dtype)
         return dx, dw, db, None, None, None

@@ -34,8 +34,12 @@ def amax(x, dim=None):
     """Largest magnitude of `x`, fp32: 0-d, or with `dim` (one or several) reduced and kept. NaN and infinity come out
     as they are, so that they can be seen here, before a saturating cast hides them. Of nothing it is 0."""
     x = x.detach()
-    if dim is not None:
-        return x.abs().amax(dim, keepdim=True).float()
+    if (
+        dim is not None
+    ):  # without the sign bit floats sort as the integers of the same bits do, which a CPU does faster
+        x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
+        ints, magnitude = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
+        return x.view(ints).bitwise_and(magnitude).amax(dim, keepdim=True).view(x.dtype).float()
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy of x first

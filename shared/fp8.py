@@ -21,7 +21,7 @@ from shared.args import Refused
 
 
 def convert(accelerator, plan, model, optimizer):
-    """Converts `model` in place as the plan says. Returns (optimizer, [(name, reason)] of Linear layers left as they are).
+    """Converts `model` in place as the plan says. Returns (optimizer, [(name, reason)] of Linear layers left alone).
 
     The optimizer goes on owning the parameters; msamp returns another one that shares its param_groups.
     """

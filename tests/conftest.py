@@ -27,7 +27,7 @@ sys.path.append(str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
-from shared import plan  # noqa: E402
+from shared import plan, rules  # noqa: E402
 
 
 @functools.cache
@@ -53,7 +53,7 @@ class Ranks:
         path = Path(config) if Path(config).suffix else CONFIGS / f"{config}.yml"
         mapping = yaml.safe_load(path.read_text())
         mapping["num_processes"] = processes or mapping["num_processes"]
-        exported = plan.exported(mapping) | (env or {})
+        exported = rules.exported(mapping) | (env or {})
         world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
         port, module = str(free_port()), recipe(name)
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")

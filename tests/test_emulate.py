@@ -1,5 +1,5 @@
-"""The emulated Linear: against torchao's own, against TransformerEngine's recipes written out slowly, and in the places
-a training run puts a Linear."""
+"""The emulated Linear: against torchao's own, against TransformerEngine's recipes written out slowly, and in the
+places a training run puts a Linear."""
 
 import copy
 import dataclasses
@@ -423,7 +423,7 @@ def _distributed(rank, world, strategy, recipe):
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_ddp_and_fsdp2_share_amaxes_and_agree(recipe):
     ddp, fsdp = (run_ranks(2, _distributed, strategy, recipe) for strategy in ("ddp", "fsdp"))
-    for (losses, calls, local, buffers, weights), other in zip(ddp, fsdp, strict=True):
+    for (losses, calls, _, _, weights), other in zip(ddp, fsdp, strict=True):
         assert losses == pytest.approx(other[0], rel=1e-5)
         assert calls == other[1] == ([6, 6, 6] if recipe == "delayed" else [])  # one collective a step
         for a, b in zip(weights, other[4], strict=True):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, launched
 
-from shared import plan
+from shared import plan, rules
 from shared.args import Refused
 
 FILES = sorted(CONFIGS.glob("*.yml"))
@@ -46,10 +46,13 @@ def exported_by_accelerate(path, *options):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_the_name_the_file_and_accelerate_agree(path):
-    ours, theirs = plan.asked(plan.exported(yaml.safe_load(path.read_text()))), plan.asked(exported_by_accelerate(path))
+    ours, theirs = (
+        rules.asked(rules.exported(yaml.safe_load(path.read_text()))),
+        rules.asked(exported_by_accelerate(path)),
+    )
     ours.pop("local_processes"), theirs.pop("local_processes")  # torchrun exports it, not the launcher
     assert ours == theirs
-    promised = plan.grammar(path.stem)
+    promised = rules.grammar(path.stem)
     theirs["recipe"] = theirs["fp8_options"].get("recipe")
     assert promised and promised == {key: theirs[key] for key in promised}
     assert path.read_text().startswith("# ")
@@ -62,8 +65,8 @@ def test_our_list_of_keys_is_what_the_launcher_reads():
 
     options = {action.dest for action in launch_command_parser()._actions}
     top = {field.name for field in dataclasses.fields(ClusterConfig)}
-    assert set(plan.KEYS[""].split()) <= top
-    for section, keys in plan.KEYS.items():
+    assert set(rules.KEYS[""].split()) <= top
+    for section, keys in rules.KEYS.items():
         if section:
             # the launcher hands on any key of fp8_config: one is ours, one has no option but is read by TERecipeKwargs
             extra = set(keys.split()) - options - {"fp8_recipe", "fp8_use_mxfp8_block_scaling"}
@@ -72,9 +75,9 @@ def test_our_list_of_keys_is_what_the_launcher_reads():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_is_sound(path):
-    assert plan.file_problems(path)[0] == []
+    assert rules.file_problems(path)[0] == []
     machine = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
-    assert plan.problems(plan.asked(plan.exported(yaml.safe_load(path.read_text()))), machine) == []
+    assert rules.problems(rules.asked(rules.exported(yaml.safe_load(path.read_text()))), machine) == []
 
 
 @pytest.mark.parametrize(
@@ -107,14 +110,14 @@ def test_every_file_is_sound(path):
 )  # fmt: skip
 def test_what_accelerate_would_swallow_is_named(tmp_path, name, text, expected):
     (tmp_path / name).write_text(text)
-    lines, _ = plan.file_problems(tmp_path / name)
+    lines, _ = rules.file_problems(tmp_path / name)
     assert len([line for line in lines if expected in line]) == 1, lines
 
 
 def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
-    assert plan.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
+    assert rules.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
     (tmp_path / "my_cluster.yml").write_text(yaml.dump(DDP))
-    assert plan.file_problems(tmp_path / "my_cluster.yml")[0] == []
+    assert rules.file_problems(tmp_path / "my_cluster.yml")[0] == []
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_its_fix(config, machine, expected):
-    lines = plan.problems(plan.asked(plan.exported(config)), machine)
+    lines = rules.problems(rules.asked(rules.exported(config)), machine)
     assert len(lines) == 1 and expected in lines[0], lines
 
 
@@ -147,18 +150,20 @@ def test_every_problem_is_named_at_once(tmp_path):
 
 
 def test_check_is_quick_and_needs_no_torch():
-    code = "import sys; sys.path.insert(0, '.'); import shared.plan; print([m for m in sys.modules if m in ('torch', 'accelerate')])"
-    assert launched(sys.executable, "-c", code).stdout.strip() == "[]"
+    code = (
+        "import sys; sys.path.insert(0, '.'); import shared.rules; print(sys.modules.keys() & {'torch', 'accelerate'})"
+    )
+    assert launched(sys.executable, "-c", code).stdout.strip() == "set()"
     start = time.perf_counter()
     result = launched("./launch.sh", "check")
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.splitlines()) == len(FILES)
-    assert "fsdp_fp16.yml: not on this machine" in result.stdout or plan.machine()["devices"]
+    assert "fsdp_fp16.yml: not on this machine" in result.stdout or rules.machine()["devices"]
     assert time.perf_counter() - start < 10
 
 
 def test_a_config_asked_for_by_name_must_run_here():
-    if plan.machine()["devices"]:
+    if rules.machine()["devices"]:
         pytest.skip("this machine has a GPU: fsdp_fp16 runs here")
     result = launched("./launch.sh", "fsdp_fp16", "vit")
     assert result.returncode == 2 and "use fsdp_bf16" in result.stderr
@@ -166,19 +171,19 @@ def test_a_config_asked_for_by_name_must_run_here():
 
 
 def test_grammar_refuses_what_begins_as_ours():
-    assert plan.grammar("default_config") is None
-    promised = plan.grammar("fsdp_bf16_offload")
+    assert rules.grammar("default_config") is None
+    promised = rules.grammar("fsdp_bf16_offload")
     assert promised == {"strategy": "fsdp", "precision": "bf16", "backend": None, "level": None,
                         "compile": False, "offload": True}  # fmt: skip
     for name, backend, level in (("fp8", "ao", "tensorwise"), ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
                                  ("fp8_te", "te", "delayed"), ("fp8_msamp_o3", "msamp", "o3")):  # fmt: skip
-        promised = plan.grammar(f"single_{name}_compile")
+        promised = rules.grammar(f"single_{name}_compile")
         assert (promised["backend"], promised["level"], promised["compile"]) == (backend, level, True)
-    assert plan.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
+    assert rules.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
     with pytest.raises(Refused, match="o4 is not in the grammar"):
-        plan.grammar("ddp_fp8_msamp_o4")
+        rules.grammar("ddp_fp8_msamp_o4")
     with pytest.raises(Refused, match="fp12 is not in the grammar"):
-        plan.grammar("ddp_fp12")
+        rules.grammar("ddp_fp12")
 
 
 def test_gradient_accumulation_is_said_in_one_place(monkeypatch):

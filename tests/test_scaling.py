@@ -229,10 +229,10 @@ def test_window_scaling_warms_up_and_goes_back_after_overflow():
 
 
 def test_transformer_engines_delayed_scaling_by_hand_over_20_steps():
-    """amax history of 4, e4m3, every amax a fraction whose scale is known: 448 / amax, of the last four that are not 0.
+    """amax history of 4, e4m3; each amax divides 448, so the scales are known: 448 over the largest of the last four.
 
-    The fused form does not roll where the amax is 0 (steps 6, 7), the unfused one does, so that they differ from step 8
-    on: by then the unfused history has forgotten step 4's 14.
+    Where the amax is 0 (steps 6 and 7) the fused form does not roll and the unfused one does, so they differ at steps
+    8 and 9: by then the unfused history has forgotten step 4's 14.
     """
     amaxes = [1, 2, 4, 14, 3.5, 0, 0, 7, 1, 1.75, 28, math.inf, 7, 7, 7, 7, 0.875, 0.875, 0.4375, 0.21875]
     #          1    2    3   4   5   6   7   8   9   10   11  12  13  14  15  16  17  18  19  20

@@ -3,7 +3,7 @@
     ./launch.sh check                      all files of accelerate_configs/
     ./launch.sh check fsdp_fp16 my.yml     these, and whether this machine can run them
 
-The rules are those that refuse at launch (shared/plan.py). Exit code 2 where there is a problem. What is sound but not
+The rules are those that refuse at launch (shared/rules.py). Exit code 2 where there is a problem. What is sound but not
 for this machine is said; it counts as a problem only for a config that was asked for by name.
 """
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from shared import plan  # noqa: E402
+from shared import rules  # noqa: E402
 
 
 def check(path, machine, overrides):
     """(problems of the file, reasons why this machine cannot run it, what it asks for)."""
-    lines, config = plan.file_problems(path)
+    lines, config = rules.file_problems(path)
     if config is None:
         return lines, [], None
-    wanted = plan.asked(plan.exported(config | overrides))
+    wanted = rules.asked(rules.exported(config | overrides))
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (99, 0)}
     anywhere["packages"] = ["torchao", "transformer_engine"]
-    unsound = plan.problems(wanted, anywhere)
-    here = [line for line in plan.problems(wanted, machine) if line not in unsound]
+    unsound = rules.problems(wanted, anywhere)
+    here = [line for line in rules.problems(wanted, machine) if line not in unsound]
     return lines + unsound, here, wanted
 
 
@@ -37,7 +37,7 @@ def main():
     args, _ = parser.parse_known_args()  # accelerate's own options are accelerate's to judge
     folder = ROOT / "accelerate_configs"
     paths = [Path(name) if Path(name).suffix else folder / f"{name}.yml" for name in args.configs]
-    machine = plan.machine()
+    machine = rules.machine()
     overrides = {"num_processes": args.num_processes} if args.num_processes else {}
     failed = False
     for path in paths or sorted(folder.glob("*.yml")):

@@ -1,0 +1,365 @@
+"""What a config asks for, and every reason why it cannot be: one set of rules for files and for launches.
+
+`accelerate launch` turns a YAML file into environment variables. `asked(environment)` reads them into one mapping,
+`problems(asked, machine)` names every contradiction in it; `exported(config)` says which environment a file would
+become, so that a file goes through the same rules; `file_problems(path)` adds what the launcher drops on the way.
+Nothing here imports torch or Accelerate: a check takes a fraction of a second.
+"""
+
+import difflib
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from shared.args import Refused
+
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
+TAILS = ("compile", "offload")
+BACKENDS = {"AO": "ao", "TE": "te", "MSAMP": "msamp"}
+LEVELS = {  # the first is the default
+    "ao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    "te": ("delayed", "current", "block", "mxfp8"),
+    "msamp": ("o2", "o1", "o3"),
+}
+TE_OPTIONS = {"fp8_format": str, "margin": int, "amax_history_len": int, "amax_compute_algo": str}
+# What accelerate 1.15 reads of a file; tests compare it with the installed launcher. Missing on purpose: keys it
+# accepts and then does nothing with (FSDP1's under version 2), and engines that these recipes don't use.
+KEYS = {
+    "": "compute_environment debug distributed_type downcast_bf16 dynamo_config enable_cpu_affinity fp8_config "
+    "fsdp_config gpu_ids machine_rank main_process_ip main_process_port main_training_function mixed_precision "
+    "num_machines num_processes rdzv_backend same_network use_cpu",
+    "fsdp_config": "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy "
+    "fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_reshard_after_forward fsdp_state_dict_type "
+    "fsdp_transformer_layer_cls_to_wrap fsdp_version",
+    # fp8_recipe is ours: the launcher hands any key of this section on
+    "fp8_config": "fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_enable_fsdp_float8_all_gather fp8_format "
+    "fp8_interval fp8_margin fp8_opt_level fp8_override_linear_precision fp8_pad_inner_dim fp8_recipe "
+    "fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
+    "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
+    "dynamo_use_regional_compilation",
+}
+FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
+    "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
+    "fp8_format": "HYBRID", "fp8_interval": 1, "fp8_margin": 0, "fp8_opt_level": "O2", "fp8_pad_inner_dim": True,
+    "fp8_use_autocast_during_eval": False,
+}  # fmt: skip
+DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp"}
+
+
+def on(value):
+    """The launcher writes booleans as True, true, 1; YAML as true."""
+    return str(value).lower() in ("true", "1", "yes", "on")
+
+
+def asked(env):
+    """What the launcher's environment variables ask for, under one name each."""
+    version = env.get("FSDP_VERSION", "1")
+    if on(env.get("ACCELERATE_USE_DEEPSPEED")):
+        strategy = f"zero{env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
+    elif on(env.get("ACCELERATE_USE_FSDP")):
+        strategy = "fsdp" if version == "2" else f"fsdp{version}"
+    else:
+        strategy = "ddp" if "LOCAL_RANK" in env else "single"
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    return {
+        "strategy": strategy,
+        "precision": PRECISIONS.get(precision, precision),
+        "num_processes": int(env.get("WORLD_SIZE", 1)),
+        "local_processes": int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
+        "compile": env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+        "offload": on(env.get("FSDP_OFFLOAD_PARAMS")),
+        "activation_checkpointing": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
+        **asked_of_fp8(env, precision),
+        "wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
+        "ram_efficient": on(env.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),
+        "use_cpu": on(env.get("ACCELERATE_USE_CPU")),
+    }
+
+
+def asked_of_fp8(env, precision):
+    """The FP8 part of `asked`. `dead` holds knobs that nothing reads any more, where they were turned."""
+    asked = {"backend": None, "level": None, "fp8_options": {}, "dead": []}
+    if precision != "fp8":
+        return asked
+
+    def get(key, default=""):
+        return env.get(f"ACCELERATE_FP8_{key}", default)
+
+    backend, recipe = BACKENDS.get(get("BACKEND", "AO"), get("BACKEND")), get("RECIPE")
+    level = get("OPT_LEVEL", "O2").lower() if backend == "msamp" else recipe or LEVELS.get(backend, ("",))[0]
+    options = {name: kind(get(name.removeprefix("fp8_").upper())) for name, kind in TE_OPTIONS.items()
+               if get(name.removeprefix("fp8_").upper())}  # fmt: skip
+    if backend == "ao":
+        options = {"enable_fsdp_float8_all_gather": on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")),
+                   "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}  # fmt: skip
+    elif backend == "te" and level != "delayed":
+        options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level == "current" else {}
+    elif backend == "msamp":
+        options = {"recipe": recipe} | (options if recipe == "te_delayed" else {}) if recipe else {}
+    reasons = {
+        "interval": (get("INTERVAL", "1") != "1", "TransformerEngine has removed it: scales are updated every step"),
+        "override_linear_precision": (
+            any(on(get(f"OVERRIDE_{gemm}")) or get(f"OVERRIDE_{gemm}") in "tr(" and get(f"OVERRIDE_{gemm}")
+                for gemm in ("FPROP", "DGRAD", "WGRAD")),
+            "TransformerEngine has removed it",
+        ),
+        "use_autocast_during_eval": (on(get("USE_AUTOCAST_DURING_EVAL")), "evaluation is always outside FP8"),
+        "use_mxfp8_block_scaling": (on(get("USE_MXFP8_BLOCK_SCALING")), "write recipe: mxfp8 instead"),
+    }  # fmt: skip
+    asked["dead"] = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
+    return asked | {"backend": backend, "level": level, "fp8_options": options}
+
+
+def exported(config):
+    """The environment that `accelerate launch` makes of a config file's mapping, as far as `asked` reads it."""
+    sections = {
+        name: {
+            key if key.startswith(prefix) else prefix + key: value for key, value in (config.get(name) or {}).items()
+        }
+        for name, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_"), ("fp8_config", "fp8_"))
+    }
+    env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no"))}
+    env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
+    if config.get("mixed_precision") == "fp8":
+        section = FP8_DEFAULTS | sections["fp8_config"]
+        override = section.pop("fp8_override_linear_precision", (False, False, False))
+        env |= {f"ACCELERATE_{key.upper()}": str(value) for key, value in section.items()}
+        if isinstance(override, bool):  # the launcher takes a list, and a string letter by letter
+            override = [override] * 3
+        gemms = zip(("FPROP", "DGRAD", "WGRAD"), override, strict=False)
+        env |= {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
+    kind, processes = str(config.get("distributed_type")), config.get("num_processes", 1)
+    if kind == "NO":
+        env["ACCELERATE_USE_CPU"] = str(config.get("use_cpu", False))
+    else:
+        local = processes // config.get("num_machines", 1)
+        env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local)}
+    if kind == "DEEPSPEED":
+        env["ACCELERATE_USE_DEEPSPEED"] = "true"
+        env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str((config.get("deepspeed_config") or {}).get("zero_stage", 2))
+    if kind == "FSDP":
+        defaults = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False}
+        env["ACCELERATE_USE_FSDP"] = "true"
+        env |= {key.upper(): str(value) for key, value in (defaults | sections["fsdp_config"]).items()}
+    return env
+
+
+def machine():
+    """The accelerators of this machine, asked of the driver: importing torch for it would take seconds."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        rows = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        rows = rows[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
+    if not rows:
+        return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": fp8_packages()}
+    name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
+    capability = tuple(map(int, capability.split(".")))
+    here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
+    return here | {"packages": fp8_packages()}
+
+
+def fp8_packages():
+    return [name for name in ("torchao", "transformer_engine") if importlib.util.find_spec(name)]
+
+
+def problems(asked, machine):
+    """Every reason why this cannot run as asked on this machine, one line each, with the fix."""
+    lines = []
+    strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
+    if strategy.startswith("fsdp") and strategy != "fsdp":
+        lines.append("FSDP version 1 is not supported here: set fsdp_version: 2 in fsdp_config")
+    elif strategy not in DISTRIBUTED_TYPES.values():
+        lines.append(f"strategy {strategy} is not one of {', '.join(DISTRIBUTED_TYPES.values())}")
+    if precision not in PRECISIONS.values():
+        lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
+    if asked["use_cpu"]:
+        lines.append("use_cpu: true makes Accelerate run one process, whatever num_processes says: leave it out")
+    if strategy == "fsdp" and asked["ram_efficient"]:
+        lines.append(
+            "fsdp_cpu_ram_efficient_loading (Accelerate's default) fails on models with parameters at their root, as "
+            "vision transformers have: set it to false in fsdp_config"
+        )
+    if strategy == "fsdp" and asked["wrap_policy"].upper() != "TRANSFORMER_BASED_WRAP":
+        lines.append(
+            f"fsdp_auto_wrap_policy {asked['wrap_policy']} shards the model as one piece or fails: set "
+            "TRANSFORMER_BASED_WRAP (every model here names its blocks)"
+        )
+    if gpus and asked["local_processes"] > gpus:
+        lines.append(f"{asked['local_processes']} processes on {gpus} {machine['name']}: pass --num_processes {gpus}")
+    if not gpus and precision == "fp16" and strategy == "fsdp":
+        lines.append("fsdp in fp16 cannot rehearse on a CPU (FSDP2's gradient scaler needs a GPU): use fsdp_bf16")
+    if precision == "bf16" and machine["capability"] and machine["capability"] < (8, 0):
+        has = "{}.{}".format(*machine["capability"])
+        lines.append(f"bf16 needs compute capability 8.0, {machine['name']} has {has}: use an fp16 config")
+    return lines + (problems_of_fp8(asked, machine) if precision == "fp8" else [])
+
+
+def problems_of_fp8(asked, machine):
+    strategy, backend, level, options = (asked[key] for key in ("strategy", "backend", "level", "fp8_options"))
+    if backend not in LEVELS:
+        return [f"fp8_config backend {backend} is not one of {', '.join(BACKENDS)} (in capitals)"]
+    lines = [f"fp8_config {line}" for line in asked["dead"]]
+    if level not in LEVELS[backend]:
+        key = "opt_level" if backend == "msamp" else "recipe"
+        lines.append(f"fp8_config {key} {level} is not one of {', '.join(LEVELS[backend])}, the levels of {backend}")
+    gather = options.get("enable_fsdp_float8_all_gather")
+    if gather and strategy != "fsdp":
+        lines.append(
+            "enable_fsdp_float8_all_gather (Accelerate's default) outside FSDP2 takes FP8 layers out of the optimizer, "
+            "so that they never train: set it to false in fp8_config"
+        )
+    elif gather and level.startswith("rowwise"):
+        lines.append(f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
+                     "enable_fsdp_float8_all_gather to false in fp8_config")  # fmt: skip
+    if options.get("fp8_format", "HYBRID") not in ("HYBRID", "E4M3"):
+        lines.append(f"fp8_config format {options['fp8_format']} is not one of HYBRID, E4M3")
+    if options.get("amax_compute_algo", "max") not in ("max", "most_recent"):
+        lines.append(f"fp8_config amax_compute_algo {options['amax_compute_algo']} is not one of max, most_recent")
+    if options.get("recipe", "te_delayed") != "te_delayed":
+        lines.append(f"fp8_config recipe {options['recipe']}: MSAMP combines with te_delayed only")
+    if backend == "msamp" and strategy not in ("single", "ddp"):
+        lines.append(
+            f"MS-AMP's levels do not combine with {strategy}: ddp_fp8_msamp_o3 shards its optimizer state itself"
+        )
+    if backend == "msamp" and asked["compile"]:
+        lines.append(
+            "MS-AMP's levels are not combined with a compiled model here: use the config without dynamo_config"
+        )
+    if backend == "te" and asked["compile"]:
+        lines.append(
+            f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
+        )
+    has = "{}.{}".format(*(machine["capability"] or ("", "")))
+    if level == "mxfp8" and (machine["capability"] or (0, 0)) < (10, 0):
+        there = f"{machine['name']} has {has}" if machine["capability"] else "its kernels don't rehearse on a CPU"
+        lines.append(f"mxfp8 needs compute capability 10.0, {there}: use te_block or te_delayed")
+    elif backend != "msamp" and machine["capability"] and machine["capability"] < (8, 9):
+        lines.append(f"FP8 needs compute capability 8.9, {machine['name']} has {has}: use {strategy}_bf16")
+    if machine["devices"] and backend == "te" and "transformer_engine" not in machine["packages"]:
+        lines.append(
+            "TransformerEngine is not installed: ./launch.sh setup --extra te (README, FP8, says what it needs)"
+        )
+    if backend == "ao" and (machine["devices"] or strategy == "fsdp") and "torchao" not in machine["packages"]:
+        lines.append("torchao is not installed: pip install torchao")
+    return lines
+
+
+def grammar(name):
+    """What a config's name promises: strategy, precision, backend, level, tails; None if it promises nothing.
+
+    <strategy>_<precision>[_<backend>[_<level>]][_<tail>]; raises Refused where a name begins as ours and goes on in
+    another tongue.
+    """
+    strategy, *rest = name.split("_")
+    if strategy not in DISTRIBUTED_TYPES.values() or not rest:
+        return None
+    precision, *rest = rest
+    promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
+    unknown = [] if precision in PRECISIONS.values() else [precision]
+    if precision == "fp8":
+        backend = rest.pop(0) if rest and rest[0] in LEVELS else "ao"
+        words = "_".join(rest)
+        level = next(
+            (x for x in sorted(LEVELS[backend], key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None
+        )
+        rest = rest[level.count("_") + 1 :] if level else rest
+        promised |= {"backend": backend, "level": level or LEVELS[backend][0]}
+        if backend == "msamp" and rest[:1] == ["te"]:  # activations scaled by TE's delayed recipe
+            promised["recipe"] = rest.pop(0) + "_delayed"
+    unknown += [tail for tail in rest if tail not in TAILS]
+    if unknown:
+        form = "<strategy>_<precision>[_<backend>[_<level>]][_<tail>]"
+        raise Refused(f"name {name}: {', '.join(unknown)} is not in the grammar {form}")
+    return promised | {tail: tail in rest for tail in TAILS}
+
+
+def file_problems(path):
+    """(problems, mapping) of a config file: what a running process cannot see, because Accelerate drops it on the way.
+
+    The mapping is None where the file cannot be read as one.
+    """
+    try:
+        config = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"cannot be read: {getattr(error, 'strerror', None) or error}"], None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        return [f"not YAML{where}: {getattr(error, 'problem', error)}"], None
+    if not isinstance(config, dict):
+        return [f"holds a {type(config).__name__}, not `key: value` lines"], None
+    lines = [
+        f"{key}: {str(value).lower()} is a boolean to YAML: write 'no' in quotes"
+        for key, value in config.items()
+        if key in ("mixed_precision", "distributed_type") and isinstance(value, bool)
+    ]
+    kind = config.get("distributed_type")
+    if kind is None:
+        lines.append("distributed_type is missing: one of 'NO', MULTI_GPU, FSDP")
+    elif not isinstance(kind, bool) and kind not in (*DISTRIBUTED_TYPES, "DEEPSPEED"):
+        lines.append(f"distributed_type {kind} is not one of 'NO', {', '.join(list(DISTRIBUTED_TYPES)[1:])}")
+    processes = config.get("num_processes")
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        lines.append(f"num_processes is {processes}: write the number of processes, 1 or more")
+        processes = 1
+    if kind == "NO" and processes > 1:
+        lines.append(f"num_processes {processes} under distributed_type 'NO' runs one process: use a ddp or fsdp file")
+    if "gpu_ids" in config and not isinstance(config["gpu_ids"], str):
+        lines.append("gpu_ids must be a string: write '0,1' in quotes, or all")
+    known = {section: keys.split() for section, keys in KEYS.items()}
+    for key, value in config.items():
+        if key not in known[""]:
+            lines.append(f"{key} {meant(key, known[''])}")
+        elif key in known and not isinstance(value, dict):
+            lines.append(f"{key} holds {value!r}, not `key: value` lines")
+        for name in value if key in known and isinstance(value, dict) else ():
+            prefix = key.removesuffix("config")
+            if name not in known[key] and prefix + name not in known[key]:
+                lines.append(f"{key} {name} {meant(name, known[key])}")
+    if "fp8_config" in config and config.get("mixed_precision") != "fp8":
+        lines.append(
+            f"fp8_config is ignored under mixed_precision {config.get('mixed_precision')}: remove it, or use fp8"
+        )
+    elif isinstance(config.get("fp8_config"), dict):
+        lines += keys_of_another_backend(config["fp8_config"])
+    if "fsdp_config" in config and kind != "FSDP":
+        lines.append(f"fsdp_config is ignored under distributed_type {kind}: remove it, or use FSDP")
+    config = {key: value if key not in known or isinstance(value, dict) else {} for key, value in config.items()}
+    config["num_processes"] = processes
+    try:
+        promised = grammar(Path(path).stem)
+    except Refused as error:
+        return [*lines, str(error)], config
+    found = asked(exported(config))
+    found["recipe"] = found["fp8_options"].get("recipe")
+    for key, value in (promised or {}).items():
+        if found[key] != value:
+            lines.append(f"the name says {key} {value}, the file {found[key]}: rename it or change the file")
+    return lines, config
+
+
+def keys_of_another_backend(section):
+    """Keys of fp8_config that its backend does not read."""
+    section = {key.removeprefix("fp8_"): value for key, value in section.items()}
+    te = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
+    reads = {
+        "AO": "backend recipe enable_fsdp_float8_all_gather pad_inner_dim",
+        "TE": f"backend recipe use_mxfp8_block_scaling {te}",
+        "MSAMP": f"backend opt_level recipe {te}" if section.get("recipe") else "backend opt_level recipe",
+    }.get(section.get("backend", "AO"), "")
+    known = [key.removeprefix("fp8_") for key in KEYS["fp8_config"].split()]
+    return [f"fp8_config {key} means nothing to backend {section.get('backend', 'AO')}: remove it"
+            for key in section if reads and key in known and key not in reads.split()]  # fmt: skip
+
+
+def meant(key, known):
+    close = difflib.get_close_matches(key, known, 1, 0.6)
+    hint = f"did you mean {close[0]}?" if close else f"remove it (known: {', '.join(known)})"
+    return f"is a key that Accelerate ignores or refuses here: {hint}"

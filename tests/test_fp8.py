@@ -1,0 +1,216 @@
+"""Every FP8 config, for real on this machine: what is converted, that it trains, that it resumes as the same run."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import set_seed
+from conftest import CONFIGS, distance, metrics, record, train, weights
+
+from shared import data, fp8, models, plan, rules
+
+NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
+EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name]
+STEPS = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 0)
+BYTES = {"o1": 11, "o2": 6, "o3": 7}  # of a converted parameter on one process
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory):
+    folder, runs = tmp_path_factory.mktemp("bf16"), {}
+
+    def of(strategy):
+        if strategy not in runs:
+            runs[strategy] = train(f"{strategy}_bf16", folder / strategy, *STEPS)
+        return runs[strategy]
+
+    return of
+
+
+def initial_weights():
+    set_seed(0)
+    return models.vit("vit_nano", 8, 1, 10).state_dict()
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_rehearses(tmp_path, bf16, name):
+    run, promised = train(name, tmp_path / "run", *STEPS), rules.grammar(name)
+    made = record(run)
+    evidence, backend, level = made["evidence"], promised["backend"], promised["level"]
+    processes = made["plan"]["num_processes"]
+    assert made["status"] == "finished" and {key: made["plan"][key] for key in ("backend", "level")} == {
+        "backend": backend, "level": level
+    }  # fmt: skip
+    # head has 10 classes; torchao leaves the first Linear in high precision too
+    assert (evidence["linear_converted"], evidence["linear_total"]) == ({"ao": 15}.get(backend, 16), 17)
+    reasons = {entry["name"]: entry["reason"] for entry in evidence["linear_skipped"]}
+    assert reasons.keys() == ({"head", "blocks.0.attn.qkv"} if backend == "ao" else {"head"})
+    assert "not a multiple of 16" in reasons["head"] or "not multiples of 16" in reasons["head"]
+    assert made["plan"]["emulated"] == (not torch.cuda.is_available()) and evidence["eval_precision"].startswith("bf16")
+    assert f"{evidence['linear_converted']} of 17 Linear in FP8" in (tmp_path / "run.log").read_text()
+    before, after = initial_weights(), weights(run)
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key].equal(after[key])] == [], "frozen"
+    plain = bf16(promised["strategy"])
+    losses, baseline = ([row["loss"] for row in metrics(r) if "loss" in row] for r in (run, plain))
+    assert losses == pytest.approx(baseline, rel=0.01) and losses != baseline
+    sent, sent_by_bf16 = (r["evidence"]["wire_bytes_per_step"] for r in (made, record(plain)))
+    wire = sent / sent_by_bf16 if processes > 1 else 0
+    if backend == "msamp":
+        per_linear = evidence["bytes_per_linear_parameter"]["total"]
+        expected = BYTES[level] if level != "o3" else 1 + 6 / processes  # the gradient too is its owner's alone
+        assert expected <= per_linear < expected + 0.1
+        assert processes == 1 or wire < 0.28
+        assert evidence["dtypes"]["levels"]["weight_gradient"] == ["e4m3"]
+    else:
+        assert evidence["bytes_per_parameter"]["total"] == 16.0
+        assert processes == 1 or (0.7 < wire < 0.8 if name == "fsdp_fp8" else wire == pytest.approx(1, abs=0.01))
+    assert evidence["sharded"] is (promised["strategy"] == "fsdp")
+
+
+def told_to_stop_at(step):
+    def before(rank):
+        from shared.run import Run
+
+        agree = Run.agree
+
+        def agree_and_stop(self, grad_norm):
+            Run.told_to_stop = self.step + 1 == step
+            agree(self, grad_norm)
+
+        Run.agree = agree_and_stop
+
+    return before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp_fp8_msamp_o2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("single_fp8_te", "ddp_fp8_te", "fsdp_fp8", "single_fp8_msamp_o1", "ddp_fp8_msamp_o2_te",
+                         "ddp_fp8_msamp_o3")
+        ),
+    ],
+)  # fmt: skip
+def test_resumes_as_the_same_run(tmp_path, name):
+    """Amax histories, scales, codes, masters and moments: all of it comes back, or the losses would show it."""
+    steps = ("--max_steps", 24, "--logging_steps", 1, "--save_steps", 0, "--learning_rate", 0.004)
+    whole = train(name, tmp_path / "whole", *steps)
+    part = train(name, tmp_path / "part", *steps, before=told_to_stop_at(20), code=143)
+    train(name, part, *steps, "--resume_from_checkpoint", "latest")
+    assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+
+
+def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path):
+    """One global batch in two micro-batches: FP8 rounds other tensors, so the runs are close, not equal."""
+    a = train("ddp_fp8_msamp_o2", tmp_path / "a", *STEPS, "--per_device_train_batch_size", 16)
+    argv = ("--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 2)
+    b = train("ddp_fp8_msamp_o2", tmp_path / "b", *STEPS, *argv)
+    rows = [[row for row in metrics(run) if "loss" in row] for run in (a, b)]
+    assert [row["loss"] for row in rows[1]] == pytest.approx([row["loss"] for row in rows[0]], rel=5e-3)
+    assert [row["grad_norm"] for row in rows[1]] == pytest.approx([row["grad_norm"] for row in rows[0]], rel=0.1)
+
+
+def resolved(name):
+    """The Plan of a config as on this machine."""
+    import dataclasses
+
+    import yaml
+
+    asked = rules.asked(rules.exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
+    fields = {field.name: asked[field.name] for field in dataclasses.fields(plan.Plan) if field.name in asked}
+    kind = {"ao": "emulated", "te": "emulated", "msamp": "amp8"}[asked["backend"]]
+    return plan.Plan(config=name, device="cpu", rehearsal=True, implementation=kind, emulated=True, **fields)
+
+
+@pytest.mark.parametrize(("name", "count"), [("single_fp8", 47), ("single_fp8_te", 48), ("single_fp8_msamp_o2", 48)])
+def test_layers_of_vit_tiny(name, count):
+    """1000 classes are not a multiple of 16: the head stays, the other 48 Linear layers are FP8's (torchao: 47)."""
+    model = models.vit("vit_tiny", 224, 3, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = dict(model.named_parameters())
+    accelerator = SimpleNamespace(ao_recipe_handler=None)
+    optimizer, skipped = fp8.convert(accelerator, resolved(name), model, optimizer)
+    assert fp8.converted(model) == (count, 0) and len(skipped) == 49 - count and skipped[0][0] == "head"
+    assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
+
+
+def test_a_model_that_fp8_cannot_touch_is_refused(tmp_path):
+    def narrow(rank):
+        models.VIT_SIZES["vit_nano"] = (60, 2, 4)  # no size is a multiple of 16
+
+    train("single_fp8", tmp_path / "run", *STEPS, before=narrow, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "asked for fp8, but none of 9 Linear layers can be" in log and "Traceback" not in log
+
+
+def test_without_amp8_it_says_what_to_copy(tmp_path):
+    def hide(rank):
+        import sys
+
+        sys.modules["amp8"] = sys.modules["amp8.emulate"] = None
+
+    train("single_fp8_msamp_o2", tmp_path / "run", *STEPS, before=hide, code=2)
+    assert "needs the folder amp8/ beside shared/" in (tmp_path / "run.log").read_text()
+
+
+def test_the_default_of_accelerate_is_caught_before_step_1(tmp_path):
+    """FP8 all-gather outside FSDP2: with Accelerate the FP8 layers silently never train."""
+    for name in ("single_fp8", "ddp_fp8"):
+        text = (CONFIGS / f"{name}.yml").read_text()
+        for change in ("all_gather: true", None):
+            config = tmp_path / f"{name}.yml"
+            line = "  enable_fsdp_float8_all_gather: false\n"
+            config.write_text(text.replace(line, line.replace("all_gather: false", change) if change else ""))
+            out = tmp_path / f"{name}{bool(change)}"
+            train(config, out, *STEPS, code=2)
+            assert "outside FSDP2 takes FP8 layers out of the optimizer" in Path(f"{out}.log").read_text()
+            assert not out.exists()
+
+
+def test_evaluation_is_outside_fp8(tmp_path):
+    """The loss that evaluation reports is the plain model's under bf16 autocast, for every backend."""
+    from safetensors.torch import load_file
+
+    for name in ("single_fp8_te", "single_fp8_msamp_o2", "single_fp8"):
+        run = train(name, tmp_path / name, *STEPS)
+        model, held_out = models.vit("vit_nano", 8, 1, 10), data.digits()[1]
+        model.load_state_dict(load_file(run / "model" / "model.safetensors"), strict=True)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model.eval()(held_out.pixels).float()
+        loss = torch.nn.functional.cross_entropy(logits, held_out.labels).item()
+        assert record(run)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "compile" in name])
+def test_compiles_without_breaks_or_recompiles(tmp_path, name):
+    def count(rank):
+        import torch._dynamo as dynamo
+
+        from shared.run import Run
+
+        dynamo.config.error_on_recompile = False
+        stepped, close, seen = Run.stepped, Run.close, {}
+
+        def counted(self):
+            stepped(self)
+            seen[self.step] = dict(dynamo.utils.counters["stats"]), sum(dynamo.utils.counters["graph_break"].values())
+
+        def report(self, error=None):
+            early, last = seen[2], seen[max(seen)]
+            print(f"graphs {early[0].get('unique_graphs')} -> {last[0].get('unique_graphs')}, breaks {last[1]}")
+            close(self, error)
+
+        Run.stepped, Run.close = counted, report
+
+    run = train(name, tmp_path / "run", *STEPS, before=count)
+    log = (tmp_path / "run.log").read_text()
+    graphs = log.split("graphs ")[1].split(",")[0].split(" -> ")
+    assert graphs[0] == graphs[1] and int(graphs[0]) >= 1 and "breaks 0" in log, log
+    eager = train(name.replace("_compile", ""), tmp_path / "eager", *STEPS)
+    a, b = ([row["loss"] for row in metrics(r) if "loss" in row] for r in (run, eager))
+    assert a == pytest.approx(b, rel=0.01)

@@ -1,0 +1,169 @@
+"""Any run's weights as one plain state dict: fp32, safetensors, the names of the unconverted model.
+
+    ./launch.sh export runs/vit-fsdp_fp8-...                      the finished model, else the newest sound checkpoint
+    ./launch.sh export RUN --checkpoint 200 --output vit.safetensors
+
+What it writes needs neither torchao, TransformerEngine nor amp8:
+
+    model = timm.create_model(...)
+    model.load_state_dict(safetensors.torch.load_file("vit.safetensors"), strict=True)
+
+source                        stored as                                             exported as
+finished model                plain values                                          the same, in fp32
+checkpoint, one file          parameters and buffers under their names              the same, without FP8's histories
+checkpoint, FSDP2             a piece of dimension 0 on each rank, maybe empty      the pieces, one after another
+checkpoint, MS-AMP's levels   codes and scales; under O3 FP16 masters on the owner  codes / scale; under O3 the master's
+
+O3 has two answers, and they differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed
+and was evaluated with; a checkpoint gives their FP16 masters, which training elsewhere should go on from.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared import checkpoint  # noqa: E402
+from shared.args import Refused  # noqa: E402
+
+# What amp8 keeps beside a converted weight. Its codes and its `weight_scale` are the value; the rest is for training.
+AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
+READABLE = ("single", "ddp", "fsdp")  # strategies whose checkpoints hold whole tensors, or pieces of dimension 0
+
+
+def read(path):
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def source_of(run, step=None):
+    """(files to read, where they are from): the finished model, or a checkpoint of which every byte was verified."""
+    try:
+        record = json.loads((run / "run.json").read_text())
+        status, strategy = record["status"], record["plan"]["strategy"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{run} is not the folder of a run: no readable run.json ({type(error).__name__})") from None
+    model = run / "model" / "model.safetensors"
+    if step is None and status == "finished" and model.is_file():
+        return [model], "the finished model"
+    if strategy not in READABLE:
+        raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
+    folders = checkpoint.list_checkpoints(run)
+    if step is not None:
+        folders = [folder for folder in folders if folder.name == f"checkpoint-{step}"]
+        if not folders:
+            there = ", ".join(path.name[11:] for path in checkpoint.list_checkpoints(run)) or "none"
+            raise Refused(f"{run} has no checkpoint-{step}: there are steps {there}")
+    for folder in folders:
+        reason = checkpoint.unsound(folder)
+        if reason is None:
+            files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem[4:]))
+            return files, folder.name
+        if step is not None:
+            raise Refused(f"{folder}: {reason}")
+        print(f"skipping {folder}: {reason}", file=sys.stderr)
+    raise Refused(
+        f"{run} is {status}, with neither a finished model nor a sound checkpoint: there is nothing to export"
+    )
+
+
+def plain_state_dict(files):
+    """{name: tensor on the CPU} of the unconverted model, from all files of one source, in order of rank."""
+    with safe_open(files[0], "pt") as first:
+        names = set(first.keys())
+    if "all/level" in names:
+        tensors = from_levels(files)
+    elif any(name.startswith("model/") for name in names):
+        tensors = from_checkpoint(files)
+    else:
+        tensors = read(files[0])
+    return {
+        name: tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
+        for name, tensor in tensors.items()
+        if ".fp8_" not in f".{name}" and not name.endswith("_extra_state")  # scales and histories of FP8 layers
+    }
+
+
+def from_checkpoint(files):
+    """One file holds all of everything. Several hold FSDP2's pieces: torch.chunk along dimension 0, so that the last
+    are smaller or, of a tensor with fewer rows than ranks, empty. Buffers are whole on every rank."""
+    parts = [read(path) for path in files]
+    tensors = {}
+    for key in parts[0]:
+        kind, _, name = key.partition("/")
+        if kind == "buffer":
+            tensors[name] = parts[0][key]
+        elif kind == "model":
+            pieces = [part[key] for part in parts if part[key].numel()]
+            tensors[name] = torch.cat(pieces) if len(pieces) > 1 else (pieces or [parts[0][key]])[0]
+    return tensors
+
+
+def from_levels(files):
+    """Values of amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in one."""
+    entries = {}
+    for path in files:
+        entries |= {key: tensor for key, tensor in read(path).items() if key.split("/")[1] in ("model", "master")}
+    model = {key.removeprefix("all/model/"): tensor for key, tensor in entries.items() if key.startswith("all/model/")}
+    converted = [name.removesuffix(".weight_amax") for name in model if name.endswith(".weight_amax")]
+    for layer in converted:
+        codes, scale = model[f"{layer}.weight"], model[f"{layer}.weight_scale"]
+        if f"rank/master/{layer}" in entries:
+            codes, scale = entries[f"rank/master/{layer}"], entries[f"rank/master/{layer}.scale"]
+        model[f"{layer}.weight"] = codes.float() / scale
+        for entry in AMP8_BUFFERS:
+            model.pop(f"{layer}.{entry}", None)
+    return model
+
+
+def write(tensors, output):
+    """Whole or not at all, also for whoever reads it meanwhile."""
+    temporary = output.with_name(output.name + ".tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        checkpoint.sync(temporary)
+        os.replace(temporary, output)
+        checkpoint.sync(output.parent)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise Refused(f"{output} cannot be written: {error}") from None
+
+
+def export(run, output=None, step=None):
+    """Writes `output` (default: RUN/export.safetensors); the line that says what was written."""
+    files, source = source_of(run, step)
+    output = output or run / "export.safetensors"
+    if output.resolve().parent == files[0].resolve().parent:
+        raise Refused(f"--output {output} is in the folder that is read, and would damage it: choose another")
+    tensors = plain_state_dict(files)
+    write(tensors, output)
+    values, size = sum(t.numel() for t in tensors.values()), output.stat().st_size
+    read_from = f"{len(files)} files" if len(files) > 1 else files[0].name
+    return f"{output}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
+    parser.add_argument("--to", choices=["safetensors"], default="safetensors", help="the format")
+    parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
+    args = parser.parse_args()
+    try:
+        print(export(args.run, args.output, args.checkpoint))
+    except Refused as refused:
+        print(f"refused: {refused}", file=sys.stderr)
+        sys.exit(refused.exit_code)
+
+
+if __name__ == "__main__":
+    main()
