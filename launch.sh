@@ -84,7 +84,7 @@ launch() {
         options+=(--num_processes "$count")
     fi
     "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
-    echo "accelerate launch --config_file $config ${options[*]-} $recipe $*"
+    echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}} $recipe $*"
     # The same launcher without the accelerate command's other subcommands, which import timm and its friends first.
     exec "$python" -m accelerate.commands.launch --config_file "$config" ${options[@]+"${options[@]}"} "$recipe" "$@"
 }

@@ -120,14 +120,12 @@ class EmulatedLinear(nn.Linear):
         tokens = x.reshape(-1, self.in_features)
         if self.recipe in TRANSFORMER_ENGINE and tokens.shape[0] % 8:
             raise ValueError(f"TransformerEngine needs a multiple of 8 tokens in FP8, got {tuple(x.shape[:-1])}")
+        tiny = 1e-12 if self.recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
         if self.recipe in TILES:
-            tiny = 0.0 if self.recipe == "block" else TORCHAO_TINY
             out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
-        elif self.recipe == "delayed":
-            state = self.fp8_amax_history, self.fp8_scale
-            out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, *state)
         else:
-            out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, None, None)
+            state = (self.fp8_amax_history, self.fp8_scale) if self.recipe == "delayed" else (None, None)
+            out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, tiny, *state)
         return out.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
@@ -182,37 +180,37 @@ class _Tensorwise(torch.autograd.Function):
     """One scale per tensor: delayed where a history is given, else from the tensor itself."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, grad_dtype, history, scales):
-        x8, x_scale = _codes(x, E4M3, history, scales, 0)
-        w8, w_scale = _codes(weight, E4M3, history, scales, 1)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale, history, scales)
-        ctx.grad_dtype, ctx.dtypes = grad_dtype, (weight.dtype, bias.dtype if bias is not None else None)
+    def forward(ctx, x, weight, bias, grad_dtype, tiny, history, scales):
+        x8, x_scale = _codes(x, E4M3, tiny, history, scales, 0)
+        w8, w_scale = _codes(weight, E4M3, tiny, history, scales, 1)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
+        ctx.history, ctx.scales = history, scales  # not saved: they may change before the backward pass, and should
+        ctx.rest = grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
         out = scaling.product(x8, w8.t(), x_scale, w_scale, x.dtype)
         return out if bias is None else out.add_(bias.to(out.dtype))
 
     @staticmethod
     def backward(ctx, grad):
-        x8, x_scale, w8, w_scale, history, scales = ctx.saved_tensors
-        g8, g_scale = _codes(grad, ctx.grad_dtype, history, scales, 2)
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
+        g8, g_scale = _codes(grad, grad_dtype, tiny, ctx.history, ctx.scales, 2)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = scaling.product(g8, w8, g_scale, w_scale, grad.dtype)
         if ctx.needs_input_grad[1]:
-            dw = scaling.product(g8.t(), x8, g_scale, x_scale, grad.dtype, pad_inner=True).to(ctx.dtypes[0])
+            dw = scaling.product(g8.t(), x8, g_scale, x_scale, grad.dtype, pad_inner=True).to(weight_dtype)
         if ctx.needs_input_grad[2]:
-            db = grad.sum(0).to(ctx.dtypes[1])
-        return dx, dw, db, None, None, None
+            db = grad.sum(0).to(bias_dtype)
+        return dx, dw, db, None, None, None, None
 
 
-TORCHAO_TINY = 1e-12  # torchao takes a smaller amax for this
-
-
-def _codes(x, dtype, history, scales, slot):
+def _codes(x, dtype, tiny, history, scales, slot):
     amax = scaling.amax(x)
     if history is None:
-        scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=TORCHAO_TINY)
+        scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=tiny)
+        scale = scale.clamp(max=scaling.FP32_MAX)
     else:
-        scale = scales[slot]
+        scale = scales[slot].clone()  # the backward pass needs this one, whatever becomes of the buffer
         scaling.record_(history, amax, slot)
     return scaling.round_codes(x, scale, dtype), scale
 

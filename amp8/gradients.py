@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import scaling
 from .compiled import compiled_on_cuda
 
-CHUNK = 1 << 20  # elements that are fp32 at one time where a whole tensor need not be
+CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
 
 
 @compiled_on_cuda

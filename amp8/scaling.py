@@ -21,8 +21,8 @@ import torch
 
 E4M3 = torch.float8_e4m3fn  # 448 is its largest value; no infinity, one NaN
 E5M2 = torch.float8_e5m2  # 57344; infinity and NaN as in IEEE 754
-PIECE = 1 << 17  # elements
-_FP32_MAX = torch.finfo(torch.float32).max
+PIECE = 1 << 17  # elements: their fp32 copies stay in a core's cache
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def dtype_max(dtype):
@@ -34,16 +34,15 @@ def amax(x, dim=None):
     """Largest magnitude of `x`, fp32: 0-d, or with `dim` (one or several) reduced and kept. NaN and infinity come out
     as they are, so that they can be seen here, before a saturating cast hides them. Of nothing it is 0."""
     x = x.detach()
-    if (
-        dim is not None
-    ):  # without the sign bit floats sort as the integers of the same bits do, which a CPU does faster
+    if dim is not None:
+        # Without their sign bit floats sort as the integers of the same bits, which a CPU compares faster.
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
         ints, magnitude = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
         return x.view(ints).bitwise_and(magnitude).amax(dim, keepdim=True).view(x.dtype).float()
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy of x first
-    return torch.maximum(-low, high).float()
+    return torch.maximum(low.abs(), high.abs()).float()
 
 
 def power_of_two_scale(amax, dtype, margin=0, previous=None):
@@ -97,7 +96,7 @@ def round_codes(x, scale, dtype):
     if torch.compiler.is_compiling():
         return rounded(x).to(torch.bfloat16)  # one fused loop
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    # Pieces whose fp32 copies stay in the cache: done at once, each of half a dozen passes goes through memory.
+    # In pieces, because done at once each of the half dozen passes would go through memory.
     for piece, codes in zip(x.reshape(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
         codes.copy_(rounded(piece))
     return out
@@ -216,5 +215,5 @@ def update_delayed_(history, scale, fp8_max, margin=0, amax_compute_algo="max", 
     else:
         new = value.reciprocal() * fp8_max / 2.0**margin
     new = torch.where(torch.isfinite(value) & (value > 0), new, scale)
-    scale.copy_(new.clamp(max=_FP32_MAX))
+    scale.copy_(new.clamp(max=FP32_MAX))
     history.copy_(rolled)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import amp8  # noqa: E402
 
 LEVELS = ("bf16", "O1", "O2", "O3")
-STEPS = {"digits_vit": 400, "byte_gpt": 400}
+STEPS = {"digits_vit": 300, "byte_gpt": 400}
 PEAK_LR = {"digits_vit": 2e-3, "byte_gpt": 2e-3}
 
 
@@ -82,11 +82,11 @@ def digits_vit():
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, held = order[:1297], order[1297:]
     model = timm.models.VisionTransformer(
-        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=3, num_heads=4
+        img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=3, num_heads=4
     )
 
     def batch(generator):
-        pick = train[torch.randint(len(train), (32,), generator=generator)]
+        pick = train[torch.randint(len(train), (64,), generator=generator)]
         return images[pick], labels[pick]
 
     return model, batch, [(images[held], labels[held])]

@@ -112,11 +112,18 @@ def to_transformer_engine(model):
                 new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
                                 params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
                 adopt(parent, child_name, child, new)
-            elif type(child) is nn.LayerNorm and child.bias is not None and len(child.normalized_shape) == 1:
+            elif last_dimension_norm(child):
                 new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
                                    device=child.weight.device)  # fmt: skip
                 adopt(parent, child_name, child, new)
     return skipped
+
+
+def last_dimension_norm(module):
+    """Whether a module is torch's LayerNorm or timm's of that name, with weight and bias over the last dimension: all
+    that te.LayerNorm can be. Other subclasses (LayerNorm2d) normalize something else."""
+    named = isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm"
+    return named and module.bias is not None and len(module.normalized_shape) == 1
 
 
 def adopt(parent, name, old, new):

@@ -38,6 +38,7 @@ WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's countin
 # Options that don't change what is computed; a resumed run may differ in them.
 FREE = {"output_dir", "resume_from_checkpoint", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
         "report_to", "dataloader_num_workers", "per_device_eval_batch_size"}  # fmt: skip
+PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "offload", "compile")
 
 
 class Diverged(Refused):
@@ -108,7 +109,7 @@ class Run:
         self.data_fingerprint = dataset.fingerprint()
         self.same = {  # what must be equal for a resumed run to be the same run
             **{key: value for key, value in asdict(self.args).items() if key not in FREE},
-            **{key: getattr(self.plan, key) for key in ("strategy", "num_processes", "precision", "backend", "level")},
+            **{key: getattr(self.plan, key) for key in PLANNED},
             "data_fingerprint": self.data_fingerprint,
         }
         if self.checkpoint is not None:

@@ -135,8 +135,9 @@ def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
 
 def test_tiny_tensors_are_scaled_as_torchao_scales_them():
     x = torch.full((16, 16), 1e-14)
-    codes, scale = emulate._codes(x, E4M3, None, None, 0)
+    codes, scale = emulate._codes(x, E4M3, 1e-12, None, None, 0)
     assert scale.item() == torch.tensor(448 / 1e-12).item() and codes[0, 0] == torch.tensor(4.48).to(E4M3).float()
+    assert emulate._codes(x, E4M3, 0.0, None, None, 0)[0][0, 0] == 448  # TransformerEngine has no such limit
     assert (
         emulate._rounded(x, E4M3, (1, None), 1e-12)[0, 0] == torch.tensor(1e-14 * 2.0**48).to(E4M3).float() * 2.0**-48
     )
@@ -237,6 +238,13 @@ def test_delayed_scaling_saturates_where_the_history_did_not_know():
 
 
 @every_recipe
+def test_zeros_stay_zeros(recipe):
+    linear = layer(recipe, bias=False)
+    out, dx, dw = run(linear, torch.zeros(16, 64), torch.zeros(16, 48))
+    assert not (out.count_nonzero() or dx.count_nonzero() or dw.count_nonzero())
+
+
+@every_recipe
 def test_nan_is_seen(recipe):
     linear, x = layer(recipe), seeded(16, 64)
     x[3, 5] = math.nan
@@ -311,6 +319,21 @@ def test_amaxes_are_the_largest_of_the_micro_batches():
     assert linear.fp8_amax_history[0].tolist() == [3.0, linear.weight.abs().max().item(), 0.375]
     emulate.update_scales(linear)
     assert linear.fp8_scale[2].item() == torch.tensor(57344 / 0.375).item()
+
+
+@every_recipe
+def test_a_layer_used_twice_and_updated_in_between(recipe):
+    linear, x, grad = layer(recipe, 64, 64, bias=False), seeded(16, 64), seeded(16, 64, seed=1)
+    run(linear, x, grad)
+    emulate.update_scales(linear)
+    once = run(copy.deepcopy(linear), x, grad)
+    first, second = linear(x), linear(x)
+    dw = torch.autograd.grad(first, linear.weight, grad)[0]
+    assert torch.equal(first, second) and torch.equal(dw, once[2])
+    chained = linear(linear(x))
+    emulate.update_scales(linear)  # as TE does after the forward pass of a micro-batch
+    chained.backward(grad)
+    assert linear.weight.grad.isfinite().all() and linear.weight.grad.count_nonzero() > 4000
 
 
 @every_recipe

@@ -214,6 +214,21 @@ def test_only_the_model_s_own_entries_are_exported(tmp_path):
     assert tool.plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
 
 
+def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
+    plain = models.vit("vit_nano", 8, 1, 10).state_dict()
+    theirs = {}
+    for name, tensor in plain.items():
+        for ours, te in (("norm1.", "self_attention.layernorm_qkv.layer_norm_"), ("norm2.", "layernorm_mlp.layer_norm_"),
+                         ("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
+                         ("mlp.fc1.", "layernorm_mlp.fc1_"), ("mlp.fc2.", "layernorm_mlp.fc2_")):  # fmt: skip
+            name = name.replace(ours, te)
+        theirs[name] = tensor
+    assert len(theirs.keys() - plain.keys()) == 4 * 12
+    save_file(theirs, tmp_path / "model.safetensors")
+    made = tool.plain_state_dict([tmp_path / "model.safetensors"])
+    assert made.keys() == plain.keys() and all(made[name].equal(plain[name]) for name in plain)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels_give_what_amp8_says_they_mean(tmp_path, level):
     """Against amp8's own `master_state_dict`, a frozen layer, which has no master, and a BatchNorm among them."""

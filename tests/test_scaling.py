@@ -81,6 +81,8 @@ def test_amax_sees_what_is_not_finite():
     x = torch.tensor([[1.0, -3.0], [0.5, 0.25]], dtype=torch.bfloat16)
     assert scaling.amax(x).dtype == torch.float32 and scaling.amax(x).item() == 3
     assert scaling.amax(x, 1).tolist() == [[3.0], [0.5]] and scaling.amax(x, 0).tolist() == [[1.0, 3.0]]
+    for zeros in (torch.zeros(2), -torch.zeros(2), torch.tensor([0.0, -0.0])):  # a negative zero would divide to -inf
+        assert scaling.amax(zeros).item() == 0 and not scaling.amax(zeros).signbit()
     assert scaling.amax(torch.tensor([1.0, -math.inf])).item() == math.inf
     assert scaling.amax(torch.tensor([1.0, math.nan])).isnan() and scaling.amax(torch.empty(0, 4)).item() == 0
     rows = scaling.amax(torch.tensor([[math.nan, 1.0], [2.0, -math.inf], [1.0, -2.0]]), 1)

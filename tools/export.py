@@ -15,10 +15,12 @@ checkpoint, FSDP2             a piece of dimension 0 on each rank, maybe empty  
 checkpoint, MS-AMP's levels   codes and scales; under O3 FP16 masters on the owner  codes / scale; under O3 the master's
 
 O3 has two answers, and they differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed
-and was evaluated with; a checkpoint gives their FP16 masters, which training elsewhere should go on from.
+and was evaluated with; a checkpoint gives their FP16 masters, which training elsewhere should go on from. A model of
+TransformerEngine's own blocks gets timm's names; its GELU was the tanh approximation (timm's act_layer="gelu_tanh").
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -26,7 +28,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from shared import checkpoint  # noqa: E402
@@ -34,12 +36,24 @@ from shared.args import Refused  # noqa: E402
 
 # What amp8 keeps beside a converted weight. Its codes and its `weight_scale` are the value; the rest is for training.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
+# A block made of TransformerEngine's own layers (models.te_block) -> timm's names for the same tensors. More specific
+# names first: LayerNorm's are inside the Linear's that it is fused with.
+TE_BLOCK = {
+    ".self_attention.layernorm_qkv.layer_norm_": ".norm1.",
+    ".self_attention.layernorm_qkv.": ".attn.qkv.",
+    ".self_attention.proj.": ".attn.proj.",
+    ".layernorm_mlp.layer_norm_": ".norm2.",
+    ".layernorm_mlp.fc1_": ".mlp.fc1.",
+    ".layernorm_mlp.fc2_": ".mlp.fc2.",
+}
 READABLE = ("single", "ddp", "fsdp")  # strategies whose checkpoints hold whole tensors, or pieces of dimension 0
 
 
 def read(path):
+    """{name: tensor} of a file, without the optimizer's state, which is most of a checkpoint."""
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if "optimizer/" not in name}
     except (OSError, SafetensorError) as error:
         raise Refused(f"{path} cannot be read as safetensors: {error}") from None
 
@@ -77,25 +91,29 @@ def source_of(run, step=None):
 
 def plain_state_dict(files):
     """{name: tensor on the CPU} of the unconverted model, from all files of one source, in order of rank."""
-    with safe_open(files[0], "pt") as first:
-        names = set(first.keys())
-    if "all/level" in names:
-        tensors = from_levels(files)
-    elif any(name.startswith("model/") for name in names):
-        tensors = from_checkpoint(files)
+    parts = [read(path) for path in files]
+    if "all/level" in parts[0]:
+        tensors = from_levels(parts)
+    elif any(name.startswith("model/") for name in parts[0]):
+        tensors = from_checkpoint(parts)
     else:
-        tensors = read(files[0])
+        tensors = parts[0]
     return {
-        name: tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
+        timm_name(name): tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
         for name, tensor in tensors.items()
         if ".fp8_" not in f".{name}" and not name.endswith("_extra_state")  # scales and histories of FP8 layers
     }
 
 
-def from_checkpoint(files):
+def timm_name(name):
+    for theirs, ours in TE_BLOCK.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def from_checkpoint(parts):
     """One file holds all of everything. Several hold FSDP2's pieces: torch.chunk along dimension 0, so that the last
     are smaller or, of a tensor with fewer rows than ranks, empty. Buffers are whole on every rank."""
-    parts = [read(path) for path in files]
     tensors = {}
     for key in parts[0]:
         kind, _, name = key.partition("/")
@@ -107,11 +125,11 @@ def from_checkpoint(files):
     return tensors
 
 
-def from_levels(files):
+def from_levels(parts):
     """Values of amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in one."""
     entries = {}
-    for path in files:
-        entries |= {key: tensor for key, tensor in read(path).items() if key.split("/")[1] in ("model", "master")}
+    for part in parts:
+        entries |= {key: tensor for key, tensor in part.items() if key.split("/")[1] in ("model", "master")}
     model = {key.removeprefix("all/model/"): tensor for key, tensor in entries.items() if key.startswith("all/model/")}
     converted = [name.removesuffix(".weight_amax") for name in model if name.endswith(".weight_amax")]
     for layer in converted:
@@ -134,7 +152,8 @@ def write(tensors, output):
         os.replace(temporary, output)
         checkpoint.sync(output.parent)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise Refused(f"{output} cannot be written: {error}") from None
 
 
