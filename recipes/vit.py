@@ -35,6 +35,7 @@ class Arguments:
     image_size: int | None = None  # pixels; for synthetic, Hub and folder data (default there: 224)
     model: str = "vit_nano"  # vit_nano, vit_tiny, vit_small, vit_base, vit_large, vit_huge, or any timm name
     pretrained: bool = False  # start from timm's weights of that name
+    te_blocks: bool = False  # each block one te.TransformerLayer, on a GPU with TransformerEngine
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
@@ -97,8 +98,8 @@ def main(args):
     with accelerator.main_process_first():
         train_set, eval_set = data.images(args.dataset, args.image_size)
     dtype = getattr(torch, args.dtype)
-    model = models.vit(args.model, train_set.image_size, train_set.in_chans, train_set.num_classes, args.pretrained)
-    model = model.to(dtype)
+    shape = train_set.image_size, train_set.in_chans, train_set.num_classes
+    model = models.vit(args.model, *shape, args.pretrained, args.te_blocks).to(dtype)
 
     fused = accelerator.device.type == "cuda"
     if args.optimizer == "adamw":
