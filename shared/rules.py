@@ -96,8 +96,7 @@ def asked_of_fp8(env, precision):
         options = {"enable_fsdp_float8_all_gather": on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")),
                    "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}  # fmt: skip
     elif backend == "te" and level != "delayed":
-        formats = {"current": options.get("fp8_format", "HYBRID"), "block": "E4M3"}  # block: TE's own, gradients too
-        options = {"fp8_format": formats[level]} if level in formats else {}
+        options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
     elif backend == "msamp":
         options = {"recipe": recipe} | (options if recipe == "te_delayed" else {}) if recipe else {}
     reasons = {

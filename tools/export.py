@@ -120,8 +120,7 @@ def from_checkpoint(parts):
         if kind == "buffer":
             tensors[name] = parts[0][key]
         elif kind == "model":
-            pieces = [part[key] for part in parts if part[key].numel()]
-            tensors[name] = torch.cat(pieces) if len(pieces) > 1 else (pieces or [parts[0][key]])[0]
+            tensors[name] = torch.cat([part[key] for part in parts]) if len(parts) > 1 else parts[0][key]
     return tensors
 
 
