@@ -2,9 +2,9 @@
 
 Bytes travel as uint8, which every backend moves; nothing is ever added in FP8. The mean of N ranks' gradients is an
 all_to_all, in which each rank receives the others' codes of its own share, a mean in fp32 with its own gradient still
-in fp32, one rounding back to e4m3, and an all_gather. It costs what a ring all-reduce of FP8 would, 2 (N - 1) / N bytes per element, and has two roundings
-where that has one at each hop, and no sum that could overflow. (FP8-LM, arXiv:2310.18313, section 2.2, sums in FP8 and
-guards with a pre-scale.)
+in fp32, one rounding back to e4m3, and an all_gather. It costs what a ring all-reduce of FP8 would, 2 (N - 1) / N bytes
+per element, and has two roundings where that has one at each hop, and no sum that could overflow. (FP8-LM,
+arXiv:2310.18313, section 2.2, sums in FP8 and guards with a pre-scale.)
 
 Under O3 the shares are whole tensors, each owned by one rank. Only the owner needs the mean, so the second collective
 moves the updated FP8 weights instead of the gradients.

@@ -13,6 +13,7 @@ from . import scaling
 from .compiled import compiled_on_cuda
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
+BATCH = 16  # tensors in one compiled call on a GPU
 
 
 @compiled_on_cuda
@@ -25,10 +26,13 @@ def quantize_gradient(gradient):
 
 
 @compiled_on_cuda
-def sum_of_squares(codes):
-    """Of FP8 codes, fp32, 0-d. A slice at a time on a CPU; one fused pass on a GPU."""
-    parts = [codes] if codes.is_cuda else codes.reshape(-1).split(CHUNK)
-    return torch.stack([part.float().square().sum() for part in parts]).sum()
+def norms(codes):
+    """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices on a CPU; one fused pass on a GPU."""
+    found = []
+    for tensor in codes:
+        parts = [tensor] if tensor.is_cuda else tensor.reshape(-1).split(CHUNK)
+        found.append(torch.stack([part.float().square().sum() for part in parts]).sum().sqrt())
+    return torch.stack(found)
 
 
 class WeightGradient:
@@ -120,14 +124,15 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
     total = torch.zeros((), device=device)
     if converted:
-        roots = torch.stack([sum_of_squares(g.codes).sqrt() for g in converted])
-        total += (roots / torch.stack([g.scale for g in converted])).square().sum()
+        parts = [converted[i : i + BATCH] for i in range(0, len(converted), BATCH)]
+        found = torch.cat([norms([gradient.codes for gradient in part]) for part in parts])
+        total += (found / torch.stack([gradient.scale for gradient in converted])).square().sum()
     for state in states:
         if state.sharded:
             dist.all_reduce(total, group=state.group)
     if ordinary:
-        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm([g.detach().float() for g in ordinary])])
-        total += norms.square().sum()
+        found = torch._foreach_norm([gradient.detach().float() for gradient in ordinary])
+        total += torch.stack([norm.to(device) for norm in found]).square().sum()
     total = total.sqrt()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the gradient's norm is {total.item()}: look for the step that made it so, or lower the LR")

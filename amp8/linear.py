@@ -16,7 +16,7 @@ from . import scaling
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 
-# FP16 codes reach 65504, and 65504 * 2**-8 = 255.9 fits in e4m3's 448: the FP8 copy of a weight needs no amax of its own.
+# FP16 codes reach 65504, and 65504 * 2**-8 = 255.9 fits in e4m3's 448: a weight's FP8 copy needs no amax of its own.
 FP16_TO_E4M3 = 2.0**-8
 
 
@@ -94,7 +94,7 @@ class FP8Linear(nn.Linear):
         port = None
         if self.weight.requires_grad and torch.is_grad_enabled():
             if self.gradient is None:
-                raise RuntimeError("a copy of a converted layer cannot train: train the original, or use torch.no_grad()")
+                raise RuntimeError("a copy of a converted layer cannot train: use the original, or torch.no_grad()")
             if self.port.device != self.weight.device:  # the model was moved after initialize
                 self.open_port()
             port = self.port

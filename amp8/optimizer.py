@@ -17,12 +17,11 @@ from torch.optim.adam import adam
 
 from . import scaling
 from .compiled import compiled_on_cuda
-from .gradients import CHUNK
+from .gradients import BATCH, CHUNK
 
 # Smaller tensors, the biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
 # bytes, and a launch of their own each would cost more than they do. MS-AMP quantises them all.
 SMALLEST = 4096
-BATCH = 16  # tensors in one compiled call on a GPU
 
 LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
 
@@ -196,8 +195,8 @@ class Adam(torch.optim.Optimizer):
 
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             g_amax = g_amax + group["weight_decay"] * w_amax
-        furthest = largest_move(beta1, beta2)
-        w_bound = above(w_amax + numbers[:, LR] * furthest * numbers[:, ROOT_BIAS_V] / numbers[:, BIAS_M], torch.float16)
+        move = numbers[:, LR] * numbers[:, ROOT_BIAS_V] / numbers[:, BIAS_M] * largest_move(beta1, beta2)
+        w_bound = above(w_amax + move, torch.float16)
         new_w = w_scale
         if copies is not None:
             new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale)
@@ -308,7 +307,7 @@ def flat(tensor, like=None):
 
 
 def largest_move(beta1, beta2):
-    """How far one Adam step can move an element, in units of lr / (bias correction): |m| / sqrt(v) at most.
+    """The largest |m| / sqrt(v): how far a step of Adam can move an element, in units of lr, but for bias correction.
 
     By Cauchy and Schwarz (1 - beta1) / sqrt((1 - beta2) (1 - beta1**2 / beta2)). Times 3, because the rounded moments
     of the step before may be off: an e4m3 subnormal by a factor of 2.
@@ -328,8 +327,8 @@ def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, ma
     """Adam on 1-d tensors of one length, in place. Returns the largest magnitudes of the new w, m and v: fp32 [3].
 
     weight, m, v: fp32, or codes; gradient likewise; copy: None, or e4m3 codes to be made of the new weight. table [8]:
-    scales of w, g, m, v now, and of w, m, v and the copy afterwards. numbers [9]: see the columns above. start: where in
-    its tensor this slice begins.
+    scales of w, g, m, v now, and of w, m, v and the copy afterwards. numbers [9]: see the columns above. start: where
+    in its tensor this slice begins.
     """
     w_scale, g_scale, m_scale, v_scale, new_w, new_m, new_v, new_copy = table.unbind()
     w = weight.float() / w_scale

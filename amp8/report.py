@@ -10,11 +10,12 @@ def report(model, optimizer=None):
     """A dict of plain values, fit for JSON. Call it after an optimizer step: before, there is little to measure.
 
     converted: names. skipped: [name, reason]. parameters: {linear, all}, numbers of them.
-    bytes_per_parameter: {linear, all} -> {weight, gradient, master, optimizer, total}, on this rank; gradients as they
-    were at the last step. dtypes: {gemm, wire, weight, master, weight_gradient, exp_avg, exp_avg_sq} of converted
-    layers, each a sorted list of what was found, empty where nothing was (gemm: products that ran outside compiled
-    code). wire_bytes: sent so far by this rank. fp8_hardware: whether products run on FP8 tensor cores. notes: what a
-    user should know.
+    bytes_per_parameter: {linear, all} -> {weight, gradient, master, optimizer, total}, on this rank; gradients of
+    converted layers as they were at the last step, others as they are.
+    dtypes: {gemm, wire, weight, master, weight_gradient, exp_avg, exp_avg_sq} of converted layers, each a sorted list
+    of what was found, empty where nothing was (gemm: products that ran outside compiled code).
+    wire_bytes: sent so far by this rank. fp8_hardware: whether products run on FP8 tensor cores. notes: what a user
+    should know.
     """
     state, root = state_of(model), root_of(model)
     layers = state.layers.values()
@@ -87,5 +88,3 @@ def name_of(dtype):
         return " x ".join(name_of(one) for one in dtype)
     names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float16: "fp16"}
     return names.get(dtype) or {"float32": "fp32", "bfloat16": "bf16"}.get(str(dtype)[6:], str(dtype)[6:])
-
-

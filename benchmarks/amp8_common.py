@@ -17,7 +17,8 @@ def device_name():
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     model = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    return f"CPU: {model[0] if model else platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    name = model[0] if model else platform.machine()
+    return f"CPU: {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def save(name, figures, packages=()):

@@ -90,7 +90,7 @@ def run(row, steps, width):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=256)
     args = parser.parse_args()
     rows = {}

@@ -136,7 +136,7 @@ def main():
     table = {}
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank, args=(2, folder, row), nprocs=2, join=False).join(timeout=300)
+            mp.spawn(rank, args=(2, folder, row), nprocs=2, join=False).join(timeout=900)
             table[row] = torch.load(os.path.join(folder, "found.pt"), weights_only=True)
         cells = [", ".join(value) or "-" for key, value in table[row].items() if key != "bytes"]
         print(f"{row:9} | " + " | ".join(cells) + f" | {table[row]['bytes']['total']:.2f}", flush=True)

@@ -28,7 +28,9 @@ STATE, MANIFEST = "trainer_state.json", "manifest.json"
 def stored(model):
     """{"model/<name>" or "buffer/<name>": live tensor} of everything a model is."""
     parts = {f"model/{name}": parameter for name, parameter in named(model.named_parameters())}
-    return parts | {f"buffer/{name}": buffer for name, buffer in named(model.named_buffers())}
+    derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
+    return parts | {f"buffer/{name}": buffer for name, buffer in named(buffers)}
 
 
 def levels(model):

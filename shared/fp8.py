@@ -59,12 +59,24 @@ def convert(accelerator, plan, model, optimizer):
     return optimizer, skipped
 
 
+# What computes in FP8: (Linear, LayerNorm) in one such layer. TE's blocks are made of the last two.
+KINDS = {
+    "torchao.Float8Linear": (1, 0),
+    "amp8.EmulatedLinear": (1, 0),
+    "amp8.FP8Linear": (1, 0),
+    "amp8.FP8Conv1D": (1, 0),
+    "transformer_engine.Linear": (1, 0),
+    "transformer_engine.LayerNorm": (0, 1),
+    "transformer_engine.LayerNormLinear": (1, 1),
+    "transformer_engine.LayerNormMLP": (2, 1),
+}
+
+
 def converted(model):
     """(Linear, LayerNorm) layers of the live model that compute in FP8, by their classes."""
     kinds = [f"{type(module).__module__.split('.')[0]}.{type(module).__name__}" for module in model.modules()]
-    linear = {"torchao.Float8Linear", "amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D",
-              "transformer_engine.Linear"}  # fmt: skip
-    return sum(kind in linear for kind in kinds), kinds.count("transformer_engine.LayerNorm")
+    counts = [KINDS[kind] for kind in kinds if kind in KINDS]
+    return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
 def ours(name):
@@ -178,10 +190,12 @@ def evaluation(model):
             root = next((m for m in model.modules() if hasattr(m, "amp8_state")), None)
             if root is not None:
                 stack.enter_context(ours("amp8").high_precision(root))
-        for module in model.modules():
-            if type(module).__name__ == "Float8Linear":
-                module.forward = lambda x, module=module: plain_linear(module, x)
-                stack.callback(delattr, module, "forward")
+        layers = [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
+        if layers:  # compiled blocks were compiled for FP8 weights
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in layers:
+            module.forward = lambda x, module=module: plain_linear(module, x)
+            stack.callback(delattr, module, "forward")
         model.eval()
         try:
             yield

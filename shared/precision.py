@@ -27,7 +27,7 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         raise Refused(
             f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
         )
-    linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules()) + fp8.converted(model)[0]
     skipped = []
     if plan.precision == "fp8":
         optimizer, skipped = fp8.convert(accelerator, plan, model, optimizer)

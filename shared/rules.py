@@ -24,7 +24,7 @@ LEVELS = {  # the first is the default
     "te": ("delayed", "current", "block", "mxfp8"),
     "msamp": ("o2", "o1", "o3"),
 }
-TE_OPTIONS = {"fp8_format": str, "margin": int, "amax_history_len": int, "amax_compute_algo": str}
+TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
 # What accelerate 1.15 reads of a file; tests compare it with the installed launcher. Missing on purpose: keys it
 # accepts and then does nothing with (FSDP1's under version 2), and engines that these recipes don't use.
 KEYS = {
@@ -90,8 +90,8 @@ def asked_of_fp8(env, precision):
 
     backend, recipe = BACKENDS.get(get("BACKEND", "AO"), get("BACKEND")), get("RECIPE")
     level = get("OPT_LEVEL", "O2").lower() if backend == "msamp" else recipe or LEVELS.get(backend, ("",))[0]
-    options = {name: kind(get(name.removeprefix("fp8_").upper())) for name, kind in TE_OPTIONS.items()
-               if get(name.removeprefix("fp8_").upper())}  # fmt: skip
+    given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
+    options = {name: int(text) if text.isdigit() else text for name, text in given.items() if text}
     if backend == "ao":
         options = {"enable_fsdp_float8_all_gather": on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")),
                    "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}  # fmt: skip
@@ -220,6 +220,10 @@ def problems_of_fp8(asked, machine):
                      "enable_fsdp_float8_all_gather to false in fp8_config")  # fmt: skip
     if options.get("fp8_format", "HYBRID") not in ("HYBRID", "E4M3"):
         lines.append(f"fp8_config format {options['fp8_format']} is not one of HYBRID, E4M3")
+    for key, least in (("margin", 0), ("amax_history_len", 1)):
+        value = options.get(key, least)
+        if not isinstance(value, int) or value < least:
+            lines.append(f"fp8_config {key} {value} is not a whole number from {least} on")
     if options.get("amax_compute_algo", "max") not in ("max", "most_recent"):
         lines.append(f"fp8_config amax_compute_algo {options['amax_compute_algo']} is not one of max, most_recent")
     if options.get("recipe", "te_delayed") != "te_delayed":
@@ -239,9 +243,11 @@ def problems_of_fp8(asked, machine):
     has = "{}.{}".format(*(machine["capability"] or ("", "")))
     if level == "mxfp8" and (machine["capability"] or (0, 0)) < (10, 0):
         there = f"{machine['name']} has {has}" if machine["capability"] else "its kernels don't rehearse on a CPU"
-        lines.append(f"mxfp8 needs compute capability 10.0, {there}: use te_block or te_delayed")
+        lines.append(f"mxfp8 needs compute capability 10.0, {there}: use {strategy}_fp8_te")
     elif backend != "msamp" and machine["capability"] and machine["capability"] < (8, 9):
         lines.append(f"FP8 needs compute capability 8.9, {machine['name']} has {has}: use {strategy}_bf16")
+    elif level == "block" and machine["capability"] and machine["capability"] < (9, 0):
+        lines.append(f"te block needs compute capability 9.0, {machine['name']} has {has}: use {strategy}_fp8_te")
     if machine["devices"] and backend == "te" and "transformer_engine" not in machine["packages"]:
         lines.append(
             "TransformerEngine is not installed: ./launch.sh setup --extra te (README, FP8, says what it needs)"
@@ -328,6 +334,11 @@ def file_problems(path):
             f"fp8_config is ignored under mixed_precision {config.get('mixed_precision')}: remove it, or use fp8"
         )
     elif isinstance(config.get("fp8_config"), dict):
+        override = config["fp8_config"].get("override_linear_precision", [])
+        if not isinstance(override, list):
+            lines.append(
+                f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
+            )
         lines += keys_of_another_backend(config["fp8_config"])
     if "fsdp_config" in config and kind != "FSDP":
         lines.append(f"fsdp_config is ignored under distributed_type {kind}: remove it, or use FSDP")
@@ -351,7 +362,8 @@ def keys_of_another_backend(section):
     te = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
     reads = {
         "AO": "backend recipe enable_fsdp_float8_all_gather pad_inner_dim",
-        "TE": f"backend recipe use_mxfp8_block_scaling {te}",
+        "TE": f"backend recipe use_mxfp8_block_scaling {te if section.get('recipe', 'delayed') == 'delayed' else ''}"
+        + (" format" if section.get("recipe") in ("current", "block") else ""),
         "MSAMP": f"backend opt_level recipe {te}" if section.get("recipe") else "backend opt_level recipe",
     }.get(section.get("backend", "AO"), "")
     known = [key.removeprefix("fp8_") for key in KEYS["fp8_config"].split()]

@@ -268,13 +268,17 @@ class Run:
     def finish(self, metrics):
         """The run has done its steps: log the last evaluation, write the plain weights and the record."""
         self.log(metrics)
-        weights = self.accelerator.get_state_dict(self.model)
+        weights = {k: v for k, v in self.accelerator.get_state_dict(self.model).items() if torch.is_tensor(v)}
         if self.main:
             folder = self.output_dir / "model"
             folder.mkdir(exist_ok=True)
             temporary = folder / "model.safetensors.tmp"
             weights = {name: local(tensor.detach()).cpu().contiguous() for name, tensor in weights.items()}
-            plain = {name: weight for name, weight in named(weights.items()) if ".fp8_" not in name}
+            plain = {
+                name: weight
+                for name, weight in named(weights.items())
+                if ".fp8_" not in name and not name.endswith("_extra_state")
+            }
             save_file(plain, temporary)
             checkpoint.sync(temporary)
             os.replace(temporary, folder / "model.safetensors")
