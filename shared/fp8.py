@@ -175,7 +175,7 @@ def keep_right(accelerator, plan, model, optimizer):
     """After Accelerate has prepared everything: what has to happen at each step. `optimizer` is torch's own."""
     if plan.backend == "msamp":
         amp8 = ours("amp8")
-        amp8.attach(model)
+        amp8.attach(model, last_micro_batch=lambda: accelerator.sync_gradients)
         accelerator.clip_grad_norm_ = amp8.clip_grad_norm_  # one norm over FP8 and ordinary gradients
     elif plan.implementation == "emulated" and plan.level == "delayed":
         emulate = ours("amp8.emulate")

@@ -104,11 +104,12 @@ def test_resumes_as_the_same_run(tmp_path, name):
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
 
 
-def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path):
+@pytest.mark.parametrize("name", ["single_fp8_msamp_o2", "ddp_fp8_msamp_o2"])
+def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path, name):
     """One global batch in two micro-batches: FP8 rounds other tensors, so the runs are close, not equal."""
-    a = train("ddp_fp8_msamp_o2", tmp_path / "a", *STEPS, "--per_device_train_batch_size", 16)
+    a = train(name, tmp_path / "a", *STEPS, "--per_device_train_batch_size", 16)
     argv = ("--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 2)
-    b = train("ddp_fp8_msamp_o2", tmp_path / "b", *STEPS, *argv)
+    b = train(name, tmp_path / "b", *STEPS, *argv)
     rows = [[row for row in metrics(run) if "loss" in row] for run in (a, b)]
     assert [row["loss"] for row in rows[1]] == pytest.approx([row["loss"] for row in rows[0]], rel=5e-3)
     assert [row["grad_norm"] for row in rows[1]] == pytest.approx([row["grad_norm"] for row in rows[0]], rel=0.1)
