@@ -58,8 +58,13 @@ def test_torchrun_and_python_lines():
     assert len(found) >= 2
     for command in found:
         words = shlex.split(command)
-        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        check_recipe(words[script], [word for word in words[script + 1 :] if word != "--help"])
+        at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        script, options = words[at], [word for word in words[at + 1 :] if word != "--help"]
+        if script.startswith("recipes/"):
+            check_recipe(script, options)
+        else:
+            source = (ROOT / script).read_text()
+            assert all(f'"{option}"' in source for option in options if option.startswith("--")), command
 
 
 def test_launch_sh_lines():
