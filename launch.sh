@@ -104,9 +104,9 @@ case ${1-} in
     ls)
         cd "$root"
         echo "configs (accelerate_configs/NAME.yml):"
-        for file in accelerate_configs/*.yml; do printf '  %-28s%s\n' "$(basename "$file" .yml)" "$(sed -n '1s/^# //p' "$file")"; done
+        for file in accelerate_configs/*.yml; do printf '  %-34s%s\n' "$(basename "$file" .yml)" "$(sed -n '1s/^# //p' "$file")"; done
         echo "recipes:"
-        for file in recipes/*.py; do printf '  %-28s%s\n' "$(basename "$file" .py)" "$(sed -n '1s/"""//p' "$file")"; done
+        for file in recipes/*.py; do printf '  %-34s%s\n' "$(basename "$file" .py)" "$(sed -n '1s/"""//p' "$file")"; done
         ;;
     test) shift; need_python; cd "$root"; exec "$python" -m pytest "$@" ;;
     -*) die "unknown option $1 (./launch.sh alone prints its help)" ;;
