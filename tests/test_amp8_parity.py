@@ -40,7 +40,6 @@ def figures(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
-@pytest.mark.slow  # its figures are written by the benchmarks, hours of a busy machine
 def test_committed_figures_keep_the_limits():
     memory = {row["level"]: row for row in figures("amp8_memory")["rows"]}
     assert memory["O1"]["ratio"] <= 0.75 and memory["O2"]["ratio"] <= 0.50
