@@ -360,8 +360,8 @@ def launch(main, arguments):
             plan.say(f"error: {error}", sys.stderr)
     except Refused as refused:
         error, code = str(refused), refused.exit_code
-        for line in error.splitlines():
-            plan.say(f"{'refused' if code == 2 else 'error'}: {line}", sys.stderr)
+        for line in error.splitlines() if may_speak() else ():
+            print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     except Stopped as stopped:
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
@@ -378,6 +378,19 @@ def launch(main, arguments):
     if code == 0 and dist.is_initialized():
         dist.barrier()  # nobody leaves while another still reads what it sent
     os._exit(code)  # torch aborts some interpreter exits after gloo ("terminate called without an active exception")
+
+
+def may_speak():
+    """Whether this rank says why a run is refused: rank 0, or one that waited for rank 0 in vain. The others wait,
+    because torch's launcher ends all ranks, those still importing too, as soon as one of them leaves."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        return True
+    patience = time.monotonic() + 20
+    while "TORCHELASTIC_RUN_ID" in os.environ and not Run.told_to_stop:
+        if time.monotonic() > patience:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def die_with_the_launcher():

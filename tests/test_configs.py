@@ -116,8 +116,11 @@ def test_two_processes_never_become_copies_of_one(tmp_path, options):
                           "recipes/vit.py", "--output_dir", str(tmp_path / "run"), *map(str, STEPS))  # fmt: skip
         assert result.returncode == 0 and record(tmp_path / "run")["plan"]["num_processes"] == 2
         return
+    # Rank 0 alone prints, and the launcher kills it when another rank refuses first: it must get to speak, however late.
+    late = "import os, time\ntime.sleep(5 * (os.environ.get('RANK') == '0'))\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
     result = launched("accelerate", "launch", "--config_file", str(config), *options, "recipes/vit.py",
-                      "--output_dir", str(tmp_path / "run"))  # fmt: skip
+                      "--output_dir", str(tmp_path / "run"), env={"PYTHONPATH": str(tmp_path)})  # fmt: skip
     assert result.returncode == 1  # accelerate's, whatever the worker's
     assert "refused: ddp_bf16.yml says" in result.stderr
     assert not (tmp_path / "run").exists()
