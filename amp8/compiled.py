@@ -1,4 +1,4 @@
-"""One helper: small tensor functions that are worth compiling on a GPU."""
+"""What torch.compile needs from us: small tensor functions compiled on a GPU, and outputs that keep their gradient."""
 
 import functools
 
@@ -22,3 +22,12 @@ def compiled_on_cuda(function):
         return (compiled() if tensor.is_cuda else function)(first, *rest)
 
     return call
+
+
+def output(y):
+    """`y`, a copy of it inside compiled code: what an autograd Function's forward returns.
+
+    torch 2.11's Dynamo hands out every intermediate beside the output. An output that is one of them, after a cast
+    that had nothing to do, silently loses its gradient. The compiler drops the copy.
+    """
+    return y.clone() if torch.compiler.is_compiling() else y

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
+from .compiled import output
 from .scaling import E4M3, E5M2
 
 
@@ -187,7 +188,7 @@ class _Tensorwise(torch.autograd.Function):
         ctx.history, ctx.scales = history, scales  # not saved: they may change before the backward pass, and should
         ctx.rest = grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
         out = scaling.product(x8, w8.t(), x_scale, w_scale, x.dtype)
-        return out if bias is None else out.add_(bias.to(out.dtype))
+        return output(out if bias is None else out.add_(bias.to(out.dtype)))
 
     @staticmethod
     def backward(ctx, grad):
@@ -225,7 +226,7 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(x, w8 if ctx.same_weight else weight)
         ctx.rest = tiles, grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
         out = _multiply(_rounded(x, E4M3, tiles.input, tiny), w8.t(), x.dtype)
-        return out if bias is None else out.add_(bias.to(out.dtype))
+        return output(out if bias is None else out.add_(bias.to(out.dtype)))
 
     @staticmethod
     def backward(ctx, grad):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
+from .compiled import output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 
@@ -173,10 +174,7 @@ class _Products(torch.autograd.Function):
         # The weight's FP8 copy is made again in backward: holding one per layer would cost a byte per parameter.
         ctx.save_for_backward(None if port is None else x8, x_scale, weight, weight_scale)
         w8 = w8 if transposed else w8.t()
-        y = scaling.product(x8, w8, x_scale, w_scale, dtype, exact=exact, use_fast_accum=True)
-        # torch 2.11's Dynamo hands out every intermediate beside the output. An output that is one of them, after a
-        # cast that had nothing to do, silently loses its gradient. The compiler drops the copy.
-        return y.clone() if torch.compiler.is_compiling() else y
+        return output(scaling.product(x8, w8, x_scale, w_scale, dtype, exact=exact, use_fast_accum=True))
 
     @staticmethod
     def backward(ctx, dy):
