@@ -35,7 +35,7 @@ def convert(accelerator, plan, model, optimizer):
     elif plan.implementation == "transformer_engine":
         skipped = to_transformer_engine(model)
     else:
-        skipped = [(name, reason) for name, module in model.named_modules() if (reason := odd_shape(module))]
+        skipped = [(name, reason) for name, module in model.named_modules() if (reason := unfit(module))]
         if plan.backend == "ao":
             skipped += [(name, "first or last Linear") for name in {linear[0], linear[-1]} - dict(skipped).keys()]
         wanted = set(linear) - dict(skipped).keys()
@@ -93,10 +93,13 @@ def ours(name):
         ) from None
 
 
-def odd_shape(module):
-    """Why FP8's product cannot take a Linear: both of its sizes must be multiples of 16."""
+def unfit(module):
+    """Why FP8 cannot take a Linear: it is a class of its own (its forward may be anything, or never called), or one of
+    its sizes is not a multiple of 16, which FP8's product needs."""
     if not isinstance(module, nn.Linear):
         return None
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, not torch's own Linear"
     odd = [size for size in (module.out_features, module.in_features) if size % 16]
     return f"{odd[0]} is not a multiple of 16" if odd else None
 
@@ -118,7 +121,7 @@ def to_transformer_engine(model):
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}".lstrip(".")
-            if reason := odd_shape(child):
+            if reason := unfit(child):
                 skipped.append((name, reason))
             elif type(child) is nn.Linear:
                 new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,

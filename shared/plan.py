@@ -59,6 +59,8 @@ class Plan:
             if self.precision != "fp16":
                 raise Refused(f"--grad_scaler is for fp16 configs, this run is {self.precision}: leave it out")
             kwargs["kwargs_handlers"].append(GradScalerKwargs(**key_values(grad_scaler, options)))
+        if self.compile:  # precision.prepare does it: Accelerate would compile DDP's wrapper, hooks and all
+            kwargs["dynamo_backend"] = "no"
         if self.precision == "fp8":  # the rest is shared/fp8.py's: Accelerate's own FP8 paths are unsound
             kwargs["mixed_precision"] = "bf16"
             os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # it would convert all the same

@@ -6,7 +6,7 @@ when gradients and optimizer state exist. A run that is not what its config says
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +32,8 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
     if plan.precision == "fp8":
         optimizer, skipped = fp8.convert(accelerator, plan, model, optimizer)
         fp8.wrap_forward(plan, model)
+    if plan.compile:
+        compile_blocks(model)
     watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
     if plan.precision == "fp8":
@@ -41,11 +43,19 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
     return model, optimizer, *loaders, evidence
 
 
+def compile_blocks(model):
+    """Compiles each block in place, as the file's dynamo_config says; the first one's code serves them all. In place,
+    because DDP, FSDP2 and checkpointing go on finding the modules they know."""
+    options = TorchDynamoPlugin().to_kwargs()
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            module.compile(**options)
+
+
 def named(pairs):
-    """(name, tensor) as the plain model names them, whatever wraps it: DDP, compiled blocks, checkpointed blocks."""
+    """(name, tensor) as the plain model names them, whatever wraps it: DDP, checkpointed blocks."""
     for name, tensor in pairs:
-        name = name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        yield name, tensor
+        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), tensor
 
 
 def local(tensor):

@@ -70,6 +70,7 @@ def asked(env):
         "num_processes": int(env.get("WORLD_SIZE", 1)),
         "local_processes": int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
         "compile": env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+        "whole_model": not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
         "offload": on(env.get("FSDP_OFFLOAD_PARAMS")),
         "activation_checkpointing": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
         **asked_of_fp8(env, precision),
@@ -123,6 +124,8 @@ def exported(config):
     }
     env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no"))}
     env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
+    regional = sections["dynamo_config"].get("dynamo_use_regional_compilation", False)
+    env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
     if config.get("mixed_precision") == "fp8":
         section = FP8_DEFAULTS | sections["fp8_config"]
         override = section.pop("fp8_override_linear_precision", (False, False, False))
@@ -181,6 +184,8 @@ def problems(asked, machine):
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
     if asked["use_cpu"]:
         lines.append("use_cpu: true makes Accelerate run one process, whatever num_processes says: leave it out")
+    if asked["compile"] and asked["whole_model"]:
+        lines.append("each block is compiled here: set dynamo_use_regional_compilation: true in dynamo_config")
     if strategy == "fsdp" and asked["ram_efficient"]:
         lines.append(
             "fsdp_cpu_ram_efficient_loading (Accelerate's default) fails on models with parameters at their root, as "

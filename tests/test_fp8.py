@@ -139,6 +139,18 @@ def test_layers_of_vit_tiny(name, count):
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize(("name", "count"), [("single_fp8", 2), ("single_fp8_te", 3), ("single_fp8_msamp_o2", 1)])
+def test_a_linear_of_another_class_is_named(name, count):
+    """torch's attention reads out_proj's weight past its forward: in FP8 it would compute something else."""
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    _, skipped = fp8.convert(SimpleNamespace(ao_recipe_handler=None), resolved(name), model, optimizer)
+    assert fp8.converted(model) == (count, 0) and len(skipped) == 4 - count
+    reason = dict(skipped)["0.self_attn.out_proj"]
+    assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
+                      "the module around it reads its weight directly")  # fmt: skip
+
+
 def test_a_model_that_fp8_cannot_touch_is_refused(tmp_path):
     def narrow(rank):
         models.VIT_SIZES["vit_nano"] = (60, 2, 4)  # no size is a multiple of 16

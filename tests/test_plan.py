@@ -132,6 +132,7 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
         (DDP | {"num_processes": 16}, GPU, "16 processes on 8 NVIDIA H200: pass --num_processes 8"),
         (DDP, GPU | {"capability": (7, 5), "name": "Tesla T4"}, "Tesla T4 has 7.5: use an fp16 config"),
         (FSDP | {"mixed_precision": "fp16"}, CPU, "use fsdp_bf16"),
+        (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, CPU, "set dynamo_use_regional_compilation: true"),
         ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, CPU, "use_cpu: true makes Accelerate run one"),
     ],
 )  # fmt: skip

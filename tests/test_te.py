@@ -247,7 +247,7 @@ def test_override_of_all_gemms_at_once_is_refused():
     assert line.startswith("fp8_config override_linear_precision: TransformerEngine has removed it")
 
 
-INDUCTOR = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+INDUCTOR = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
 TENSORWISE = "backend: AO, recipe: tensorwise, enable_fsdp_float8_all_gather: false"
 NO_TE = GPU | {"packages": ["torchao"]}
 
