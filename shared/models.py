@@ -145,6 +145,7 @@ def gpt(name, vocab_size, sequence_length, pretrained=False):
     import transformers
 
     common = {"vocab_size": vocab_size, "use_cache": False, "tie_word_embeddings": True}
+    common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's business
     if pretrained:
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32)
@@ -170,7 +171,6 @@ def gpt(name, vocab_size, sequence_length, pretrained=False):
             max_position_embeddings=sequence_length, hidden_size=width, intermediate_size=4 * width,
             num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2), **common,
         )  # fmt: skip
-    config.bos_token_id = config.eos_token_id = None  # the tokenizer's business
     return transformers.AutoModelForCausalLM.from_config(config)
 
 

@@ -50,7 +50,7 @@ SIBLINGS = {  # lines of each recipe that the others do not have word for word: 
     "vit": r"image|pixel|hit|accuracy|dataset: str|model: str|pretrained: bool|skip_broken|te_blocks|vit|shape|config = |"
     r"losses|loss = F\.cross_entropy\(at_least_float32\(logits\), batch|from shared import",
     "resnet": r"residual|resnet|[Bb]atch norm|little differently|average_statistics",
-    "gpt": r"token|gpt|packing|model: str|pretrained: bool|dataset: str|from shared import|perplexity|seen|logits = |"
+    "gpt": r"token|vocab_size|gpt|packing|model: str|pretrained: bool|dataset: str|from shared import|perplexity|seen|logits = |"
     r"loss = F\.cross|count|loss = loss|losses|known = |text\.",
 }
 
@@ -120,7 +120,7 @@ def test_the_parity_can_fail(ragged, tmp_path):
         count = text.Text.count
 
         def of_this_micro_batch(self, indices):
-            return count(self, indices[:8]) * 2
+            return count(self, indices[rank * 8 : rank * 8 + 8]) * 2
 
         text.Text.count = of_this_micro_batch
 
@@ -162,13 +162,13 @@ def test_python_s_own_documentation_and_source_are_there():
     assert len(source) > 300 and any("class JSONDecoder" in one for one in source)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("gpt_nano", 0.85), ("gpt_small", 124.4), ("gpt_medium", 354.8), ("gpt_large", 757.7),
-                                                 ("gpt_xl", 1313.6), ("llama_nano", 1.2), ("llama_small", 138), ("llama_1b", 1236)])  # fmt: skip
+@pytest.mark.parametrize(("name", "millions"), [("gpt_nano", 0.96), ("gpt_small", 124.4), ("gpt_medium", 354.8), ("gpt_large", 757.7),
+                                                 ("gpt_xl", 1313.6), ("llama_nano", 1.02), ("llama_small", 141.2), ("llama_1b", 1236)])  # fmt: skip
 def test_language_models_by_size(name, millions):
     vocabulary = {"nano": 272, "1b": 128256}.get(name.split("_")[1], 50257)
     with torch.device("meta"):
         model = models.gpt(name, vocabulary, 1024)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.1)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
     assert len(model._no_split_modules) == 1
 
 
