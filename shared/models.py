@@ -194,14 +194,20 @@ def of_timm(name, pretrained, sizes, **kwargs):
     raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a name of timm.list_models()")
 
 
-def as_recorded(record):
-    """The model of a run's record, with random weights."""
+def as_recorded(record, folder):
+    """The model of the run in `folder`, whose record this is, with random weights."""
     args, about = record["args"], record["data"]
-    if own_run(args["model"]):
-        return as_recorded(own_run(args["model"]) | {"data": about})
+    if record["recipe"] == "gpt":
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if Path(folder, "model", "config.json").is_file():
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(Path(folder, "model")))
+        return gpt(args["model"], about["vocab_size"], about["sequence_length"])
+    if before := own_run(args["model"]):
+        return as_recorded(before | {"data": about}, args["model"])
     shape = about["image_size"], about["in_chans"], about["num_classes"]
-    if record["recipe"] == "resnet" and args["pretrained"]:
-        return of_timm(args["model"], False, (), in_chans=shape[1], num_classes=shape[2])
+    if args["pretrained"]:
+        return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], 224, *shape[1:])
     return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], *shape)
 
 
@@ -211,7 +217,7 @@ def trained(run, pretrained, num_classes=None):
         raise Refused(f"--model {run} is a run: add --pretrained to start from its weights")
     record, file = own_run(run), Path(run, "model", "model.safetensors")
     try:
-        model = as_recorded(record)
+        model = as_recorded(record, run)
         model.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
