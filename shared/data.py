@@ -250,13 +250,13 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
         features = next(iter(loaded.values())).features
         raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
     columns = columns["Image"], columns["ClassLabel"]
-    parts = []
+    parts, left = [], skip_broken
     for train, split in zip((True, False), split_of(loaded, name), strict=True):
         split = split.cast_column(columns[0], datasets.Image(decode=False))
         labels_in_range(name, split, columns[1])
-        split, left_out = without_broken(name, split, columns[0], skip_broken) if skip_broken else (split, [])
+        split, left_out = without_broken(name, split, columns[0], left) if skip_broken else (split, [])
         parts.append(HubImages(split, columns, image_size, config, train, seed, left_out))
-        skip_broken -= len(left_out)
+        left -= len(left_out)
     return tuple(parts)
 
 
@@ -326,7 +326,7 @@ def without_broken(name, split, column, most):
     left_out = list(filter(None, reasons))
     if len(left_out) > most:
         raise Refused(
-            f"--dataset {name}: {len(left_out)} images are broken, --skip_broken allows {most}: {left_out[0]}"
+            f"--dataset {name}: {len(left_out)} images are broken, --skip_broken allows {most} more: {left_out[0]}"
         )
     return split.select([index for index, why in enumerate(reasons) if not why]), left_out
 

@@ -91,13 +91,26 @@ def documents(name):
     return train.select_columns("text"), held_out.select_columns("text")
 
 
-def python_docs():
-    """The topics of Python's `help()`: its language reference."""
+def python_docs(page=4000):
+    """The topics of Python's `help()`, its language reference, in pages of about 4,000 characters.
+
+    Topics quote each other at length: a paragraph stands once, where it comes first, so that no held-out page is in the
+    training set.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise Refused("--dataset python_docs needs pydoc_data, which this Python lacks: try python_source") from None
-    return [topics[name] for name in sorted(topics)]
+    seen, pages = set(), []
+    for name in sorted(topics):
+        pages.append("")
+        for paragraph in topics[name].split("\n\n"):
+            if paragraph.strip() and paragraph not in seen:
+                seen.add(paragraph)
+                if len(pages[-1]) > page:
+                    pages.append("")
+                pages[-1] += paragraph + "\n\n"
+    return [text for text in pages if text]
 
 
 def python_source():

@@ -158,7 +158,10 @@ def test_a_tokenizer_is_the_same_each_time_and_gives_the_text_back():
 
 def test_python_s_own_documentation_and_source_are_there():
     docs, source = text.python_docs(), text.python_source()
-    assert len(docs) >= 70 and sum(map(len, docs)) > 400_000 and any("lambda" in one for one in docs)
+    assert len(docs) >= 100 and sum(map(len, docs)) > 300_000 and any("lambda" in one for one in docs)
+    train, held_out = text.documents("python_docs")
+    paragraphs = [{p.strip() for one in part["text"] for p in one.split("\n\n")} - {""} for part in (train, held_out)]
+    assert len(paragraphs[1]) > 200 and not paragraphs[0] & paragraphs[1]
     assert len(source) > 300 and any("class JSONDecoder" in one for one in source)
 
 
