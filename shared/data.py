@@ -189,9 +189,9 @@ def photos():
 
 
 def textures():
-    """32x32 grey patches of ten grey pictures, from bricks to the moon; the class is the picture."""
+    """32x32 grey patches of eight grey pictures, from bricks to the moon; the class is the picture."""
     skimage, _ = photographs("textures")
-    shipped = "brick camera cell clock coins grass gravel moon page text".split()
+    shipped = "brick camera coins grass gravel moon page text".split()
     return patches_of([np.atleast_3d(getattr(skimage.data, name)()) for name in shipped])
 
 
