@@ -4,7 +4,7 @@
 
 A vision transformer is trained on `photos` (ten colour photographs), then every row trains the same model on `textures`
 (eight grey pictures), with the same steps, batches and learning rate, three seeds each: only where it starts differs,
-and in two more rows how. Finished runs are not repeated. Beside the JSON there is a plot, where matplotlib is installed.
+and in two more rows how. Finished runs are not repeated. Beside the JSON there is a plot, if matplotlib is installed.
 """
 
 import argparse

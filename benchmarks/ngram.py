@@ -55,7 +55,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="python_docs")
     parser.add_argument("--config", default="single_fp32")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--order", type=int, default=3)
     parser.add_argument("--run", type=Path, default=ROOT / "runs" / "ngram-gpt")
     parser.add_argument("--output", type=Path, help="JSON file")
@@ -64,7 +64,7 @@ def main():
     losses = {n: ngram_loss(train, held_out, len(train.tokenizer), n)[0] for n in range(1, args.order + 1)}
     print({n: round(loss, 4) for n, loss in losses.items()}, flush=True)
     command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{args.config}.yml", "recipes/gpt.py"]
-    command += ["--dataset", args.dataset, "--max_steps", str(args.steps), "--save_steps", "0", "--eval_steps", "200"]
+    command += ["--dataset", args.dataset, "--max_steps", str(args.steps), "--save_steps", "0", "--eval_steps", "100"]
     command += ["--output_dir", str(args.run), "--logging_steps", "50"]
     if not (args.run / "run.json").exists():
         command[:2] = [sys.executable, "-m", "accelerate.commands.launch"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
 
-from shared import models, rules, text
+from shared import data, models, rules, text
 
 STEPS = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0)
 ALL = [path.stem for path in sorted(CONFIGS.glob("*.yml")) if "mxfp8" not in path.stem and path.stem != "fsdp_fp16"]
@@ -93,17 +93,19 @@ def batches(per_device, accumulation):
     return ("--per_device_train_batch_size", per_device, "--gradient_accumulation_steps", accumulation)
 
 
-def test_the_loss_is_the_mean_over_all_tokens_whatever_the_processes(ragged, tmp_path):
+@pytest.mark.parametrize(
+    "others",
+    [
+        [("single_fp32", 4, 4), ("ddp_fp32", 2, 4)],
+        pytest.param([("ddp_fp32", 8, 1), ("fsdp_fp32", 4, 2), ("single_fp32", 8, 2)], marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_is_the_mean_over_all_tokens_whatever_the_processes(ragged, tmp_path, others):
     counts = text.texts(str(ragged), 48, packing=False)[0].counts
     assert counts.min() < 12 and counts.max() == 48 and len(counts.unique()) > 10
     argv = ("--dataset", ragged, *FP64)
     one = train("single_fp32", tmp_path / "one", *argv, *batches(16, 1), name="gpt")
-    for config, per_device, accumulation in (
-        ("single_fp32", 4, 4),
-        ("ddp_fp32", 8, 1),
-        ("ddp_fp32", 2, 4),
-        ("fsdp_fp32", 4, 2),
-    ):
+    for config, per_device, accumulation in others:
         out = tmp_path / f"{config}-{accumulation}"
         other = train(config, out, *argv, *batches(per_device, accumulation), name="gpt")
         assert distance(one, other) < 1e-10, out
@@ -259,3 +261,41 @@ def test_a_resumed_gpt_run_is_the_same_run(ragged, tmp_path):
     shutil.copytree(whole, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
     train("ddp_bf16", part, *argv, "--resume_from_checkpoint", "latest", name="gpt")
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+
+
+def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
+    def sixteen_classes(rank):
+        digits = data.digits
+
+        def with_more(*args):
+            parts = digits(*args)
+            for part in parts:
+                part.num_classes = 16
+            return parts
+
+        data.digits = with_more
+
+    run = train("single_fp8_te", tmp_path / "run", *STEPS, name="resnet", before=sixteen_classes)
+    assert "1 of 1 Linear in FP8, 0.3% of the parameters | parameters" in (tmp_path / "run.log").read_text()
+    assert record(run)["evidence"]["share_converted"] == pytest.approx(0.0034, abs=0.0003)
+
+
+def test_what_fp8_leaves_alone_is_named():
+    """Subclasses, which have a forward of their own, odd shapes, and weights that are another layer's too."""
+    from torch import nn
+
+    from shared import fp8
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(32, 16)
+            self.attention = nn.MultiheadAttention(16, 2)
+            self.odd, self.plain, self.head = nn.Linear(16, 10), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+            self.head.weight = self.embedding.weight
+
+    assert dict(fp8.left_alone(Model())) == {
+        "attention.out_proj": "a NonDynamicallyQuantizableLinear, not torch's own Linear",
+        "odd": "10 is not a multiple of 16",
+        "head": "its weight is that of embedding",
+    }
