@@ -369,7 +369,11 @@ def launch(main, arguments):
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        traceback.print_exc()
+        if "by peer" in str(problem):  # gloo: another process is gone, and has said why
+            error = "another process of this run ended"
+            plan.say(f"error: {error}", sys.stderr)
+        else:
+            traceback.print_exc()
     try:
         if Run.current is not None and not (code == 2 and not Run.current.opened):
             Run.current.close(error)

@@ -23,6 +23,16 @@ def make(root, counts=(("train", 24), ("test", 8)), classes=("red", "grey")):
     return root
 
 
+def test_of_two_processes_one_speaks(tmp_path):
+    """Rank 0 alone reads the data first; the other, whose peer is gone, adds no traceback."""
+    from conftest import Ranks
+
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "run"), "--dataset", str(tmp_path)], name="gpt")
+    assert set(ranks.wait()) <= {1, 2}
+    assert ranks.text().count("b.txt is not UTF-8") == 1 and "Traceback" not in ranks.text()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_image_is_named(tmp_path, workers):
     broken = make(tmp_path / "set") / "train" / "red" / "03.png"
