@@ -8,6 +8,8 @@
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
 #   ./launch.sh show RUN_FOLDER            what a run was and what it was proved to be
 #   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
+#   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
+#   ./launch.sh copy RECIPE CONFIG DEST    a recipe with all it needs in a folder of its own
 #   ./launch.sh formats                    number formats, and what rounding to each costs
 #   ./launch.sh ls                         the configs and recipes there are
 #   ./launch.sh test [pytest options]      the test suite
@@ -100,7 +102,8 @@ case ${1-} in
         "$python" "$root/tools/show.py" "$out"
         ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
-    show | formats | export) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
+    copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
+    show | formats | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls)
         cd "$root"
         echo "configs (accelerate_configs/NAME.yml):"

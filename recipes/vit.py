@@ -31,10 +31,13 @@ from shared.run import Run, launch  # noqa: E402
 @dataclass
 class Arguments:
     # what is trained
-    dataset: str = "digits"  # digits, photos, synthetic, a Hub dataset, or a folder with one folder per class
-    image_size: int | None = None  # pixels; for synthetic, Hub and folder data (default there: 224)
-    model: str = "vit_nano"  # vit_nano, vit_tiny, vit_small, vit_base, vit_large, vit_huge, or any timm name
-    pretrained: bool = False  # start from timm's weights of that name
+    dataset: str = "digits"  # digits, photos, textures, synthetic, a Hub dataset, or a folder of one per class
+    image_size: int | None = None  # pixels; default: the data's own, a pretrained model's, or 224
+    model: str = "vit_nano"  # vit_nano, vit_tiny, vit_small, vit_base, vit_large, vit_huge, any timm name, a run
+    pretrained: bool = False  # start from timm's weights of that name, or where --model is a run's folder, from its
+    freeze: int = 0  # so many first blocks, and what is before them, stay as they are
+    layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
+    skip_broken: int = 0  # leave out up to so many images that cannot be read
     te_blocks: bool = False  # each block one te.TransformerLayer, on a GPU with TransformerEngine
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
@@ -96,20 +99,18 @@ def main(args):
     run = Run(accelerator, plan, args)
     set_seed(args.seed)
     with accelerator.main_process_first():
-        train_set, eval_set = data.images(args.dataset, args.image_size)
+        config = models.data_config(args.model, args.pretrained)
+        train_set, eval_set = data.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
     model = models.vit(args.model, *shape, args.pretrained, args.te_blocks).to(dtype)
 
     fused = accelerator.device.type == "cuda"
+    groups = models.groups(model, args)
     if args.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(
-            model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=fused
-        )
+        optimizer = torch.optim.AdamW(groups, args.learning_rate, weight_decay=args.weight_decay, fused=fused)
     else:
-        optimizer = torch.optim.SGD(
-            model.parameters(), args.learning_rate, momentum=0.9, weight_decay=args.weight_decay, fused=fused
-        )
+        optimizer = torch.optim.SGD(groups, args.learning_rate, 0.9, weight_decay=args.weight_decay, fused=fused)
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_cosine(step, args.warmup_steps, args.max_steps)
     )

@@ -5,6 +5,9 @@ alone, cut to whole global batches. So step k sees the same samples on any numbe
 """
 
 import hashlib
+import io
+import itertools
+import random
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,14 @@ class Images(torch.utils.data.Dataset):
     def __init__(self, pixels, labels, num_classes):
         self.pixels, self.labels, self.num_classes = pixels, labels, num_classes
         self.in_chans, self.image_size = pixels.shape[1], pixels.shape[-1]
+        self.mean = self.std = (0.5,)
+
+    def fitted(self, image_size, config):
+        """These images as a model wants them: its size, its channels (grey becomes RGB), its normalization."""
+        self.image_size = image_size or self.image_size
+        self.in_chans = config.get("in_chans", self.in_chans)
+        self.mean, self.std = config.get("mean", self.mean), config.get("std", self.std)
+        return self
 
     def __len__(self):
         return len(self.labels)
@@ -30,7 +41,19 @@ class Images(torch.utils.data.Dataset):
         pixels = self.pixels[indices]
         if pixels.dtype == torch.uint8:
             pixels = pixels.float().div_(127.5).sub_(1)
+        if pixels.shape[-1] != self.image_size:
+            pixels = torch.nn.functional.interpolate(pixels, (self.image_size,) * 2, mode="bilinear", antialias=True)
+        if pixels.shape[1] != self.in_chans:
+            pixels = pixels.expand(-1, self.in_chans, -1, -1)
+        if self.mean != (0.5,) or self.std != (0.5,):
+            mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+            pixels = ((pixels + 1) / 2 - mean) / std
         return {"pixel_values": pixels, "labels": self.labels[indices]}
+
+    def about(self):
+        """What `run.json` says of the data, and inference needs."""
+        shape = {"image_size": self.image_size, "in_chans": self.in_chans, "num_classes": self.num_classes}
+        return shape | {"mean": self.mean, "std": self.std, "classes": None, "left_out": []}
 
     def fingerprint(self):
         """sha256 of every pixel and label."""
@@ -64,25 +87,64 @@ class Synthetic(Images):
 
 
 class HubImages(torch.utils.data.Dataset):
-    """A split of a `datasets` dataset with an image and a label column, resized to (3, image_size, image_size)."""
+    """A split of a `datasets` dataset with an image and a label column, through timm's transforms for the model.
 
-    def __init__(self, split, image_column, label_column, num_classes, image_size):
-        self.split, self.image_column, self.label_column = split, image_column, label_column
-        self.num_classes, self.image_size, self.in_chans = num_classes, image_size, 3
+    split: its image column not decoded, so that an image that cannot be read has a name. config: mean, std,
+    interpolation and crop_pct of the model. Training images get a random crop, resized, and a random flip, drawn from
+    (seed, epoch, index) alone: the same on any number of processes and workers, and after a resume.
+    """
+
+    def __init__(self, split, columns, image_size, config, train, seed=0, left_out=()):
+        from timm.data import create_transform
+
+        self.split, (self.image_column, self.label_column), self.seed, self.train = split, columns, seed, train
+        self.classes = split.features[self.label_column].names
+        self.num_classes, self.image_size, self.in_chans = len(self.classes), image_size, 3
+        self.config = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "crop_pct": 1.0} | {
+            key: config[key] for key in ("mean", "std", "interpolation", "crop_pct") if key in config
+        }
+        self.left_out = list(left_out)
+        self.transform = create_transform(
+            (3, image_size, image_size), is_training=train, color_jitter=None,
+            scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # a twelfth of 32 pixels shows nothing
+            **self.config,
+        )  # fmt: skip
 
     def __len__(self):
         return len(self.split)
 
     def __getitems__(self, indices):
-        rows = self.split[list(indices)]
-        size = (self.image_size, self.image_size)
-        pixels = np.stack([np.asarray(im.convert("RGB").resize(size, 2)) for im in rows[self.image_column]])
-        pixels = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
-        return {"pixel_values": pixels, "labels": torch.tensor(rows[self.label_column])}
+        rows = self.split[[int(index) for index in indices]]
+        pixels = []
+        for index, entry in zip(indices, rows[self.image_column], strict=True):
+            image = read_image(entry, int(index))
+            if self.train:  # nothing else draws from these generators between here and the step, which seeds anew
+                random.seed(f"{self.seed} {getattr(index, 'epoch', 0)} {int(index)}")
+                torch.manual_seed(random.getrandbits(60))
+            pixels.append(self.transform(image))
+        return {"pixel_values": torch.stack(pixels), "labels": torch.tensor(rows[self.label_column])}
 
     def fingerprint(self):
         """The fingerprint that `datasets` itself keeps: it changes with the data and with every transform of it."""
         return self.split._fingerprint
+
+    def about(self):
+        shape = {"image_size": self.image_size, "in_chans": self.in_chans, "num_classes": self.num_classes}
+        return shape | self.config | {"classes": self.classes, "left_out": self.left_out}
+
+
+def read_image(entry, index):
+    """An RGB image from {"path", "bytes"}, grey and palette ones too; raises Refused with its name."""
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(entry["bytes"]) if entry["bytes"] else entry["path"]).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        name = entry["path"] or "an image without a name"
+        raise Refused(
+            f"{name} (index {index}) cannot be read as an image ({str(error).splitlines()[0]}): mend or remove it, or "
+            "let --skip_broken N leave out up to N such images"
+        ) from None
 
 
 def as_is(batch):
@@ -90,15 +152,20 @@ def as_is(batch):
     return batch
 
 
-def images(name, image_size=None):
-    """(training set, held-out set) by name: digits, photos, synthetic, a Hub dataset, or a local folder."""
-    if name == "digits":
-        return digits()
-    if name == "photos":
-        return photos()
+def images(name, image_size=None, config=None, seed=0, skip_broken=0):
+    """(training set, held-out set) by name: digits, photos, textures, synthetic, a Hub dataset, or a local folder.
+
+    image_size: pixels; None means the data's own, or the model's. config: what a model wants of its images
+    (shared/models.py). seed: of augmentations. skip_broken: leave out up to so many images that cannot be read.
+    """
+    config = config or {}
+    image_size = image_size or config.get("image_size")
+    offline = {"digits": digits, "photos": photos, "textures": textures}
+    if name in offline:
+        return tuple(part.fitted(image_size, config) for part in offline[name]())
     if name == "synthetic":
         return Synthetic(image_size or 224), Synthetic(image_size or 224, length=1024)
-    return hub(name, image_size or 224)
+    return hub(name, image_size or 224, config, seed, skip_broken)
 
 
 def digits():
@@ -112,32 +179,50 @@ def digits():
     return (Images(pixels[~held_out], labels[~held_out], 10), Images(pixels[held_out], labels[held_out], 10))
 
 
-def photos(size=32, stride=16, per_class=700):
-    """32x32 colour patches of ten photographs; the class is the photograph.
+def photos():
+    """32x32 colour patches of ten photographs; the class is the photograph."""
+    skimage, load_sample_image = photographs("photos")
+    shipped = "astronaut chelsea coffee hubble_deep_field immunohistochemistry retina rocket".split()
+    pictures = [getattr(skimage.data, name)() for name in shipped]
+    pictures += [skimage.data.stereo_motorcycle()[0], load_sample_image("china.jpg"), load_sample_image("flower.jpg")]
+    return patches_of([picture[:, :, :3] for picture in pictures])
 
-    The left three quarters of each photograph are for training, the right quarter is held out, and no patch crosses the
-    line: the held-out patches show places never seen. At most `per_class` training patches (a quarter of that held out)
-    of each, so that no photograph dominates.
-    """
+
+def textures():
+    """32x32 grey patches of eight grey pictures, from bricks to the moon; the class is the picture."""
+    skimage, _ = photographs("textures")
+    shipped = "brick camera coins grass gravel moon page text".split()
+    return patches_of([np.atleast_3d(getattr(skimage.data, name)()) for name in shipped])
+
+
+def photographs(dataset):
     try:
         import skimage.data
     except ImportError:
         raise Refused(
-            "--dataset photos needs scikit-image: ./launch.sh setup --extra photos, or pip install scikit-image"
+            f"--dataset {dataset} needs scikit-image: ./launch.sh setup --extra photos, or pip install scikit-image"
         ) from None
     from sklearn.datasets import load_sample_image
 
-    shipped = "astronaut chelsea coffee hubble_deep_field immunohistochemistry retina rocket".split()
-    pictures = [getattr(skimage.data, name)() for name in shipped]
-    pictures += [skimage.data.stereo_motorcycle()[0], load_sample_image("china.jpg"), load_sample_image("flower.jpg")]
+    return skimage, load_sample_image
+
+
+def patches_of(pictures, size=32, stride=16, per_class=700):
+    """(training set, held-out set) of patches of `pictures`, uint8 (height, width, channels).
+
+    The left three quarters of each picture are for training, the right quarter is held out, and no patch crosses the
+    line: the held-out patches show places never seen. At most `per_class` training patches (a quarter of that held out)
+    of each, so that no picture dominates.
+    """
     order = np.random.default_rng(0)
     parts = {True: ([], []), False: ([], [])}
     for label, picture in enumerate(pictures):
         border = picture.shape[1] * 3 // 4
         for train, columns in ((True, slice(0, border)), (False, slice(border, None))):
-            part = np.ascontiguousarray(picture[:, columns, :3])
-            patches = np.lib.stride_tricks.sliding_window_view(part, (size, size, 3))[::stride, ::stride, 0]
-            patches = patches.reshape(-1, size, size, 3)
+            part = np.ascontiguousarray(picture[:, columns])
+            channels = part.shape[2]
+            patches = np.lib.stride_tricks.sliding_window_view(part, (size, size, channels))[::stride, ::stride, 0]
+            patches = patches.reshape(-1, size, size, channels)
             patches = patches[np.ptp(patches, axis=(1, 2, 3)) > 32]  # the black around a retina is no place
             chosen = order.permutation(len(patches))[: per_class if train else per_class // 4]
             parts[train][0].append(patches[chosen])
@@ -150,32 +235,106 @@ def photos(size=32, stride=16, per_class=700):
     return pack(*parts[True]), pack(*parts[False])
 
 
-def hub(name, image_size):
+def hub(name, image_size, config, seed=0, skip_broken=0):
     """Any image classification set that `datasets` can load: a Hub name, or a folder of one folder per class."""
     import datasets
 
     folder = Path(name).expanduser()
+    if folder.is_dir() and not list(folder.glob("**/*.parquet")):
+        no_class_is_empty(folder)
+        loaded = load(name, "imagefolder", data_dir=str(folder))
+    else:
+        loaded = load(name, name)
+    columns = {type(feature).__name__: column for column, feature in next(iter(loaded.values())).features.items()}
+    if "Image" not in columns or "ClassLabel" not in columns:
+        features = next(iter(loaded.values())).features
+        raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
+    columns = columns["Image"], columns["ClassLabel"]
+    parts, left = [], skip_broken
+    for train, split in zip((True, False), split_of(loaded, name), strict=True):
+        split = split.cast_column(columns[0], datasets.Image(decode=False))
+        labels_in_range(name, split, columns[1])
+        split, left_out = without_broken(name, split, columns[0], left) if skip_broken else (split, [])
+        parts.append(HubImages(split, columns, image_size, config, train, seed, left_out))
+        left -= len(left_out)
+    return tuple(parts)
+
+
+def load(name, *args, **kwargs):
+    """`datasets.load_dataset`, whose dozen types of error become one line."""
+    import datasets
+
     try:
-        if folder.is_dir() and not list(folder.glob("**/*.parquet")):
-            loaded = datasets.load_dataset("imagefolder", data_dir=str(folder))
-        else:
-            loaded = datasets.load_dataset(name)
-    except Exception as error:  # `datasets` raises a dozen types, some without a message
+        return datasets.load_dataset(*args, **kwargs)
+    except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(
-            f"--dataset {name}: {reason} (known offline: digits, photos, synthetic; else a folder or a Hub name)"
+            f"--dataset {name}: {reason} (--help names what is there offline; else a folder or a Hub name)"
         ) from None
+
+
+def split_of(loaded, name):
+    """(training split, held-out split); a tenth of the training split is held out where there is no other."""
     train = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     held_out = next((loaded[split] for split in ("test", "validation") if split in loaded), None)
     if held_out is None:
+        if len(train) < 2:
+            raise Refused(f"--dataset {name} has {len(train)} samples: too few to hold some out")
         both = train.train_test_split(test_size=0.1, seed=0)
         train, held_out = both["train"], both["test"]
-    columns = {type(feature).__name__: column for column, feature in train.features.items()}
-    if "Image" not in columns or "ClassLabel" not in columns:
-        raise Refused(f"--dataset {name} has columns {train.features}; an Image and a ClassLabel are needed")
-    image, label = columns["Image"], columns["ClassLabel"]
-    num_classes = train.features[label].num_classes
-    return tuple(HubImages(part, image, label, num_classes, image_size) for part in (train, held_out))
+    return train, held_out
+
+
+def no_class_is_empty(folder):
+    """`datasets` passes over a class without images, and trains on the others."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    named = {path.name: path for path in folder.iterdir() if path.is_dir()}
+    splits = [named[name] for name in ("train", "test", "validation", "val", "valid") if name in named]
+    for split in splits or [folder]:
+        for one in sorted(path for path in split.iterdir() if path.is_dir()):
+            if not any(path.suffix.lower() in ImageFolder.EXTENSIONS for path in one.rglob("*")):
+                raise Refused(f"{one} is a class without images: put some in, or remove the folder")
+    if len(splits) > 1:
+        classes = [{path.name for path in split.iterdir() if path.is_dir()} for split in splits]
+        for split, found in zip(splits, classes, strict=True):
+            if missing := sorted(classes[0] ^ found):
+                raise Refused(f"{split} and {splits[0]} differ in classes: {', '.join(missing[:3])}")
+
+
+def labels_in_range(name, split, column):
+    """Hub sets mark unlabelled test images by -1; a loss would index with it."""
+    labels, count = np.asarray(split[column][:]), split.features[column].num_classes
+    wrong = np.flatnonzero((labels < 0) | (labels >= count))
+    if len(wrong):
+        raise Refused(
+            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {labels[wrong[0]]} at index "
+            f"{wrong[0]} of {split.split or 'a split'}; there are classes 0 to {count - 1}"
+        )
+
+
+def without_broken(name, split, column, most):
+    """(the split without images that cannot be read, their names). Reads every image once, before training."""
+
+    def reason(entry, index):
+        try:
+            read_image(entry, index)
+        except Refused as error:
+            return str(error).split(": ")[0]
+
+    reasons = [reason(entry, index) for index, entry in enumerate(split[column])]
+    left_out = list(filter(None, reasons))
+    if len(left_out) > most:
+        raise Refused(
+            f"--dataset {name}: {len(left_out)} images are broken, --skip_broken allows {most} more: {left_out[0]}"
+        )
+    return split.select([index for index, why in enumerate(reasons) if not why]), left_out
+
+
+class Drawn(int):
+    """An index into the training set that knows the epoch it was drawn in: augmentations depend on it."""
+
+    epoch = 0
 
 
 class Order(torch.utils.data.Sampler):
@@ -188,17 +347,24 @@ class Order(torch.utils.data.Sampler):
     def __init__(self, length, global_batch_size, seed, first_batch=0):
         self.length, self.global_batch_size, self.seed, self.first_batch = length, global_batch_size, seed, first_batch
         self.batches_per_epoch = length // global_batch_size
+        self.epoch = self.permutation = None
         if not self.batches_per_epoch:
             raise Refused(
                 f"the training set has {length} samples, less than one global batch of {global_batch_size}: lower "
                 "--per_device_train_batch_size, --gradient_accumulation_steps or the number of processes"
             )
 
-    def __iter__(self):
-        epoch, batch = divmod(self.first_batch, self.batches_per_epoch)
-        while True:
+    def batch(self, number):
+        """The indices of global batch `number`, of the whole run; every process can ask for any."""
+        epoch, at = divmod(number, self.batches_per_epoch)
+        if epoch != self.epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(self.length, generator=generator)
-            first = batch * self.global_batch_size
-            yield from order[first : self.batches_per_epoch * self.global_batch_size].tolist()
-            epoch, batch = epoch + 1, 0
+            self.epoch, self.permutation = epoch, torch.randperm(self.length, generator=generator)
+        return self.permutation[at * self.global_batch_size : (at + 1) * self.global_batch_size]
+
+    def __iter__(self):
+        for number in itertools.count(self.first_batch):
+            for index in self.batch(number).tolist():
+                drawn = Drawn(index)
+                drawn.epoch = number // self.batches_per_epoch
+                yield drawn

@@ -25,7 +25,7 @@ def convert(accelerator, plan, model, optimizer):
 
     The optimizer goes on owning the parameters; msamp returns another one that shares its param_groups.
     """
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
     if plan.backend == "msamp":
         amp8 = ours("amp8")
         options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
@@ -35,7 +35,7 @@ def convert(accelerator, plan, model, optimizer):
     elif plan.implementation == "transformer_engine":
         skipped = to_transformer_engine(model)
     else:
-        skipped = [(name, reason) for name, module in model.named_modules() if (reason := unfit(module))]
+        skipped = left_alone(model)
         if plan.backend == "ao":
             skipped += [(name, "first or last Linear") for name in {linear[0], linear[-1]} - dict(skipped).keys()]
         wanted = set(linear) - dict(skipped).keys()
@@ -72,11 +72,20 @@ KINDS = {
 }
 
 
+def kind(module):
+    return f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
+
+
 def converted(model):
     """(Linear, LayerNorm) layers of the live model that compute in FP8, by their classes."""
-    kinds = [f"{type(module).__module__.split('.')[0]}.{type(module).__name__}" for module in model.modules()]
-    counts = [KINDS[kind] for kind in kinds if kind in KINDS]
+    counts = [KINDS[kind(module)] for module in model.modules() if kind(module) in KINDS]
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
+
+
+def share(model):
+    """Which part of the model's parameters is in layers that compute in FP8."""
+    inside = {p for m in model.modules() if kind(m) in KINDS for p in m.parameters(recurse=False)}
+    return sum(p.numel() for p in inside) / sum(p.numel() for p in model.parameters())
 
 
 def ours(name):
@@ -93,15 +102,29 @@ def ours(name):
         ) from None
 
 
-def unfit(module):
-    """Why FP8 cannot take a Linear: it is a class of its own (its forward may be anything, or never called), or one of
-    its sizes is not a multiple of 16, which FP8's product needs."""
-    if not isinstance(module, nn.Linear):
-        return None
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__}, not torch's own Linear"
-    odd = [size for size in (module.out_features, module.in_features) if size % 16]
-    return f"{odd[0]} is not a multiple of 16" if odd else None
+def is_linear(module):
+    """torch's Linear, or transformers' Conv1D (GPT-2), which is one with its weight transposed."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def left_alone(model):
+    """[(name, reason)] of the Linear layers that torchao and TransformerEngine cannot take or must not."""
+    users = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name.removesuffix(".weight"))
+    skipped = []
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        odd = [size for size in module.weight.shape if size % 16]
+        others = [user for user in users[module.weight] if user != name]
+        if type(module) is not nn.Linear:  # a subclass has a forward of its own, which would be lost
+            skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
+        elif odd:
+            skipped.append((name, f"{odd[0]} is not a multiple of 16"))
+        elif others:
+            skipped.append((name, f"its weight is that of {others[0]}"))
+    return skipped
 
 
 def torchao_config(plan):
@@ -117,13 +140,11 @@ def to_transformer_engine(model):
     """te.Linear and te.LayerNorm in place of torch's, around the very same Parameters: the optimizer keeps them."""
     import transformer_engine.pytorch as te
 
-    skipped = []
+    skipped = left_alone(model)
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}".lstrip(".")
-            if reason := unfit(child):
-                skipped.append((name, reason))
-            elif type(child) is nn.Linear:
+            if type(child) is nn.Linear and name not in dict(skipped):
                 new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
                                 params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
                 adopt(parent, child_name, child, new)

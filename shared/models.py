@@ -1,10 +1,17 @@
-"""Models by name and size, from timm.
+"""Models by name and size, from timm and transformers, with random weights, a published model's, or a run's own.
 
 Every model names its blocks in `_no_split_modules`: FSDP2 shards by them, whatever the recipe.
 """
 
+import json
+from pathlib import Path
+
 import timm
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 
 from shared.args import Refused
@@ -16,6 +23,18 @@ VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as
     "vit_base": (768, 12, 12),
     "vit_large": (1024, 24, 16),
     "vit_huge": (1280, 32, 16),  # 632M parameters at 224 pixels
+}
+
+RESNET_SIZES = {"resnet_nano": (32, 64, 128, 256)}  # channels of its four stages, one block each; 1.2M parameters
+GPT_SIZES = {  # shape, width, depth, heads; GPT-2's shape in GPT-3's sizes, Llama's in those of Llama 3.2
+    "gpt_nano": ("gpt2", 128, 4, 4),
+    "gpt_small": ("gpt2", 768, 12, 12),
+    "gpt_medium": ("gpt2", 1024, 24, 16),
+    "gpt_large": ("gpt2", 1536, 24, 16),
+    "gpt_xl": ("gpt2", 2048, 24, 16),  # 1.3B parameters
+    "llama_nano": ("llama", 128, 4, 4),
+    "llama_small": ("llama", 768, 12, 12),
+    "llama_1b": ("llama", 2048, 16, 32),  # 1.2B parameters with a vocabulary of 128,256
 }
 
 
@@ -51,7 +70,9 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=Fal
     """
     if te_blocks and (pretrained or name not in VIT_SIZES):
         raise Refused(f"TransformerEngine's blocks start from random weights: one of {', '.join(VIT_SIZES)}")
-    if name in VIT_SIZES and not pretrained:
+    if own_run(name):
+        model = trained(name, pretrained, num_classes)
+    elif name in VIT_SIZES and not pretrained:
         embed_dim, depth, num_heads = VIT_SIZES[name]
         patch_size = 16 if image_size >= 128 else 4
         if image_size % patch_size:
@@ -63,14 +84,185 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=Fal
             **({"class_token": False, "global_pool": "avg", "fc_norm": False} if name == "vit_nano" else {}),
             **({"block_fn": te_block} if te_blocks else {}),
         )  # fmt: skip
-    elif timm.is_model(name):
-        kwargs = {"img_size": image_size} if "vit" in name else {}
-        model = timm.create_model(name, pretrained, in_chans=in_chans, num_classes=num_classes, **kwargs)
-    elif pretrained:
-        raise Refused(f"--pretrained needs a timm name such as vit_base_patch16_224, not {name!r}")
     else:
-        raise Refused(f"no model {name!r}: one of {', '.join(VIT_SIZES)}, or a name of timm.list_models()")
+        kwargs = {"img_size": image_size} if "vit" in name else {}
+        model = of_timm(name, pretrained, VIT_SIZES, in_chans=in_chans, num_classes=num_classes, **kwargs)
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, torch.nn.ModuleList | torch.nn.Sequential) and len(blocks):
         model._no_split_modules = sorted({type(block).__name__ for block in blocks})
     return model
+
+
+def resnet(name, image_size, in_chans, num_classes, pretrained=False):
+    """A residual network: one of RESNET_SIZES, or timm's resnet18, resnet50, or any other of that family.
+
+    Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). For images under 64 pixels the first
+    convolution has stride 1 and nothing is pooled before the blocks: ImageNet's stem leaves one pixel of CIFAR's 32.
+    """
+    if own_run(name):
+        model = trained(name, pretrained, num_classes)
+    elif name in RESNET_SIZES and not pretrained:
+        model = ResNet(BasicBlock, (1, 1, 1, 1), num_classes, in_chans, channels=RESNET_SIZES[name])
+    else:
+        model = of_timm(name, pretrained, RESNET_SIZES, in_chans=in_chans, num_classes=num_classes)
+    if not isinstance(model, ResNet):
+        raise Refused(f"{name} is not a residual network of timm's ResNet: try resnet18, resnet50, or recipes/vit.py")
+    if image_size < 64 and not pretrained:
+        first = model.conv1
+        model.conv1 = torch.nn.Conv2d(in_chans, first.out_channels, 3, stride=1, padding=1, bias=False)
+        model.maxpool = torch.nn.Identity()
+    model._no_split_modules = sorted({type(block).__name__ for stage in stages(model) for block in stage})
+    return model
+
+
+def stages(model):
+    return model.layer1, model.layer2, model.layer3, model.layer4
+
+
+def average_statistics(model):
+    """The running averages of batch norm, averaged over the processes. Every rank calls it after its optimizer step.
+
+    While training, each process normalizes by the statistics of its own micro-batch, as DDP does by default; the
+    running averages, with which it is evaluated, would then differ between processes, and the saved model's would be
+    those of rank 0, from a part of the data.
+    """
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    running = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    flat = torch.cat([buffer.flatten() for buffer in running])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for buffer, mean in zip(running, flat.split([buffer.numel() for buffer in running]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
+
+
+def gpt(name, vocab_size, sequence_length, pretrained=False):
+    """A causal language model of transformers: one of GPT_SIZES with random weights, or a published one, or a run's.
+
+    Takes (batch, tokens) int64, gives an output whose `logits` are (batch, tokens, vocab_size). Its head shares the
+    weight of the embedding.
+    """
+    import transformers
+
+    common = {"vocab_size": vocab_size, "use_cache": False, "tie_word_embeddings": True}
+    common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's business
+    if pretrained:
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise Refused(f"--model {name}: no pretrained weights ({str(error).splitlines()[0]})") from None
+        model.config.use_cache = False
+        longest = getattr(model.config, "max_position_embeddings", sequence_length)
+        if longest < sequence_length:
+            raise Refused(f"--model {name} was made for {longest} tokens: lower --sequence_length {sequence_length}")
+        return model
+    if name not in GPT_SIZES:
+        raise Refused(
+            f"no model {name!r}: one of {', '.join(GPT_SIZES)}, or a Hub name or run folder with --pretrained"
+        )
+    shape, width, depth, heads = GPT_SIZES[name]
+    if shape == "gpt2":
+        config = transformers.GPT2Config(
+            n_positions=sequence_length, n_embd=width, n_layer=depth, n_head=heads,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
+        )  # fmt: skip
+    else:
+        config = transformers.LlamaConfig(
+            max_position_embeddings=sequence_length, hidden_size=width, intermediate_size=4 * width,
+            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2), **common,
+        )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def own_run(name):
+    """The record of a run of these recipes, if `name` is its folder."""
+    file = Path(name, "run.json")
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def model_folder(name):
+    return str(Path(name, "model")) if own_run(name) else name
+
+
+def of_timm(name, pretrained, sizes, **kwargs):
+    if timm.is_model(name):
+        return timm.create_model(name, pretrained, **kwargs)
+    if pretrained:
+        raise Refused(
+            f"--pretrained needs a timm name such as vit_base_patch16_224, or the folder of a run, not {name!r}"
+        )
+    raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a name of timm.list_models()")
+
+
+def as_recorded(record, folder):
+    """The model of the run in `folder`, whose record this is, with random weights."""
+    args, about = record["args"], record["data"]
+    if record["recipe"] == "gpt":
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if Path(folder, "model", "config.json").is_file():
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(Path(folder, "model")))
+        return gpt(args["model"], about["vocab_size"], about["sequence_length"])
+    if before := own_run(args["model"]):
+        return as_recorded(before | {"data": about}, args["model"])
+    shape = about["image_size"], about["in_chans"], about["num_classes"]
+    if args["pretrained"]:
+        return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], 224, *shape[1:])
+    return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], *shape)
+
+
+def trained(run, pretrained, num_classes=None):
+    """The model of a finished run with its weights; a new head, where `num_classes` is another."""
+    if not pretrained:
+        raise Refused(f"--model {run} is a run: add --pretrained to start from its weights")
+    record, file = own_run(run), Path(run, "model", "model.safetensors")
+    try:
+        model = as_recorded(record, run)
+        model.load_state_dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refused(f"--model {run}: its weights cannot be loaded ({reason}); did the run finish?") from None
+    if num_classes not in (None, record["data"]["num_classes"]):
+        model.reset_classifier(num_classes)
+    return model
+
+
+def data_config(name, pretrained=False):
+    """What an image model wants of its images: mean, std, interpolation, crop_pct; if pretrained its size, channels."""
+    if run := own_run(name):
+        keys = ("mean", "std", "interpolation", "crop_pct", "image_size", "in_chans")
+        return {key: run["data"][key] for key in keys if key in run["data"]}
+    if not timm.is_model(name):
+        return {}
+    config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    config = {key: config[key] for key in ("mean", "std", "interpolation", "crop_pct", "input_size")}
+    channels, _, image_size = config.pop("input_size")
+    return config | ({"image_size": image_size, "in_chans": channels} if pretrained else {})
+
+
+def groups(model, args):
+    """Parameter groups for the optimizer: everything that trains, each block at its own learning rate.
+
+    args.freeze: so many first blocks, and what comes before them, stay as they are. args.layer_decay: each block
+    learns at this fraction of the rate of the next one; 1 means all alike.
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
+    depth_of, depth = {}, 0
+    for name, _ in model.named_parameters():  # before the first block 0, in block i i + 1, after the last as the head
+        inside = next((i + 1 for i, block in enumerate(blocks) if name.startswith(block + ".")), None)
+        depth = inside or (len(blocks) + 1 if depth else 0)
+        depth_of[name] = depth
+    if args.freeze > len(blocks):
+        raise Refused(f"--freeze {args.freeze}, but the model has {len(blocks)} blocks")
+    by_depth = {}
+    for name, parameter in model.named_parameters():
+        if args.freeze and depth_of[name] <= args.freeze:
+            parameter.requires_grad_(False)
+        else:
+            scale = args.layer_decay ** (len(blocks) + 1 - depth_of[name])
+            by_depth.setdefault(scale, []).append(parameter)
+    return [
+        {"params": parameters, "lr": args.learning_rate * scale}
+        for scale, parameters in sorted(by_depth.items(), key=lambda item: -item[0])  # first the rate that is logged
+    ]

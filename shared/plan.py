@@ -30,7 +30,7 @@ class Plan:
     fp8_options: dict = dataclasses.field(default_factory=dict)
     compile: bool = False
     offload: bool = False
-    activation_checkpointing: bool = False
+    ckpt: bool = False  # activation checkpointing: each block's activations are computed again, not kept
     rehearsal: bool = False
     emulated: bool = False
 
@@ -135,6 +135,7 @@ def resolve():
             "level",
             "compile",
             "offload",
+            "ckpt",
         ):  # what the command line or a trap has changed
             if says[key] != wanted[key]:
                 lines.append(
@@ -179,7 +180,7 @@ def describe(plan):
     """`ddp x2 | bf16`, with what else was asked for."""
     parts = [f"{plan.strategy} x{plan.num_processes}" if plan.num_processes > 1 else plan.strategy]
     parts.append(" ".join(word for word in (plan.precision, plan.backend, plan.level) if word))
-    parts += [word for word in (*TAILS, "activation_checkpointing") if getattr(plan, word)]
+    parts += [word for word in TAILS if getattr(plan, word)]
     parts += ["rehearsal on a CPU"] if plan.rehearsal else []
     return " | ".join(parts)
 

@@ -27,7 +27,7 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         raise Refused(
             f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
         )
-    linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules()) + fp8.converted(model)[0]
+    linear = sum(map(fp8.is_linear, model.modules())) + fp8.converted(model)[0]  # TE's blocks are both
     skipped = []
     if plan.precision == "fp8":
         optimizer, skipped = fp8.convert(accelerator, plan, model, optimizer)
@@ -81,6 +81,7 @@ class Evidence:
             "linear_converted": converted,
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
             "layernorm_converted": norms,
+            "share_converted": fp8.share(model),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
             "optimizer_owns_all": not orphans,
@@ -176,6 +177,7 @@ class Evidence:
         parts = [where + (", sharded" if self.sharded else ""), what]
         parts[-1] += ", compiled" if plan.compile else ""
         parts[-1] += ", offloaded to the host" if plan.offload else ""
+        parts[-1] += ", activations computed again" if plan.ckpt else ""
         parts.append(
             "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
         )
@@ -196,6 +198,8 @@ class Evidence:
         text = f"fp8 {name}" + (", emulated: no FP8 hardware" if plan.emulated else "")
         text += f" | {record['linear_converted']} of {record['linear_total']} Linear in FP8"
         text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
+        if record["share_converted"] < 0.5:  # convolutions and embeddings stay in high precision
+            text += f", {record['share_converted']:.1%} of the parameters"
         skipped = [f"{entry['name']} ({entry['reason']})" for entry in record["linear_skipped"]]
         more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         return text + (f", skipped {', '.join(skipped[:3])}{more}" if skipped else "")

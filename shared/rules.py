@@ -17,7 +17,7 @@ import yaml
 from shared.args import Refused
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-TAILS = ("compile", "offload")
+TAILS = ("compile", "offload", "ckpt")  # ckpt: activation checkpointing
 BACKENDS = {"AO": "ao", "TE": "te", "MSAMP": "msamp"}
 LEVELS = {  # the first is the default
     "ao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
@@ -72,7 +72,7 @@ def asked(env):
         "compile": env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "whole_model": not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
         "offload": on(env.get("FSDP_OFFLOAD_PARAMS")),
-        "activation_checkpointing": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
+        "ckpt": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
         **asked_of_fp8(env, precision),
         "wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
         "ram_efficient": on(env.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),

@@ -106,7 +106,7 @@ class Run:
     def start(self, model, optimizer, lr_scheduler, evidence, dataset):
         """Everything is prepared: go on from the checkpoint, if there is one, and open the record."""
         self.model, self.optimizer, self.lr_scheduler, self.evidence = model, optimizer, lr_scheduler, evidence
-        self.data_fingerprint = dataset.fingerprint()
+        self.data_fingerprint, self.about_data = dataset.fingerprint(), dataset.about()
         self.same = {  # what must be equal for a resumed run to be the same run
             **{key: value for key, value in asdict(self.args).items() if key not in FREE},
             **{key: getattr(self.plan, key) for key in PLANNED},
@@ -274,12 +274,14 @@ class Run:
             folder.mkdir(exist_ok=True)
             temporary = folder / "model.safetensors.tmp"
             weights = {name: local(tensor.detach()).cpu().contiguous() for name, tensor in weights.items()}
+            own = {name for name, _ in named(self.model.named_parameters())}  # a tensor under its first name alone
+            twice = {name for name, _ in named(self.model.named_parameters(remove_duplicate=False))} - own
             plain = {
                 name: weight
                 for name, weight in named(weights.items())
-                if ".fp8_" not in name and not name.endswith("_extra_state")
+                if ".fp8_" not in name and not name.endswith("_extra_state") and name not in twice
             }
-            save_file(plain, temporary)
+            save_file(plain, temporary, metadata={"format": "pt"})
             checkpoint.sync(temporary)
             os.replace(temporary, folder / "model.safetensors")
         self.final = {"step": self.step, "loss": self.loss if self.step else None, "metrics": metrics}
@@ -321,6 +323,7 @@ class Run:
             "global_batch_size": self.global_batch_size,
             "optimizer": type(inner(self.optimizer)).__name__ if self.opened else self.args.optimizer,
             "data_fingerprint": self.data_fingerprint if self.opened else None,
+            "data": self.about_data if self.opened else None,
             "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
             "plan": asdict(self.plan),
             "evidence": self.evidence.record if self.opened else None,
@@ -359,14 +362,18 @@ def launch(main, arguments):
             error, code = f"{Run.current.failed_saves} checkpoints could not be written", 1
             plan.say(f"error: {error}", sys.stderr)
     except Refused as refused:
-        error, code = str(refused), refused.exit_code
+        error, code = str(refused).rsplit("Refused: ", 1)[-1].strip(), refused.exit_code  # of a loader's process too
         for line in error.splitlines() if may_speak() else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     except Stopped as stopped:
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        traceback.print_exc()
+        if "by peer" in str(problem):  # gloo: another process is gone, and has said why
+            error = "another process of this run ended"
+            plan.say(f"error: {error}", sys.stderr)
+        else:
+            traceback.print_exc()
     try:
         if Run.current is not None and not (code == 2 and not Run.current.opened):
             Run.current.close(error)

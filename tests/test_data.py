@@ -88,6 +88,15 @@ def test_photos_are_balanced_and_apart():
     assert overlap == 0
 
 
+def test_textures_are_grey_and_each_has_held_out_patches():
+    pytest.importorskip("skimage")
+    train_set, held_out = data.textures()
+    assert train_set.num_classes == 8 and train_set.in_chans == 1
+    assert torch.bincount(train_set.labels).min() >= 150 and torch.bincount(held_out.labels, minlength=8).min() >= 30
+    as_rgb = data.images("textures", 48, {"in_chans": 3})[1].__getitems__([0, 1])["pixel_values"]
+    assert as_rgb.shape == (2, 3, 48, 48) and as_rgb[:, 0].equal(as_rgb[:, 2])
+
+
 def test_synthetic_costs_nothing_per_sample():
     train_set, _ = data.images("synthetic")
     assert len(train_set) == 1_000_000 and train_set.num_classes == 1000

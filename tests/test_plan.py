@@ -175,7 +175,7 @@ def test_grammar_refuses_what_begins_as_ours():
     assert rules.grammar("default_config") is None
     promised = rules.grammar("fsdp_bf16_offload")
     assert promised == {"strategy": "fsdp", "precision": "bf16", "backend": None, "level": None,
-                        "compile": False, "offload": True}  # fmt: skip
+                        "compile": False, "offload": True, "ckpt": False}  # fmt: skip
     for name, backend, level in (("fp8", "ao", "tensorwise"), ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
                                  ("fp8_te", "te", "delayed"), ("fp8_msamp_o3", "msamp", "o3")):  # fmt: skip
         promised = rules.grammar(f"single_{name}_compile")

@@ -77,6 +77,12 @@ def test_launch_sh_lines():
             assert rest[::2] == ["--extra"] * len(rest[::2]) and set(rest[1::2]) <= EXTRAS.keys(), command
         elif first == "check":
             assert set(rest) <= {*NAMES, ""}, command
+        elif first == "copy":
+            name, config, _ = rest
+            assert config in ("", *NAMES) and (not name or (ROOT / "recipes" / f"{name}.py").is_file()), command
+        elif first in ("predict", "export") and len(rest) > 1:
+            options = [word for word in rest if word.startswith("--")]
+            assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
         elif first == "formats":
             args.parse(formats.Arguments, rest)
         elif first in WORDS:
@@ -145,7 +151,8 @@ def test_grammar_is_the_codes():
 
 def test_datasets_models_and_extras_are_the_codes():
     listed = TEXT[TEXT.index("## Data and models") :]
-    for name in ("digits", "photos", "synthetic", *models.VIT_SIZES):
+    sizes = (*models.VIT_SIZES, *models.RESNET_SIZES, *models.GPT_SIZES)
+    for name in ("digits", "photos", "textures", "synthetic", "python_docs", "python_source", *sizes):
         assert f"`{name}`" in listed
     assert {"photos", "dev"} <= set(re.findall(r"--extra ([a-z]+)", TEXT)) <= EXTRAS.keys()
 

@@ -1,7 +1,8 @@
-"""Any run's weights as one plain state dict: fp32, safetensors, the names of the unconverted model.
+"""Any run's weights as one plain state dict: fp32, safetensors, the names of the unconverted model. Or as ONNX.
 
     ./launch.sh export runs/vit-fsdp_fp8-...                      the finished model, else the newest sound checkpoint
     ./launch.sh export RUN --checkpoint 200 --output vit.safetensors
+    ./launch.sh export RUN --to onnx                              RUN/export.onnx, for onnxruntime and others
 
 What it writes needs neither torchao, TransformerEngine nor amp8:
 
@@ -17,11 +18,15 @@ checkpoint, MS-AMP's levels   codes and scales; under O3 FP16 masters on the own
 O3 has two answers, and they differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed
 and was evaluated with; a checkpoint gives their FP16 masters, which training elsewhere should go on from. A model of
 TransformerEngine's own blocks gets timm's names; its GELU was the tanh approximation (timm's act_layer="gelu_tanh").
+
+ONNX takes any batch size, of a language model any length. Before the file is there, onnx's checker has passed it and
+onnxruntime has computed held-out samples with it: logits within 1e-4 of torch's, or there is no file.
 """
 
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -169,15 +174,101 @@ def export(run, output=None, step=None):
     return f"{output}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
 
 
+def load(run, step=None):
+    """(the plain model with the weights of a run, in evaluation mode and fp32; its record; what was read)."""
+    from shared import models
+
+    files, source = source_of(run, step)
+    record = json.loads((run / "run.json").read_text())
+    tensors = plain_state_dict(files)
+    try:
+        model = models.as_recorded(record, run)
+        shared_weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        shared_weights -= {name for name, _ in model.named_parameters()}
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise Refused(f"{run}: no model for these weights ({str(error).strip().splitlines()[0]})") from None
+    if set(missing) - shared_weights or unexpected:
+        raise Refused(f"{run}: weights and model differ: {', '.join([*missing, *unexpected][:3])}, ...")
+    return model.eval().float(), record, source
+
+
+def held_out(run, record, count):
+    """The model's inputs of some held-out samples of the run's dataset."""
+    from shared import data, models, text
+
+    args = record["args"]
+    if record["recipe"] == "gpt":
+        known = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
+        _, part = text.texts(args["dataset"], args["sequence_length"], args["vocab_size"], args["packing"], known)
+        return part.__getitems__(range(min(count, len(part))))["input_ids"]
+    config = models.data_config(args["model"], args["pretrained"])
+    _, part = data.images(args["dataset"], args["image_size"], config, args["seed"], args["skip_broken"])
+    return part.__getitems__(range(min(count, len(part))))["pixel_values"]
+
+
+class Logits(torch.nn.Module):
+    """A language model as a plain function of its tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+def to_onnx(run, output=None, step=None, samples=16):
+    """Writes `output` (default: RUN/export.onnx); the line that says what was written and how it compares."""
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401  torch's exporter needs it
+    except ImportError as error:
+        raise Refused(f"ONNX needs the package {error.name}: ./launch.sh setup --extra onnx") from None
+    model, record, source = load(run, step)
+    output, inputs = output or run / "export.onnx", held_out(run, record, samples)
+    batch, name = {0: torch.export.Dim("batch")}, "pixel_values"
+    if record["recipe"] == "gpt":
+        model, name = Logits(model).eval(), "input_ids"
+        batch[1] = torch.export.Dim("tokens", max=inputs.shape[1])
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    program = torch.onnx.export(model, (inputs[:2],), dynamo=True, dynamic_shapes=(batch,), input_names=[name],
+                                output_names=["logits"], verbose=False)  # fmt: skip
+    temporary = output.with_name(output.name + ".tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        program.save(temporary, include_initializers=True)
+        onnx.checker.check_model(temporary)
+        session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
+        worst = 0.0
+        for part in (inputs, inputs[:1], inputs[1:, : inputs.shape[1] // 2] if name == "input_ids" else inputs[1:]):
+            with torch.no_grad():
+                wanted = model(part)
+            [logits] = session.run(None, {session.get_inputs()[0].name: part.numpy()})
+            worst = max(worst, (torch.from_numpy(logits) - wanted).abs().max().item())
+        if not worst <= 1e-4:
+            raise Refused(f"onnxruntime's logits are {worst:.1e} away from torch's: {output} is not written")
+        os.replace(temporary, output)
+    except OSError as error:
+        raise Refused(f"{output} cannot be written: {error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return (
+        f"{output}: {output.stat().st_size:,} bytes, from {source}; checked on {len(inputs)} held-out samples: "
+        f"onnxruntime's logits are within {worst:.1e} of torch's"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
-    parser.add_argument("--to", choices=["safetensors"], default="safetensors", help="the format")
-    parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors")
+    parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")
+    parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors, .onnx")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
     args = parser.parse_args()
     try:
-        print(export(args.run, args.output, args.checkpoint))
+        print({"safetensors": export, "onnx": to_onnx}[args.to](args.run, args.output, args.checkpoint))
     except Refused as refused:
         print(f"refused: {refused}", file=sys.stderr)
         sys.exit(refused.exit_code)

@@ -1,0 +1,96 @@
+"""Latency and size of an exported model: fp32 against fp16, torch against onnxruntime.
+
+    python benchmarks/onnx_latency.py runs/photos-vit-single_fp32-800 runs/photos-resnet-single_fp32-450 \\
+        --output results/onnx_latency.json
+
+Medians over calls on held-out samples, after warm-up, on one CPU thread. `apart` is the largest distance of a logit
+from torch's fp32. Most CPUs have no fp16 arithmetic: there it saves space, not time.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "tools")]
+from export import held_out, load  # noqa: E402
+
+from shared.run import cpu_name, versions  # noqa: E402
+
+
+def milliseconds(call, inputs, calls):
+    for _ in range(3):
+        call(inputs)
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call(inputs)
+        times.append((time.perf_counter() - start) * 1000)
+    return round(statistics.median(times), 3)
+
+
+def in_onnxruntime(model, inputs, path):
+    """A function of a batch, computed by onnxruntime from `model` exported to `path`."""
+    import onnxruntime
+
+    torch.onnx.export(model, (inputs[:2],), dynamo=True, input_names=["inputs"], verbose=False,
+                      dynamic_shapes=({0: torch.export.Dim("batch")},)).save(path)  # fmt: skip
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda batch: torch.from_numpy(session.run(None, {"inputs": batch.numpy()})[0])
+
+
+def measure(run, batches, calls):
+    model, record, _ = load(run)
+    inputs = held_out(run, record, max(batches))
+    with torch.no_grad():
+        wanted = model(inputs)
+    for dtype in (torch.float32, torch.float16):
+        model, cast = model.to(dtype), inputs.to(dtype)
+        weights = sum(t.nbytes for t in model.state_dict().values())
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            path = Path(folder, "model.onnx")
+            engines = {"torch": model, "onnxruntime": in_onnxruntime(model, cast, path)}
+            for engine, call in engines.items():
+                row = {"model": record["args"]["model"], "engine": engine, "dtype": str(dtype)[6:],
+                       "bytes": weights if engine == "torch" else path.stat().st_size,
+                       "apart": (call(cast).float() - wanted).abs().max().item()}  # fmt: skip
+                row |= {f"milliseconds_batch_{n}": milliseconds(call, cast[:n].contiguous(), calls) for n in batches}
+                print(row, flush=True)
+                yield row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs of image recipes")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    rows = [row for run in args.runs for row in measure(run, args.batches, args.calls)]
+    if args.output:
+        from importlib import metadata
+
+        result = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": cpu_name() + ", one thread",
+            "versions": versions() | {name: metadata.version(name) for name in ("onnx", "onnxscript", "onnxruntime")},
+            "rows": rows,
+        }
+        args.output.parent.mkdir(exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""How well do the image recipes learn `photos` on this machine, and in which time?
+
+    python benchmarks/photos.py --output results/photos.json
+
+Each recipe trains through `accelerate launch`; finished runs are not repeated. Accuracy is that of held-out patches,
+places of the photographs never seen; balanced accuracy is the mean over the ten classes of each one's own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "tools")]
+from export import load  # noqa: E402
+
+from shared import data  # noqa: E402
+
+RUNS = {"vit": 800, "resnet": 450}  # optimizer steps
+
+
+def run(recipe, folder, steps, config):
+    """(the run's folder, seconds from command to end), started only if it has not finished before."""
+    out, seconds = folder / f"photos-{recipe}-{config}-{steps}", None
+    if not (out / "run.json").exists():
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        command += [f"accelerate_configs/{config}.yml", f"recipes/{recipe}.py", "--dataset", "photos"]
+        command += ["--max_steps", str(steps), "--per_device_train_batch_size", "64", "--eval_steps", "0"]
+        start = time.time()
+        subprocess.run([*command, "--save_steps", "0", "--output_dir", str(out)], cwd=ROOT, check=True)
+        seconds = time.time() - start
+        (out / "seconds").write_text(str(seconds))
+    return out, float((out / "seconds").read_text())
+
+
+def balanced_accuracy(folder):
+    model, _, _ = load(folder)
+    _, held_out = data.photos()
+    hits = []
+    for first in range(0, len(held_out), 256):
+        batch = held_out.__getitems__(range(first, min(first + 256, len(held_out))))
+        with torch.no_grad():
+            hits.append(model(batch["pixel_values"]).argmax(-1) == batch["labels"])
+    hits = torch.cat(hits).double()
+    return torch.stack([hits[held_out.labels == label].mean() for label in range(10)]).mean().item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=list(RUNS))
+    parser.add_argument("--config", default="single_fp32")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args()
+    rows = []
+    for recipe in args.recipes:
+        folder, seconds = run(recipe, args.runs, RUNS[recipe], args.config)
+        record = json.loads((folder / "run.json").read_text())
+        row = {
+            "recipe": recipe,
+            "model": record["args"]["model"],
+            "config": args.config,
+            "steps": RUNS[recipe],
+            "seconds": round(seconds, 1),
+            "accuracy": record["final"]["metrics"]["accuracy"],
+            "balanced_accuracy": balanced_accuracy(folder),
+        }
+        rows.append(row)
+        print(row, flush=True)
+    if args.output:
+        result = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": record["device_name"],
+            "versions": record["versions"],
+            "rows": rows,
+        }
+        args.output.parent.mkdir(exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

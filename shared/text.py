@@ -1,0 +1,214 @@
+"""Text by name: Python's own documentation and source, offline; local files; any text set of the Hub.
+
+Documents become tokens, tokens become sequences: packed, one stream of documents cut into pieces, or one document a
+piece, padded. Where a sequence is not full its labels are -100: counted by nobody, so batches are ragged in tokens.
+"""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from shared.args import Refused
+from shared.data import load, split_of
+from shared.fp8 import evaluation
+
+END = "<|endoftext|>"
+SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a folder's text files
+
+
+class Text(torch.utils.data.Dataset):
+    """Sequences of one token array, (n, length) int64 input_ids and labels, which are the tokens that come next.
+
+    tokens: all of them, one array. starts, counts: where each sequence begins, how many labels it has (the rest is
+    padding).
+    """
+
+    def __init__(self, tokens, starts, counts, length, tokenizer):
+        self.tokens, self.starts, self.counts, self.length, self.tokenizer = tokens, starts, counts, length, tokenizer
+        self.vocab_size = -(-len(tokenizer) // 16) * 16  # a multiple of 16, as FP8 needs; the last few are never used
+
+    def __len__(self):
+        return len(self.starts)
+
+    def __getitems__(self, indices):
+        indices = torch.tensor([int(index) for index in indices])
+        at = self.starts[indices, None] + torch.arange(self.length + 1)
+        tokens = self.tokens[at.clamp(max=len(self.tokens) - 1)].long()
+        padding = torch.arange(self.length) >= self.counts[indices, None]
+        end = self.tokenizer.eos_token_id
+        return {
+            "input_ids": tokens[:, :-1].masked_fill(padding, end),
+            "labels": tokens[:, 1:].masked_fill(padding, -100),
+        }
+
+    def count(self, indices):
+        """Labels in these sequences, without loading them: the tokens that a loss over them is the mean of."""
+        return self.counts[indices].sum().item()
+
+    def fingerprint(self):
+        """sha256 of every token and of where sequences begin."""
+        digest = hashlib.sha256(f"{self.length} {self.vocab_size}".encode())
+        for part in (self.tokens, self.starts, self.counts):
+            digest.update(part.numpy())
+        return digest.hexdigest()
+
+    def about(self):
+        """What `run.json` says of the data, and inference needs."""
+        return {"sequence_length": self.length, "vocab_size": self.vocab_size, "sequences": len(self),
+                "labels": self.counts.sum().item()}  # fmt: skip
+
+
+def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
+    """(training set, held-out set): python_docs, python_source, a text file, a folder of them, or a Hub dataset.
+
+    vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
+    folder) whose tokenizer is used instead.
+    """
+    train, held_out = documents(name)
+    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train["text"], vocab_size)
+    return tuple(cut(part["text"], tokenizer, sequence_length, packing) for part in (train, held_out))
+
+
+def documents(name):
+    """(training documents, held-out documents), `datasets` of a column "text"; every tenth document is held out where
+    there is no split of that name."""
+    import datasets
+
+    path = Path(name).expanduser()
+    if name in ("python_docs", "python_source") or (path.exists() and not list(path.glob("**/*.parquet"))):
+        whole = {"python_docs": python_docs, "python_source": python_source}.get(name, lambda: files(path))()
+        held_out = [text for i, text in enumerate(whole) if i % 10 == 9]
+        train = [text for i, text in enumerate(whole) if i % 10 != 9]
+        if not held_out:  # one long file: its last tenth
+            whole = "\n".join(whole)
+            train, held_out = [whole[: len(whole) * 9 // 10]], [whole[len(whole) * 9 // 10 :]]
+        return tuple(datasets.Dataset.from_dict({"text": part}) for part in (train, held_out))
+    train, held_out = split_of(load(name, name), name)
+    if "text" not in train.features:
+        raise Refused(f'--dataset {name} has columns {", ".join(train.features)}; one named "text" is needed')
+    return train.select_columns("text"), held_out.select_columns("text")
+
+
+def python_docs(page=4000):
+    """The topics of Python's `help()`, its language reference, in pages of about 4,000 characters.
+
+    Topics quote each other at length: a paragraph stands once, where it comes first, so that no held-out page is in the
+    training set.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise Refused("--dataset python_docs needs pydoc_data, which this Python lacks: try python_source") from None
+    seen, pages = set(), []
+    for name in sorted(topics):
+        pages.append("")
+        for paragraph in topics[name].split("\n\n"):
+            if paragraph.strip() and paragraph not in seen:
+                seen.add(paragraph)
+                if len(pages[-1]) > page:
+                    pages.append("")
+                pages[-1] += paragraph + "\n\n"
+    return [text for text in pages if text]
+
+
+def python_source():
+    """The standard library's modules, without tests."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = (path.relative_to(root) for path in sorted(root.rglob("*.py")))
+    kept = [root / p for p in paths if not {"site-packages", "dist-packages", "test", "tests"} & set(p.parts)]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in kept]
+
+
+def files(path):
+    """The texts of a file, or of a folder's files. Raises Refused with the name of one that is not UTF-8."""
+    paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+    found = []
+    for one in paths:
+        try:
+            found.append(one.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise Refused(f"{one} is not UTF-8 text: byte {error.object[error.start]:#x} at {error.start}; "
+                          "convert it, or remove it from the folder") from None  # fmt: skip
+        except OSError as error:
+            raise Refused(f"{one} cannot be read: {error.strerror}") from None
+    if not any(found):
+        raise Refused(f"{path} holds no text in files named {', '.join(sorted(SUFFIXES))}")
+    return found
+
+
+def train_tokenizer(documents, vocab_size):
+    """A byte-level BPE of `vocab_size` tokens, learned from `documents`; 0: the bytes alone, and an end of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size and vocab_size <= len(alphabet):
+        raise Refused(f"--vocab_size {vocab_size} leaves nothing to learn: 0 means bytes, a BPE has more than 257")
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate([*alphabet, END])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if vocab_size:
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet,
+                                      show_progress=False)  # fmt: skip
+        tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def tokenizer_of(name):
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--model {name}: no tokenizer ({str(error).splitlines()[0]})") from None
+    if tokenizer.eos_token_id is None:
+        raise Refused(f"--model {name}: its tokenizer has no end of text, which separates documents")
+    return tokenizer
+
+
+def cut(documents, tokenizer, length, packing):
+    """`documents` as a Text of sequences with `length` labels each, or fewer at an end."""
+    encoded = tokenizer([text for text in documents if text], add_special_tokens=False, verbose=False)["input_ids"]
+    # Each document begins and ends at an end of text; in the stream one stands for both.
+    ends = [tokenizer.eos_token_id]
+    parts = [torch.tensor(ends + (ids if packing else ids + ends), dtype=torch.int32) for ids in encoded]
+    if not parts:
+        raise Refused("a split of the dataset holds no text")
+    sizes = torch.tensor([len(part) for part in parts])
+    if packing:
+        parts.append(torch.tensor(ends, dtype=torch.int32))
+        sizes = torch.tensor([sizes.sum() + 1])
+    first = sizes.cumsum(0) - sizes
+    starts = torch.cat([torch.arange(0, size - 1, length) + at for at, size in zip(first, sizes, strict=True)])
+    last = torch.cat([(at + size - 1).expand(-(-(size - 1) // length)) for at, size in zip(first, sizes, strict=True)])
+    return Text(torch.cat(parts), starts, (last - starts).clamp(max=length), length, tokenizer)
+
+
+def continuation(model, tokenizer, prompt, length, context, seed=0):
+    """`prompt` and up to `length` tokens that the model goes on with, sampled. Under FSDP2 every rank calls it."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]])
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+        for _ in range(length):
+            logits = model(ids[:, -context:].to(device)).logits[0, -1, : len(tokenizer)].float().cpu()
+            token = torch.multinomial(logits.div(0.8).softmax(0), 1, generator=generator)
+            if token == tokenizer.eos_token_id:
+                break
+            ids = torch.cat([ids, token[None]], 1)
+    return tokenizer.decode(ids[0])
+
+
+def leave(run, model, dataset, prompt="The "):
+    """After a run's end: sample.txt, and what `from_pretrained` needs beside the weights. Every rank calls it."""
+    with evaluation(model):
+        sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
+    if not run.main:
+        return
+    print(f"sample: {sample}", flush=True)
+    (run.output_dir / "sample.txt").write_text(sample + "\n")
+    plain = model.module if hasattr(model, "module") else model
+    plain.config.save_pretrained(run.output_dir / "model")
+    dataset.tokenizer.save_pretrained(run.output_dir / "model")

@@ -1,0 +1,84 @@
+"""A copied recipe, where nothing else of the project can be imported."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from conftest import CONFIGS, ROOT, launched, record
+
+from shared.args import Refused
+
+spec = importlib.util.spec_from_file_location("copy_recipe", ROOT / "tools" / "copy_recipe.py")
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+def alone(folder, recipe, *argv):
+    """`python -I`: neither PYTHONPATH nor the current folder is on the path, only what the recipe adds itself."""
+    command = [sys.executable, "-I", f"recipes/{recipe}.py", *map(str, argv)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt"])
+def test_it_runs_alone(tmp_path, name):
+    written = tool.copy(name, "single_bf16", tmp_path / "mine")
+    assert not any("amp8" in str(path) for path in written)
+    assert sorted(p.relative_to(tmp_path / "mine") for p in (tmp_path / "mine").rglob("*") if p.is_file()) == written
+    data = ("--dataset", ROOT / "shared", "--sequence_length", 16) if name == "gpt" else ()
+    done = alone(tmp_path / "mine", name, "--max_steps", 2, *data, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert record(tmp_path / "run")["final"]["step"] == 2
+
+
+def test_under_accelerate_with_its_own_config(tmp_path):
+    """MS-AMP's levels need amp8, in a folder where the project is not."""
+    tool.copy("vit", "ddp_fp8_msamp_o2", tmp_path / "mine")
+    readme = (tmp_path / "mine" / "README.md").read_text()
+    assert len(readme.splitlines()) <= 10
+    [command] = [line.split() for line in readme.splitlines() if "accelerate launch" in line]
+    out = str(tmp_path / "run")
+    command = [*command[:2], "--main_process_port", "0", *command[2:]]
+    done = launched(*command, "--max_steps", "2", "--output_dir", out, cwd=tmp_path / "mine", env={"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert record(out)["evidence"]["linear_converted"] == 16
+
+
+def test_a_module_left_out_is_noticed(tmp_path):
+    """The test above can fail: without one of the files it does."""
+    tool.copy("vit", "single_bf16", tmp_path / "mine")
+    (tmp_path / "mine" / "shared" / "checkpoint.py").unlink()
+    done = alone(tmp_path / "mine", "vit", "--help")
+    assert done.returncode != 0 and "cannot import name 'checkpoint'" in done.stderr
+
+
+def test_every_import_is_pinned_or_copied(tmp_path):
+    for recipe in (path.stem for path in (ROOT / "recipes").glob("*.py")):
+        folder = tmp_path / recipe
+        tool.copy(recipe, "fsdp_fp8", folder)
+        pinned = (folder / "requirements.txt").read_text()
+        assert all("==" in line for line in pinned.splitlines()) and "torch==" in pinned and "torchvision==" in pinned
+        for path in folder.rglob("*.py"):
+            for name in tool.imports(path):
+                top, *rest = name.split(".")
+                if top in ("shared", "amp8"):
+                    assert (folder / top / f"{rest[0]}.py").is_file() or (folder / top / "__init__.py").is_file()
+                elif top not in sys.stdlib_module_names and top not in tool.OPTIONAL:
+                    packages = tool.PACKAGES.get(top, [top])
+                    assert all(f"{package}==" in pinned for package in packages), f"{path}: {name}"
+
+
+def test_what_it_refuses(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    bad = tmp_path / "bad.yml"
+    bad.write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
+    for recipe, config, folder, reason in (
+        ("vitt", "ddp_bf16", "new", "no recipe .*vitt.py"),
+        ("vit", "ddp_bf17", "new", "no config .*ddp_bf17.yml"),
+        ("vit", "ddp_bf16", "full", "not empty"),
+        ("vit", str(bad), "new", "did you mean mixed_precision"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            tool.copy(recipe, config, tmp_path / folder)
+    assert not (tmp_path / "new").exists()

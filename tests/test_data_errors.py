@@ -1,0 +1,164 @@
+"""What is wrong with the user's data is one line that names the file or the index; no traceback."""
+
+import pytest
+import torch
+from conftest import record, train
+from PIL import Image
+
+from shared import data, text
+from shared.args import Refused
+
+STEPS = ("--max_steps", 3, "--save_steps", 0, "--per_device_train_batch_size", 8, "--image_size", 32)
+
+
+def make(root, counts=(("train", 24), ("test", 8)), classes=("red", "grey")):
+    generator = torch.Generator().manual_seed(0)
+    for split, count in counts:
+        for label in classes:
+            (root / split / label).mkdir(parents=True)
+            for i in range(count // len(classes)):
+                shape = (40, 50, 3) if label == "red" else (50 + i, 40)
+                pixels = torch.randint(0, 255, shape, dtype=torch.uint8, generator=generator).numpy()
+                Image.fromarray(pixels).save(root / split / label / f"{i:02}.png")
+    return root
+
+
+def test_of_two_processes_one_speaks(tmp_path):
+    """Rank 0 alone reads the data first; the other, whose peer is gone, adds no traceback."""
+    from conftest import Ranks
+
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "run"), "--dataset", str(tmp_path)], name="gpt")
+    assert set(ranks.wait()) <= {1, 2}
+    assert ranks.text().count("b.txt is not UTF-8") == 1 and "Traceback" not in ranks.text()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_is_named(tmp_path, workers):
+    broken = make(tmp_path / "set") / "train" / "red" / "03.png"
+    broken.write_bytes(broken.read_bytes()[:100])
+    argv = ("--dataset", tmp_path / "set", *STEPS, "--dataloader_num_workers", workers)
+    run = train("single_fp32", tmp_path / "run", *argv, code=2)
+    log = (tmp_path / "run.log").read_text()
+    [line] = [line for line in log.splitlines() if line.startswith("refused: ")]
+    assert str(broken) in line and "index" in line and "--skip_broken" in line and "Traceback" not in log
+    assert record(run)["status"] == "failed" and str(broken) in record(run)["error"]
+
+
+def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
+    root = make(tmp_path / "set")
+    for name in ("train/red/03.png", "test/grey/01.png"):
+        (root / name).write_bytes(b"not an image")
+    run = train("single_fp32", tmp_path / "run", "--dataset", root, *STEPS, "--skip_broken", 2)
+    about = record(run)["data"]
+    assert [name for name in about["left_out"] if "train/red/03.png" in name] and len(about["left_out"]) == 1
+    train_set, held_out = data.images(str(root), 32, skip_broken=2)
+    assert (len(train_set), len(held_out)) == (23, 7) and "test/grey/01.png" in held_out.left_out[0]
+    with pytest.raises(Refused, match="1 images are broken, --skip_broken allows 0 more: .*test/grey/01.png"):
+        data.images(str(root), 32, skip_broken=1)
+
+
+def test_an_empty_class_is_named(tmp_path):
+    root = make(tmp_path / "set")
+    (root / "train" / "blue").mkdir()
+    (root / "train" / "blue" / "notes.txt").write_text("no image")
+    with pytest.raises(Refused, match=r"set/train/blue is a class without images"):
+        data.images(str(root), 32)
+    (root / "train" / "blue" / "notes.txt").unlink()
+    (root / "train" / "blue").rmdir()
+    (root / "test" / "violet").mkdir()
+    Image.new("L", (9, 9)).save(root / "test" / "violet" / "a.png")
+    with pytest.raises(Refused, match="differ in classes: violet"):
+        data.images(str(root), 32)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2])
+def test_a_label_out_of_range_is_named(tmp_path, wrong):
+    import datasets
+
+    root = make(tmp_path / "set")
+    loaded = datasets.load_dataset("imagefolder", data_dir=str(root))
+    test = loaded["test"].add_column("other", [wrong if i == 5 else 0 for i in range(8)])
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    if wrong == -1:  # a ClassLabel may hold -1, for "not known"
+        test = test.remove_columns("label").rename_column("other", "label").cast(features)
+        (tmp_path / "hub" / "data").mkdir(parents=True)
+        loaded["train"].cast(features).to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+        test.to_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet")
+        with pytest.raises(Refused, match="1 labels are out of range, the first is -1 at index 5 of test"):
+            data.images(str(tmp_path / "hub"), 32)
+    else:
+        from types import SimpleNamespace
+
+        column = SimpleNamespace(num_classes=2)
+
+        class Split(dict):
+            features, split = {"label": column}, "test"
+
+        with pytest.raises(Refused, match="the first is 2 at index 5 of test; there are classes 0 to 1"):
+            data.labels_in_range("set", Split(label=test["other"]), "label")
+
+
+def test_a_set_shorter_than_a_batch_and_one_too_short_to_divide(tmp_path):
+    root = make(tmp_path / "set", counts=(("train", 6), ("test", 4)))
+    train("single_fp32", tmp_path / "run", "--dataset", root, *STEPS, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "refused: the training set has 6 samples, less than one global batch of 8" in log and "Traceback" not in log
+    (tmp_path / "short.txt").write_text("too short")
+    argv = ("--dataset", tmp_path / "short.txt", "--max_steps", 2)
+    train("single_fp32", tmp_path / "gpt", *argv, name="gpt", code=2)
+    assert "refused: the training set has 1 samples" in (tmp_path / "gpt.log").read_text()
+
+
+def test_text_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 in Latin-1")
+    with pytest.raises(Refused, match=r"b\.txt is not UTF-8 text: byte 0xe9 at 3; convert it"):
+        text.texts(str(tmp_path), 16)
+    with pytest.raises(Refused, match="holds no text"):
+        text.files(tmp_path / "none")
+    with pytest.raises(Refused, match="leaves nothing to learn"):
+        text.train_tokenizer(["abc"], 200)
+
+
+def test_the_image_pipeline_gives_the_same_images_whatever_the_workers_and_after_a_resume(tmp_path):
+    """Random crops and flips are drawn from (seed, epoch, index): weights would differ if they were not."""
+    import shutil
+
+    root = make(tmp_path / "set")
+    argv = ("--dataset", root, "--image_size", 32, "--max_steps", 6, "--save_steps", 3, "--save_total_limit", 2)
+    argv += ("--logging_steps", 1, "--eval_steps", 2)
+    one = train("single_fp32", tmp_path / "one", *argv, "--per_device_train_batch_size", 8)
+    two = train("ddp_fp32", tmp_path / "two", *argv, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 2)
+    from conftest import distance, metrics
+
+    assert distance(one, two) < 2e-5
+    part = tmp_path / "part"
+    shutil.copytree(one, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
+    train("single_fp32", part, *argv, "--per_device_train_batch_size", 8, "--resume_from_checkpoint", "latest",
+          "--dataloader_num_workers", 1)  # fmt: skip
+    assert metrics(part) == metrics(one) and distance(part, one) == 0
+    a, b = (data.images(str(root), 32, seed=seed)[0] for seed in (0, 1))
+    drawn = [data.Drawn(3), data.Drawn(3)]
+    drawn[1].epoch = 1
+    first, again, later = (
+        s.__getitems__([i])["pixel_values"] for s, i in ((a, drawn[0]), (a, drawn[0]), (a, drawn[1]))
+    )
+    assert first.equal(again) and not first.equal(later)
+    assert not first.equal(b.__getitems__([drawn[0]])["pixel_values"])
+
+
+def test_held_out_images_are_as_the_model_wants_them(tmp_path):
+    """Resized and cropped without chance, grey made RGB, normalized by the model's own mean and deviation."""
+    from shared import models
+
+    root = make(tmp_path / "set")
+    config = models.data_config("vit_base_patch16_clip_224.openai")
+    assert config["mean"] != (0.5,) * 3
+    plain, normalized = (data.images(str(root), 32, c)[1] for c in ({}, {k: config[k] for k in ("mean", "std")}))
+    a, b = (part.__getitems__([0, 7])["pixel_values"] for part in (plain, normalized))
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    assert a.shape == (2, 3, 32, 32) and torch.allclose(((a + 1) / 2 - mean) / std, b, atol=1e-5)
+    grey = next(i for i, label in enumerate(plain.split["label"]) if plain.classes[label] == "grey")
+    channels = plain.__getitems__([grey])["pixel_values"][0]
+    assert channels[0].equal(channels[1]) and channels[0].equal(channels[2])

@@ -1,0 +1,236 @@
+"""What comes after training: the same answers from the saved model as from the run, here and in onnxruntime."""
+
+import functools
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, record, train
+from PIL import Image
+
+from shared import data, text
+from shared.args import Refused
+
+sys.path.append(str(ROOT / "tools"))
+import export  # noqa: E402
+import predict  # noqa: E402
+
+CONFIGS = ("single_bf16", "ddp_fp8", "ddp_fp8_te", "single_fp8_msamp_o2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of images, some of one channel: 12 x 12 blocks of two colours, in four classes of their angles."""
+    root, generator = tmp_path_factory.mktemp("set"), torch.Generator().manual_seed(0)
+    for split, count in (("train", 32), ("test", 12)):
+        for label in range(4):
+            (root / split / f"class{label}").mkdir(parents=True)
+            for i in range(count):
+                across = torch.arange(40)[None] * (label % 2) + torch.arange(40)[:, None] * (label // 2)
+                pixels = (across // 5 % 2 * 60 + 90)[..., None] + torch.randint(
+                    -60, 60, (40, 40, 3), generator=generator
+                )
+                image = Image.fromarray(pixels.to(torch.uint8).numpy())
+                (image.convert("L") if i % 3 == 0 else image).save(root / split / f"class{label}" / f"{i:02}.png")
+    return root
+
+
+def keep_predictions(folder, rank):
+    """Before a run: every rank writes down the classes that its last evaluation computed, batch by batch."""
+    import vit
+
+    evaluate, cross_entropy = vit.evaluate, vit.F.cross_entropy
+
+    def kept(run, model, loader):
+        seen = []
+
+        def noted(logits, labels, **kwargs):
+            seen.append((logits.argmax(-1), labels))
+            return cross_entropy(logits, labels, **kwargs)
+
+        vit.F.cross_entropy = noted
+        try:
+            return evaluate(run, model, loader)
+        finally:
+            vit.F.cross_entropy = cross_entropy
+            torch.save(seen, f"{folder}/seen{rank}.pt")
+
+    vit.evaluate = kept
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, folder):
+    """config -> (run, its evaluation's class of each held-out sample, in their order)."""
+    root = tmp_path_factory.mktemp("runs")
+
+    @functools.cache
+    def of(config):
+        out = root / config
+        kept = root / f"{config}-kept"
+        kept.mkdir()
+        argv = ("--dataset", folder, "--image_size", 32, "--max_steps", 25, "--save_steps", 0, "--warmup_steps", 5)
+        argv += ("--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 8, "--learning_rate", 0.002)
+        train(config, out, *argv, before=functools.partial(keep_predictions, kept))
+        batches = [torch.load(kept / f"seen{rank}.pt") for rank in range(record(out)["plan"]["num_processes"])]
+        in_turn = [batch for together in zip(*batches, strict=True) for batch in together]
+        return out, torch.cat([found for found, _ in in_turn])[:48].tolist()
+
+    return of
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, pytest.param("fsdp_fp8", marks=pytest.mark.slow)])
+def test_every_held_out_sample_gets_the_class_that_evaluation_gave_it(trained, folder, config):
+    run, evaluated = trained(config)
+    model, made, _ = export.load(run)
+    paths = sorted((folder / "test").rglob("*.png"))  # as `datasets` orders them
+    found = predict.classes(model, made, paths)
+    assert [int(name.removeprefix("class")) for _, name, _ in found] == evaluated
+    right = [path.parent.name == name for path, name, _ in found]
+    assert sum(right) / len(right) == pytest.approx(made["final"]["metrics"]["accuracy"])
+    assert 0.3 < sum(right) / 48 and len(set(evaluated)) > 1  # it has learned something, and errs
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, config):
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    run, _ = trained(config)
+    output = tmp_path / "model.onnx"
+    line = export.to_onnx(run, output)
+    assert "checked on 16 held-out samples" in line and list(tmp_path.iterdir()) == [output]
+    model, _, _ = export.load(run)
+    inputs = export.held_out(run, record(run), 40)
+    session = ort.InferenceSession(output, providers=["CPUExecutionProvider"])
+    for batch in (1, 7, 40):
+        [logits] = session.run(None, {"pixel_values": inputs[:batch].numpy()})
+        with torch.no_grad():
+            assert (torch.from_numpy(logits) - model(inputs[:batch])).abs().max() < 1e-4
+    assert torch.from_numpy(logits).std() > 0.05  # not all the same
+
+
+def test_onnx_that_differs_is_not_written(trained, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    run, _ = trained("single_bf16")
+    held_out = export.held_out
+
+    class Forgetful(torch.nn.Module):
+        """Another function when it is exported than when it is run."""
+
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(x) + (1e-3 if torch.compiler.is_exporting() else 0)
+
+    load = export.load
+    monkeypatch.setattr(export, "load", lambda *args: (Forgetful(load(*args)[0]).eval(), *load(*args)[1:]))
+    with pytest.raises(Refused, match="1.0e-03 away from torch's: .* is not written"):
+        export.to_onnx(run, tmp_path / "model.onnx")
+    assert held_out and not list(tmp_path.iterdir())
+
+
+def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, capsys):
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    argv = ("--dataset", ROOT / "shared", "--sequence_length", 32, "--max_steps", 8, "--save_steps", 4)
+    run = train("ddp_fp8_msamp_o2", tmp_path / "run", *argv, "--model", "gpt_nano", name="gpt")
+    model, _, _ = export.load(run)
+    line = export.to_onnx(run)
+    assert "checked on 16" in line
+    session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
+    ids = export.held_out(run, record(run), 3)[:, :20]
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert (torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]) - wanted).abs().max() < 1e-4
+    outs = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["predict.py", str(run), "--prompt", "import ", "--tokens", "12"])
+        predict.main()
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1] and outs[0].startswith("import ") and len(outs[0]) > 10
+    tokenizer = text.tokenizer_of(str(run / "model"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert outs[0] == text.continuation(model, tokenizer, "import ", 12, 32) + "\n"
+    early, _, source = export.load(run, 4)
+    assert source == "checkpoint-4" and not early.lm_head.weight.equal(model.lm_head.weight)
+    assert early.lm_head.weight is early.get_input_embeddings().weight
+
+
+def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatch, capsys):
+    run, evaluated = trained("single_bf16")
+
+    def call(*argv):
+        monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, argv)])
+        try:
+            predict.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    one = folder / "test" / "class1" / "05.png"
+    code, out, _ = call(run, one, folder / "test" / "class0", "--precision", "plain")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert code == 0 and len(rows) == 13 and rows[0][0] == str(one)
+    assert all(0.25 <= float(row[2]) <= 1 and row[1].startswith("class") for row in rows)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    for argv, reason in (
+        ((run,), "give it image files"),
+        ((run, tmp_path / "broken.png"), "broken.png"),
+        ((run, tmp_path / "none.png"), "none.png"),
+        ((run, "--prompt", "x"), "give it image files"),
+        ((tmp_path, one), "not the folder of a run"),
+    ):
+        code, out, err = call(*argv)
+        assert code == 2 and err.startswith("refused: ") and reason in err and len(err.splitlines()) == 1
+
+
+def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
+    """A held-out patch saved as PNG becomes the very pixels that evaluation saw."""
+    pytest.importorskip("skimage")
+    held_out = data.photos()[1]
+    Image.fromarray(held_out.pixels[7].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
+    pixels = predict.transform_of(held_out.about())(Image.open(tmp_path / "a.png"))
+    assert pixels.equal(held_out.__getitems__([7])["pixel_values"][0])
+
+
+def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path):
+    """Fine-tuning: all weights but the new head are the run's; frozen blocks stay, later blocks move faster."""
+    from conftest import weights
+
+    run, _ = trained("single_bf16")
+    argv = ("--max_steps", 3, "--save_steps", 0, "--pretrained", "--model", run, "--warmup_steps", 1)
+    again = train("single_fp32", tmp_path / "same", *argv, "--dataset", folder, "--learning_rate", 1e-12)
+    before, after = weights(run), weights(again)
+    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before)
+    other = train("ddp_bf16", tmp_path / "other", *argv, "--dataset", "digits", "--freeze", 2, "--layer_decay", 0.1)
+    found = weights(other)
+    assert found["head.weight"].shape == (10, 64) and before["head.weight"].shape == (4, 64)
+    about = record(other)["data"]
+    assert (about["image_size"], about["in_chans"]) == (32, 3)  # digits, as the model wants them
+    still = [name for name in before if "head" not in name and found[name].equal(before[name])]
+    assert set(still) == {n for n in before if n.startswith(("patch_embed", "pos_embed", "blocks.0.", "blocks.1."))}
+    moved = [(found[f"blocks.{i}.mlp.fc1.weight"] - before[f"blocks.{i}.mlp.fc1.weight"]).abs().mean() for i in (2, 3)]
+    assert 5 < moved[1] / moved[0] < 20
+    train("single_fp32", tmp_path / "bare", "--model", run, code=2)
+    assert "is a run: add --pretrained" in (tmp_path / "bare.log").read_text()
+    train("single_fp32", tmp_path / "deep", *argv, "--dataset", folder, "--freeze", 9, code=2)
+    assert "--freeze 9, but the model has 4 blocks" in (tmp_path / "deep.log").read_text()
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "single_fp8_msamp_o2", "fsdp_fp8"])
+def test_frozen_and_decayed_under_every_kind_of_sharding(trained, folder, tmp_path, config):
+    from conftest import weights
+
+    run, _ = trained("single_bf16")
+    argv = ("--max_steps", 3, "--save_steps", 0, "--pretrained", "--model", run, "--dataset", "digits", "--freeze", 1)
+    argv += ("--warmup_steps", 1, "--learning_rate", 0.01)
+    found, before = weights(train(config, tmp_path / "run", *argv, "--layer_decay", 0.5)), weights(run)
+    still = {
+        name
+        for name in before
+        if "head" not in name and torch.allclose(found[name], before[name], atol=1e-3, rtol=2e-3)
+    }
+    assert {n for n in before if n.startswith(("patch_embed", "pos_embed", "blocks.0."))} <= still
+    assert "blocks.3.mlp.fc1.weight" not in still

@@ -1,0 +1,301 @@
+"""Every recipe under the configs, the lines they share, and what is special to each."""
+
+import difflib
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
+
+from shared import data, models, rules, text
+
+STEPS = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0)
+ALL = [path.stem for path in sorted(CONFIGS.glob("*.yml")) if "mxfp8" not in path.stem and path.stem != "fsdp_fp16"]
+CHOSEN = {
+    "vit": ("fsdp_bf16_ckpt",),  # the other configs are test_configs.py's and test_fp8.py's
+    "resnet": ("ddp_bf16", "fsdp_fp32"),
+    "gpt": ("fsdp_bf16_ckpt", "fsdp_fp8", "single_fp8_te", "ddp_fp8_msamp_o2", "ddp_fp16"),
+}
+
+
+def matrix():
+    for name, chosen in CHOSEN.items():
+        for config in ALL:
+            yield pytest.param(name, config, marks=() if config in chosen else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "config"), list(matrix()))
+def test_rehearses(tmp_path, name, config):
+    if name == "resnet" and "fp8" in config:  # its one Linear has ten classes
+        train(config, tmp_path / "run", *STEPS, name=name, code=2)
+        assert "none of 1 Linear layers can be: fc: " in (tmp_path / "run.log").read_text()
+        return
+    small = ("--dataset", ROOT / "shared", "--sequence_length", 32) if name == "gpt" else ()
+    run = train(config, tmp_path / "run", *STEPS, *small, name=name)
+    made, asked = record(run), rules.grammar(config)
+    assert made["status"] == "finished" and made["recipe"] == name
+    assert {key: made["plan"][key] for key in asked if key in made["plan"]} == {
+        k: asked[k] for k in asked if k != "recipe"
+    }
+    losses = [row["loss"] for row in metrics(run) if "loss" in row]
+    assert len(losses) == 4 and all(0 < loss < 10 for loss in losses)
+    assert made["evidence"]["optimizer_owns_all"]
+    assert made["evidence"]["sharded"] is (asked["strategy"] == "fsdp")
+    assert (made["evidence"]["linear_converted"] > 0) == (asked["precision"] == "fp8")
+
+
+SIBLINGS = {  # lines of each recipe that the others do not have word for word: what it is made of, and no more
+    "vit": r"image|pixel|hit|accuracy|dataset: str|model: str|pretrained: bool|skip_broken|te_blocks|vit|shape|config = |"
+    r"losses|loss = F\.cross_entropy\(at_least_float32\(logits\), batch|from shared import",
+    "resnet": r"residual|resnet|[Bb]atch norm|little differently|average_statistics",
+    "gpt": r"token|vocab_size|gpt|packing|model: str|pretrained: bool|dataset: str|from shared import|perplexity|seen|logits = |"
+    r"loss = F\.cross|count|loss = loss|losses|known = |text\.",
+}
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt"])
+def test_siblings_share_their_lines(name):
+    """A line that one recipe has and another lacks must be about what that recipe trains; the loop is one loop."""
+    pages = [(ROOT / "recipes" / f"{each}.py").read_text().splitlines() for each in ("vit", name)]
+    own = [[], []]
+    for line in difflib.ndiff(*pages):
+        if line[:2] in ("- ", "+ ") and line[2:].strip():
+            own["-+".index(line[0])].append(line[2:])
+    for each, lines in zip(("vit", name), own, strict=True):
+        drifted = [line for line in lines if not re.search(SIBLINGS[each], line)]
+        assert not drifted, f"only in recipes/{each}.py:\n" + "\n".join(drifted)
+    assert len(own[0]) + len(own[1]) <= {"resnet": 20, "gpt": 70}[name]
+
+
+def test_each_recipe_is_150_lines_at_most():
+    pages = list((ROOT / "recipes").glob("*.py"))
+    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt"}
+    assert all(len(page.read_text().splitlines()) <= 150 for page in pages)
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    """Documents of 2 to 90 words, one a sequence: sequences of 9 to 48 labels."""
+    folder = tmp_path_factory.mktemp("ragged")
+    for i in range(60):
+        (folder / f"{i:02}.txt").write_text(" ".join(f"w{i * k % 7}" for k in range(2 + i * 37 % 89)))
+    return folder
+
+
+FP64 = ("--model", "gpt_nano", "--dtype", "float64", "--optimizer", "sgd", "--max_steps", 6, "--logging_steps", 1,
+        "--save_steps", 0, "--learning_rate", 0.2, "--warmup_steps", 2, "--max_grad_norm", 0.5, "--no-packing",
+        "--sequence_length", 48)  # fmt: skip
+
+
+def batches(per_device, accumulation):
+    return ("--per_device_train_batch_size", per_device, "--gradient_accumulation_steps", accumulation)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [("single_fp32", 4, 4), ("ddp_fp32", 2, 4)],
+        pytest.param([("ddp_fp32", 8, 1), ("fsdp_fp32", 4, 2), ("single_fp32", 8, 2)], marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_is_the_mean_over_all_tokens_whatever_the_processes(ragged, tmp_path, others):
+    counts = text.texts(str(ragged), 48, packing=False)[0].counts
+    assert counts.min() < 12 and counts.max() == 48 and len(counts.unique()) > 10
+    argv = ("--dataset", ragged, *FP64)
+    one = train("single_fp32", tmp_path / "one", *argv, *batches(16, 1), name="gpt")
+    for config, per_device, accumulation in others:
+        out = tmp_path / f"{config}-{accumulation}"
+        other = train(config, out, *argv, *batches(per_device, accumulation), name="gpt")
+        assert distance(one, other) < 1e-10, out
+        for a, b in zip(metrics(one), metrics(other), strict=True):
+            for key in a.keys() & {"loss", "grad_norm", "eval_loss", "perplexity"}:
+                assert a[key] == pytest.approx(b[key], rel=1e-10), (out, key)
+    assert max(row.get("grad_norm", 0) for row in metrics(one)) > 0.5  # clipping was at work
+
+
+def test_the_parity_can_fail(ragged, tmp_path):
+    """The mean of each micro-batch's own mean is another loss, where sequences differ in length."""
+
+    def own_means(rank):
+        count = text.Text.count
+
+        def of_this_micro_batch(self, indices):
+            return count(self, indices[rank * 8 : rank * 8 + 8]) * 2
+
+        text.Text.count = of_this_micro_batch
+
+    argv = ("--dataset", ragged, *FP64)
+    one = train("single_fp32", tmp_path / "one", *argv, *batches(16, 1), name="gpt")
+    two = train("ddp_fp32", tmp_path / "two", *argv, *batches(8, 1), name="gpt", before=own_means)
+    assert distance(one, two) > 1e-6
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_token_is_a_label_once(tmp_path, packing):
+    documents = ["The first.", "", "Second, a longer one: äöü 汉字 \U0001f600.", "x" * 40]
+    tokenizer = text.train_tokenizer(documents, 0)
+    part = text.cut(documents, tokenizer, 8, packing)
+    rows = part.__getitems__(range(len(part)))
+    end, seen = tokenizer.eos_token_id, []
+    for inputs, labels, count in zip(rows["input_ids"], rows["labels"], part.counts, strict=True):
+        kept = labels >= 0
+        assert kept.sum() == count > 0 and kept[: int(count)].all()
+        assert (inputs[1:][kept[1:]] == labels[:-1][kept[1:]]).all()  # each input is the label before it
+        seen += labels[kept].tolist()
+    wanted = [tokenizer(d, add_special_tokens=False)["input_ids"] + [end] for d in documents if d]
+    assert seen == sum(wanted, [])
+    assert tokenizer.decode([t for t in seen if t != end]) == "".join(documents)
+    assert part.count(torch.arange(len(part))) == len(seen)
+
+
+def test_a_tokenizer_is_the_same_each_time_and_gives_the_text_back():
+    documents = text.python_docs()[:10]
+    a, b = (text.train_tokenizer(documents, 400) for _ in range(2))
+    assert a.get_vocab() == b.get_vocab() and len(a) == 400
+    ids = a(documents[0], add_special_tokens=False)["input_ids"]
+    assert a.decode(ids) == documents[0] and len(ids) < len(documents[0].encode()) / 1.5
+
+
+def test_python_s_own_documentation_and_source_are_there():
+    docs, source = text.python_docs(), text.python_source()
+    assert len(docs) >= 100 and sum(map(len, docs)) > 300_000 and any("lambda" in one for one in docs)
+    train, held_out = text.documents("python_docs")
+    paragraphs = [{p.strip() for one in part["text"] for p in one.split("\n\n")} - {""} for part in (train, held_out)]
+    assert len(paragraphs[1]) > 200 and not paragraphs[0] & paragraphs[1]
+    assert len(source) > 300 and any("class JSONDecoder" in one for one in source)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt_nano", 0.96), ("gpt_small", 124.4), ("gpt_medium", 354.8), ("gpt_large", 757.7),
+                                                 ("gpt_xl", 1313.6), ("llama_nano", 1.02), ("llama_small", 141.2), ("llama_1b", 1236)])  # fmt: skip
+def test_language_models_by_size(name, millions):
+    vocabulary = {"nano": 272, "1b": 128256}.get(name.split("_")[1], 50257)
+    with torch.device("meta"):
+        model = models.gpt(name, vocabulary, 1024)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert len(model._no_split_modules) == 1
+
+
+def test_tied_weights_are_stored_once_and_the_run_s_model_is_transformers_own(ragged, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    argv = ("--dataset", ragged, "--sequence_length", 32, *STEPS)
+    for config, kind in (("fsdp_fp32", "gpt_nano"), ("single_fp32", "llama_nano")):
+        run = train(config, tmp_path / kind, *argv, "--model", kind, name="gpt")
+        names = weights(run).keys()
+        assert "lm_head.weight" not in names and any("wte" in n or "embed_tokens" in n for n in names)
+        model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        tokenizer = AutoTokenizer.from_pretrained(run / "model")
+        held_out = text.texts(str(ragged), 32)[1]
+        assert tokenizer.get_vocab() == held_out.tokenizer.get_vocab()
+        rows = held_out.__getitems__(range(len(held_out)))
+        with torch.no_grad():
+            logits = model(rows["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"]).item()
+        assert record(run)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        assert record(run)["final"]["metrics"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+        assert (run / "sample.txt").read_text().startswith("The ")
+        again = train("single_fp32", tmp_path / f"{kind}-again", *argv, "--model", run, "--pretrained",
+                      "--learning_rate", 1e-9, name="gpt")  # fmt: skip
+        assert record(again)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_activation_checkpointing_changes_memory_and_nothing_else(ragged, tmp_path):
+    argv = ("--dataset", ragged, "--sequence_length", 32, *STEPS)
+    kept = train("fsdp_bf16", tmp_path / "kept", *argv, name="gpt")
+    again = train("fsdp_bf16_ckpt", tmp_path / "again", *argv, name="gpt")
+    assert distance(kept, again) == 0 and metrics(kept) == metrics(again)
+    assert record(again)["plan"]["ckpt"] and not record(kept)["plan"]["ckpt"]
+    assert "activations computed again" in (tmp_path / "again.log").read_text()
+
+
+def test_gpt2_shape_has_no_linear_for_torchao_but_for_amp8(ragged, tmp_path):
+    argv = ("--dataset", ragged, "--sequence_length", 32, "--model", "gpt_nano", *STEPS)
+    train("single_fp8", tmp_path / "ao", *argv, name="gpt", code=2)
+    assert "none of 17 Linear layers can be: transformer.h.0.attn.c_attn: a Conv1D" in (tmp_path / "ao.log").read_text()
+    run = train("single_fp8_msamp_o2", tmp_path / "msamp", *argv, name="gpt")
+    evidence = record(run)["evidence"]
+    assert (evidence["linear_converted"], evidence["linear_total"]) == (16, 17)
+    assert [entry["name"] for entry in evidence["linear_skipped"]] == ["lm_head"]
+
+
+def test_batch_norm_s_running_averages_are_those_of_all_processes(tmp_path):
+    """Rank 0's model is saved, and its averages are the mean over ranks: each rank's own would differ."""
+
+    def keep(rank):
+        from shared.run import Run
+
+        finish = Run.finish
+
+        def kept(self, metrics):
+            own = {n: b.clone() for n, b in self.model.named_buffers()}
+            torch.save(own, tmp_path / f"{'ddp' if 'module' in next(iter(own)) else 'fsdp'}{rank}.pt")
+            finish(self, metrics)
+
+        Run.finish = kept
+
+    ddp = train("ddp_fp32", tmp_path / "ddp", *STEPS, name="resnet", before=keep)
+    fsdp = train("fsdp_fp32", tmp_path / "fsdp", *STEPS, name="resnet", before=keep)
+    for run, kind in ((ddp, "ddp"), (fsdp, "fsdp")):
+        ranks = [torch.load(tmp_path / f"{kind}{rank}.pt") for rank in range(2)]
+        assert all(ranks[0][name].equal(ranks[1][name]) for name in ranks[0])
+        saved = weights(run)
+        assert all(saved[name.removeprefix("module.")].equal(ranks[0][name]) for name in ranks[0])
+    assert distance(ddp, fsdp) < 1e-4
+
+
+def test_resnet_on_small_images_keeps_its_resolution():
+    for name in ("resnet_nano", "resnet18", "resnet50"):
+        model = models.resnet(name, 32, 3, 10).eval()
+        assert model.forward_features(torch.zeros(1, 3, 32, 32)).shape[-1] == 4
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert models.resnet("resnet18", 224, 3, 10).conv1.stride == (2, 2)
+
+
+def test_a_resumed_gpt_run_is_the_same_run(ragged, tmp_path):
+    argv = ("--dataset", ragged, "--sequence_length", 32, "--max_steps", 6, "--logging_steps", 1, "--save_steps", 3)
+    whole = train("ddp_bf16", tmp_path / "whole", *argv, "--save_total_limit", 3, name="gpt")
+    part = tmp_path / "part"
+    shutil.copytree(whole, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
+    train("ddp_bf16", part, *argv, "--resume_from_checkpoint", "latest", name="gpt")
+    assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+
+
+def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
+    def sixteen_classes(rank):
+        digits = data.digits
+
+        def with_more(*args):
+            parts = digits(*args)
+            for part in parts:
+                part.num_classes = 16
+            return parts
+
+        data.digits = with_more
+
+    run = train("single_fp8_te", tmp_path / "run", *STEPS, name="resnet", before=sixteen_classes)
+    assert "1 of 1 Linear in FP8, 0.3% of the parameters | parameters" in (tmp_path / "run.log").read_text()
+    assert record(run)["evidence"]["share_converted"] == pytest.approx(0.0034, abs=0.0003)
+
+
+def test_what_fp8_leaves_alone_is_named():
+    """Subclasses, which have a forward of their own, odd shapes, and weights that are another layer's too."""
+    from torch import nn
+
+    from shared import fp8
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(32, 16)
+            self.attention = nn.MultiheadAttention(16, 2)
+            self.odd, self.plain, self.head = nn.Linear(16, 10), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+            self.head.weight = self.embedding.weight
+
+    assert dict(fp8.left_alone(Model())) == {
+        "attention.out_proj": "a NonDynamicallyQuantizableLinear, not torch's own Linear",
+        "odd": "10 is not a multiple of 16",
+        "head": "its weight is that of embedding",
+    }

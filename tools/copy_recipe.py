@@ -1,0 +1,124 @@
+"""A recipe with all it needs, and nothing else, in a folder of its own.
+
+    ./launch.sh copy vit ddp_fp8_msamp_o2 ../my-project
+
+writes recipes/vit.py, the modules of shared/ that it imports, amp8/ if the config can need it, the YAML, pinned
+requirements, and a README of ten lines. What is needed is read from the imports, those inside functions too.
+"""
+
+import argparse
+import ast
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from shared import rules  # noqa: E402
+from shared.args import Refused  # noqa: E402
+
+# Names of packages that differ from what is imported, and packages that others need and name nowhere.
+PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
+            "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"]}  # fmt: skip
+OPTIONAL = {"skimage", "transformer_engine"}  # asked for by the one dataset or config that needs them
+
+
+def imports(path):
+    """Dotted names that a Python file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def needed(recipe):
+    """(our files that `recipe` stands on, packages that any of them imports)."""
+    files, packages, queue = [], set(), [recipe]
+    while queue:
+        path = queue.pop()
+        if path in files:
+            continue
+        files.append(path)
+        for name in imports(path):
+            top, *rest = name.split(".")
+            if top == "shared":
+                queue += [ROOT / "shared" / "__init__.py"]
+                queue += [file for file in [ROOT / "shared" / f"{rest[0]}.py"] if rest and file.is_file()]
+            elif top not in sys.stdlib_module_names and top != "amp8":
+                packages.add(top)
+    return files, packages
+
+
+def pins(packages):
+    """requirements.txt's lines for these packages, versions without hashes; the rest comes with them."""
+    text = (ROOT / "requirements.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==([^ ;\\\n]+)", text, re.M))
+    names = [name for package in packages - OPTIONAL for name in PACKAGES.get(package, [package])]
+    return "".join(f"{name}=={pinned[name]}\n" if name in pinned else f"{name}\n" for name in sorted(names))
+
+
+def copy(recipe, config, destination):
+    """Writes `destination`; the relative paths written."""
+    source = ROOT / "recipes" / f"{recipe.removesuffix('.py')}.py"
+    yml = Path(config) if Path(config).suffix else ROOT / "accelerate_configs" / f"{config}.yml"
+    for path, kind in ((source, "recipe"), (yml, "config")):
+        if not path.is_file():
+            raise Refused(f"no {kind} {path}: ./launch.sh ls lists them")
+    problems, mapping = rules.file_problems(yml)
+    if problems:
+        raise Refused("\n".join(f"{yml.name}: {line}" for line in problems))
+    if destination.exists() and any(destination.iterdir()):
+        raise Refused(f"{destination} is there and not empty: choose a new folder")
+    files, packages = needed(source)
+    wanted = rules.asked(rules.exported(mapping))
+    if wanted["precision"] == "fp8":  # MS-AMP's levels, or FP8 where there is no GPU
+        files += sorted((ROOT / "amp8").glob("*.py"))
+        packages.add("torchao")  # `accelerate launch` refuses fp8 without an FP8 package
+    written = []
+    for path in [*files, yml]:
+        inside = path.resolve().is_relative_to(ROOT)
+        at = path.resolve().relative_to(ROOT) if inside else Path("accelerate_configs", path.name)
+        (destination / at).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, destination / at)
+        written.append(at)
+    (destination / "requirements.txt").write_text(pins(packages))
+    (destination / "README.md").write_text(readme(source, yml, destination, "amp8" in {p.parts[0] for p in written}))
+    return sorted([*written, Path("requirements.txt"), Path("README.md")])
+
+
+def readme(source, yml, destination, with_amp8):
+    what = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
+    return f"""# {destination.resolve().name}
+
+{what} Copied from accelerate-recipes; all of it is yours to change.
+
+    pip install -r requirements.txt
+    accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}
+
+`recipes/{source.name}` is what is trained, the YAML how, `shared/` what the recipe stands on{
+        ", `amp8/` its FP8" if with_amp8 else ""
+    }.
+`python recipes/{source.name} --help` lists the options; each run writes `runs/`.
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="its name, as ./launch.sh ls lists it")
+    parser.add_argument("config", help="its name, or the path of a YAML file")
+    parser.add_argument("destination", type=Path, help="a folder that is not there yet, or empty")
+    args = parser.parse_args()
+    try:
+        written = copy(args.recipe, args.config, args.destination)
+    except (Refused, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"refused: {line}", file=sys.stderr)
+        sys.exit(2)
+    lines = sum(len((args.destination / path).read_text().splitlines()) for path in written)
+    print(f"{args.destination}: {len(written)} files, {lines:,} lines. Next: its README.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What a trained model says: the class of each image, or how a text goes on.
+
+    ./launch.sh predict runs/vit-... photo.jpg folder/      one line each: file, class, probability
+    ./launch.sh predict runs/gpt-... --prompt "import "
+
+Images go through what the run's held-out images went through: size, channels, normalization. The weights are the
+finished model's, else the newest sound checkpoint's. `--precision evaluated`, the default, computes as the run's own
+evaluation did: under autocast in bf16 for bf16 and FP8 configs (evaluation is outside FP8), and where FSDP2 gathered
+weights in FP8, on weights rounded to e4m3. `plain` is fp32.
+"""
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+
+from export import load  # isort: skip  (this file's own folder is first on the path)
+from shared import data  # noqa: E402
+from shared.args import Refused  # noqa: E402
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+
+
+def as_evaluated(model, record, device):
+    """The context in which the run's evaluation computed; rounds weights that it saw rounded."""
+    precision = record["evidence"]["eval_precision"]
+    if "gathered as e4m3" in precision:
+        round_weights(model, record)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.split(",")[0])
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def round_weights(model, record):
+    """To e4m3 and back, one scale per tensor: what torchao's FP8 all-gather does to the weights of FP8 layers."""
+    left = {entry["name"] for entry in record["evidence"]["linear_skipped"]}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name not in left:
+            scale = 448.0 / module.weight.detach().abs().max().double().clamp(min=1e-12)
+            codes = (module.weight.detach() * scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            module.weight.data = codes.float() / scale.float()
+
+
+def files_of(inputs):
+    for path in inputs:
+        if path.is_dir():
+            yield from sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        else:
+            yield path
+
+
+def transform_of(about):
+    """Pixels of one RGB image as the run's held-out images were made: (channels, image_size, image_size) float32."""
+    if "interpolation" in about:
+        from timm.data import create_transform
+
+        keys = ("mean", "std", "interpolation", "crop_pct")
+        return create_transform((3, about["image_size"], about["image_size"]), **{key: about[key] for key in keys})
+
+    def transform(image):
+        import numpy as np
+
+        image = image.convert("L" if about["in_chans"] == 1 else "RGB")
+        pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1).permute(2, 0, 1)[None]
+        size = (about["image_size"],) * 2
+        if pixels.shape[2:] != size:
+            pixels = torch.nn.functional.interpolate(pixels.float(), size, mode="bilinear", antialias=True).byte()
+        one = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1)
+        return one.fitted(None, {**about, "mean": tuple(about["mean"]), "std": tuple(about["std"])}).__getitems__([0])[
+            "pixel_values"
+        ][0]
+
+    return transform
+
+
+def classes(model, record, paths, precision="evaluated", batch_size=64, device="cpu"):
+    """[(path, class, probability)] for image files."""
+    device, about = torch.device(device), record["data"]
+    names = about["classes"] or [str(label) for label in range(about["num_classes"])]
+    transform = transform_of(about)
+    context = as_evaluated(model, record, device) if precision == "evaluated" else contextlib.nullcontext()
+    model, found = model.to(device), []
+    for first in range(0, len(paths), batch_size):
+        part = paths[first : first + batch_size]
+        pixels = torch.stack([transform(data.read_image({"path": str(path), "bytes": None}, i))
+                              for i, path in enumerate(part, first)])  # fmt: skip
+        with torch.no_grad(), context:
+            probabilities = model(pixels.to(device)).float().softmax(-1)
+        for path, row in zip(part, probabilities, strict=True):
+            found.append((path, names[row.argmax()], row.max().item()))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
+    parser.add_argument("inputs", type=Path, nargs="*", help="image files, and folders of them")
+    parser.add_argument("--prompt", help="for a language model: the text to go on with")
+    parser.add_argument("--tokens", type=int, default=100, help="how many to add to the prompt")
+    parser.add_argument("--seed", type=int, default=0, help="of the tokens drawn")
+    parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
+    args = parser.parse_args()
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = found or torch.device("cpu")
+    try:
+        model, record, _ = load(args.run, args.checkpoint)
+        if record["recipe"] == "gpt":
+            from shared import text
+
+            if args.prompt is None or args.inputs:
+                raise Refused(f"{args.run} is a language model: give it --prompt TEXT and no files")
+            tokenizer = text.tokenizer_of(str(args.run / "model"))
+            context = contextlib.nullcontext()
+            if args.precision == "evaluated":
+                context = as_evaluated(model, record, device)
+            with context:
+                length = record["data"]["sequence_length"]
+                print(text.continuation(model.to(device), tokenizer, args.prompt, args.tokens, length, args.seed))
+            return
+        paths = list(files_of(args.inputs))
+        if not paths or args.prompt is not None:
+            raise Refused(f"{args.run} classifies images: give it image files or folders that hold some, no --prompt")
+        for path, name, probability in classes(model, record, paths, args.precision, device=device):
+            print(f"{path}\t{name}\t{probability:.4f}")
+    except Refused as refused:
+        print(f"refused: {refused}", file=sys.stderr)
+        sys.exit(refused.exit_code)
+
+
+if __name__ == "__main__":
+    main()
