@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from shared import fp8
+from shared import fp8, zero
 from shared.args import Refused
 from shared.precision import inner, local, named
 
@@ -44,6 +44,10 @@ def tensors(model, optimizer):
     if amp8 := levels(model):
         return {name: tensor.cpu().clone() for name, tensor in amp8.exact_state(model, inner(optimizer)).items()}
     parts = stored(model)
+    if engine := zero.of(optimizer):
+        parts = {name: tensor for name, tensor in parts.items() if name.startswith("buffer/")}
+        parts |= zero.tensors(named(model.named_parameters()), engine)
+        return {name: tensor.detach().cpu().clone() for name, tensor in parts.items()}
     for name, parameter in named(model.named_parameters()):
         for key, value in inner(optimizer).state.get(parameter, {}).items():
             parts[f"optimizer/{name}/{key}"] = value
@@ -57,14 +61,21 @@ def restore(model, optimizer, parts):
             return amp8.load_exact_state(model, inner(optimizer), parts)
         except (KeyError, ValueError) as error:
             raise Refused(f"the checkpoint is of another model: {error}") from None
-    own = stored(model)
+    own, engine = stored(model), zero.of(optimizer)
+    if engine:
+        own = {name: part for name, part in tensors(model, optimizer).items() if not name.startswith("optimizer/")}
     found = {name for name in parts if not name.startswith("optimizer/")}
     wrong = sorted(own.keys() ^ found) or [n for n in own if local(own[n]).shape != parts[n].shape]
     if wrong:
         raise Refused(f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ")
+    if engine:
+        zero.restore(named(model.named_parameters()), engine, parts)
+        own = {name: buffer for name, buffer in stored(model).items() if name.startswith("buffer/")}
     with torch.no_grad():
         for name, tensor in own.items():
             local(tensor).copy_(parts[name])
+    if engine:
+        return
     torch_optimizer = inner(optimizer)
     index = {id(p): i for i, p in enumerate(p for group in torch_optimizer.param_groups for p in group["params"])}
     state = {}

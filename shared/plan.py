@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from shared.args import Refused, key_values
@@ -31,6 +32,8 @@ class Plan:
     compile: bool = False
     offload: bool = False
     ckpt: bool = False  # activation checkpointing: each block's activations are computed again, not kept
+    noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
+    replicas: int = 1  # hsdp: groups of processes that each hold the whole model
     rehearsal: bool = False
     emulated: bool = False
 
@@ -55,22 +58,30 @@ class Plan:
             "kwargs_handlers": [],
         }
         options = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
+        scaling = key_values(grad_scaler, options)
         if grad_scaler:
             if self.precision != "fp16":
                 raise Refused(f"--grad_scaler is for fp16 configs, this run is {self.precision}: leave it out")
-            kwargs["kwargs_handlers"].append(GradScalerKwargs(**key_values(grad_scaler, options)))
+            kwargs["kwargs_handlers"].append(GradScalerKwargs(**scaling))
         if self.compile:  # precision.prepare does it: Accelerate would compile DDP's wrapper, hooks and all
             kwargs["dynamo_backend"] = "no"
         if self.precision == "fp8":  # the rest is shared/fp8.py's: Accelerate's own FP8 paths are unsound
             kwargs["mixed_precision"] = "bf16"
             os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # it would convert all the same
-        if self.implementation == "torchao" and self.strategy == "fsdp":  # here its path is sound, and it alone can
+        sharded = self.strategy in ("fsdp", "hsdp")
+        if self.implementation == "torchao" and sharded:  # here Accelerate's path is sound, and it alone can
             from accelerate.utils import AORecipeKwargs
 
             from shared.fp8 import torchao_config
 
             kwargs["kwargs_handlers"].append(AORecipeKwargs(config=torchao_config(self)))
-        if self.strategy == "fsdp":
+        if self.strategy.startswith("zero"):
+            from shared import zero
+
+            kwargs["deepspeed_plugin"] = zero.plugin(self, scaling)
+        if self.strategy == "hsdp":  # Accelerate's own way to its mesh; once per process on the console
+            warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
+        if sharded:
             from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
             # Accelerate alone would reduce gradients in 16 bit, and pin host memory where there is no accelerator.
@@ -146,7 +157,7 @@ def resolve():
         raise Refused("\n".join(dict.fromkeys(lines)))
     cpu, backend = not here["devices"], wanted["backend"]
     real = {"ao": "torchao", "te": "transformer_engine", "msamp": "amp8", None: "torch"}[backend]
-    in_software = (backend == "ao" and wanted["strategy"] != "fsdp") or backend == "te"
+    in_software = (backend == "ao" and wanted["strategy"] in ("single", "ddp")) or backend == "te"
     plan = Plan(
         config=file.stem if file else None,
         device=here["device"],
@@ -170,8 +181,12 @@ def rehearse(plan):
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
+    if plan.strategy.startswith("zero"):
+        from shared import zero
+
+        return zero.rehearse()
     PartialState(cpu=True)
-    if plan.strategy == "fsdp":
+    if plan.strategy in ("fsdp", "hsdp", "tp"):
         PartialState._shared_state["device"] = torch.device("cpu")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared import fp8
+from shared import fp8, zero
 from shared.args import Refused
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -27,6 +27,11 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         raise Refused(
             f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
         )
+    if plan.strategy.startswith("zero"):
+        if own != torch.float32:
+            raise Refused(f"--dtype {str(own)[6:]}: DeepSpeed wants fp32 parameters to begin with, leave it out")
+        if plan.precision != "fp32":
+            zero.cast_inputs(model, DTYPES.get(plan.precision, torch.bfloat16))
     linear = sum(map(fp8.is_linear, model.modules())) + fp8.converted(model)[0]  # TE's blocks are both
     skipped = []
     if plan.precision == "fp8":
@@ -36,6 +41,8 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         compile_blocks(model)
     watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    if zero.of(optimizer) is not None:
+        zero.keep_right(accelerator, model, optimizer)
     if plan.precision == "fp8":
         fp8.keep_right(accelerator, plan, model, inner(optimizer))
     unwatched = plan.compile or plan.precision == "fp8"
@@ -71,10 +78,13 @@ class Evidence:
         self.plan, self.model, self.optimizer = plan, model, inner(optimizer)
         converted, norms = fp8.converted(model)
         self.parameters = dict(named(model.named_parameters()))
+        self.zero = zero.of(optimizer)
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owned = owned if self.zero is None else zero.owned(self.zero)
         trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         orphans = [name for name, parameter in trainable.items() if id(parameter) not in owned]
         self.sharded = any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in trainable.values())
+        self.sharded = self.sharded or (self.zero is not None and plan.num_processes > 1)
         self.own_parts = self.sharded or (plan.backend == "msamp" and plan.num_processes > 1)  # in a checkpoint
         self.record = {
             "linear_total": linear,
@@ -89,7 +99,9 @@ class Evidence:
             "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
             "eval_precision": "bf16" if plan.precision == "fp8" else plan.precision,
         }
-        kinds = {"single": ("NO",), "ddp": ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU"), "fsdp": ("FSDP",)}[plan.strategy]
+        several = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
+        kinds = {"single": ("NO",), "ddp": several, "tp": several, "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
+        kinds = kinds.get(plan.strategy, ("DEEPSPEED",))
         kinds += ("NO",) if plan.num_processes == 1 else ()  # DDP of one process
         kind, processes = accelerator.distributed_type, accelerator.num_processes
         if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
@@ -103,17 +115,40 @@ class Evidence:
             raise Refused(f"{linear - len(skipped)} Linear layers should be in FP8, {converted} of {linear} are")
         if orphans:
             raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
-        if plan.strategy == "fsdp" and plan.num_processes > 1 and not self.sharded:
-            raise Refused("asked for fsdp, but no parameter is sharded: does the model name its blocks?")
-        self.hooks = [
-            inner(optimizer).register_step_pre_hook(self.before_first_step),
-            inner(optimizer).register_step_post_hook(self.after_first_step),
-        ]
+        if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
+            raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: does the model name its blocks?")
+        if self.zero is None:
+            self.hooks = [
+                inner(optimizer).register_step_pre_hook(self.before_first_step),
+                inner(optimizer).register_step_post_hook(self.after_first_step),
+            ]
+        else:  # the engine frees `.grad` at once, and steps torch's optimizer once per flat tensor
+            self.hooks = [p.register_hook(self.see_gradient) for p in trainable.values()]
+            optimizer.before_first_step.append(self.before_first_zero_step)
         if watched is not None:
             self.hooks.append(watched.register_forward_hook(self.see_output))
 
     def see_output(self, module, inputs, output):
         self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
+
+    def see_gradient(self, gradient):
+        counts = self.record["dtypes"]["gradients"]
+        counts[str(gradient.dtype)[6:]] = counts.get(str(gradient.dtype)[6:], 0) + gradient.numel()
+
+    def before_first_zero_step(self):
+        for hook in self.hooks:
+            hook.remove()
+        self.check_compute()
+        self.gradient_bytes = size(zero.gradients(self.zero))
+
+    def count_zero(self):
+        """What `after_first_step` counts, of the engine's fragments; padding is not counted."""
+        counts = zero.counts(self.parameters, self.zero)
+        self.record["dtypes"] |= {key: elements(counts[key]) for key in ("parameters", "master")}
+        self.record["dtypes"]["optimizer_state"] = {key: elements(part) for key, part in counts["optimizer"].items()}
+        gradient = {"gradient": self.gradient_bytes, "gathered": size(counts["gathered"])}
+        self.bytes = {"weight": size(counts["parameters"]), **gradient, "master": size(counts["master"])}
+        self.bytes["optimizer"] = sum(map(size, counts["optimizer"].values()))
 
     def before_first_step(self, optimizer, args, kwargs):
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
@@ -122,6 +157,9 @@ class Evidence:
             gradients += [codes for codes in beside if codes is not None]
         self.record["dtypes"]["gradients"] = elements(gradients)
         self.gradient_bytes = size(gradients)
+        self.check_compute()
+
+    def check_compute(self):
         seen, asked = self.record["dtypes"]["linear_output"], self.plan.precision
         if seen is not None and asked in ("bf16", "fp16") and seen != str(DTYPES[asked])[6:]:
             raise Refused(f"asked for {asked}, but Linear layers compute in {seen}")
@@ -153,13 +191,25 @@ class Evidence:
 
     def complete(self):
         """Adds up the shards of all ranks. Every rank calls it once, after its first optimizer step."""
+        if self.zero is not None:
+            self.count_zero()
         counts, sizes = self.record["dtypes"], self.bytes
         if self.sharded:
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, (counts, sizes))
-            counts, sizes = (add(list(parts)) for parts in zip(*everyone, strict=True))
+            everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other groups hold the same
+            whole = [add(list(parts)) for parts in zip(*everyone, strict=True)]
+            if self.zero is not None:  # some of it every process has whole, and the gradients were counted as they came
+                for key in sizes.keys() - set(zero.partitioned(self.zero)):
+                    whole[1][key] = sizes[key]
+                if "weight" not in zero.partitioned(self.zero):
+                    whole[0]["parameters"] = counts["parameters"]
+                whole[0]["gradients"] = counts["gradients"]
+            most = {key: max(part[1][key] for part in everyone) for key in sizes}
+            counts, sizes = whole
+            self.record["share_per_process"] = {key: round(most[key] / sizes[key], 4) for key in sizes if sizes[key]}
         self.record["dtypes"] = counts
-        total = sum(parameter.numel() for parameter in self.parameters.values())
+        total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.parameters.values())
         per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
         self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
 
@@ -174,7 +224,9 @@ class Evidence:
         what = {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}.get(plan.precision)
         what = what or self.fp8_truth()
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
-        parts = [where + (", sharded" if self.sharded else ""), what]
+        share = self.record.get("share_per_process", {}).get("optimizer", 1)
+        how = f", {share:.0%} of the optimizer state each" if self.zero is not None else ", sharded"
+        parts = [where + (how if self.sharded else ""), what]
         parts[-1] += ", compiled" if plan.compile else ""
         parts[-1] += ", offloaded to the host" if plan.offload else ""
         parts[-1] += ", activations computed again" if plan.ckpt else ""
@@ -206,8 +258,8 @@ class Evidence:
 
 
 def inner(optimizer):
-    """The torch optimizer inside Accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
+    """The torch optimizer inside Accelerate's, and inside DeepSpeed's."""
+    return getattr(zero.of(optimizer) or optimizer, "optimizer", optimizer)
 
 
 def elements(tensors):
@@ -250,6 +302,14 @@ class Wire(TorchDispatchMode):
             name = func._schema.name.split("::")[1]
             flat = torch.utils._pytree.tree_leaves(args)
             largest = max((size([t]) for t in flat if isinstance(t, torch.Tensor)), default=0)
-            world = dist.get_world_size()
+            world = next((group.size() for group in map(process_group, flat) if group), dist.get_world_size())
             self.sent += self.FACTORS.get(name, 0) * largest * (world - 1) / world
         return func(*args, **(kwargs or {}))
+
+
+def process_group(value):
+    """The group that a collective's boxed argument stands for, or None."""
+    try:
+        return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
+    except RuntimeError:
+        return None  # a reduction's operator, say

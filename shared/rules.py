@@ -17,7 +17,7 @@ import yaml
 from shared.args import Refused
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-TAILS = ("compile", "offload", "ckpt")  # ckpt: activation checkpointing
+TAILS = ("compile", "offload", "ckpt", "noreshard")  # ckpt: activation checkpointing
 BACKENDS = {"AO": "ao", "TE": "te", "MSAMP": "msamp"}
 LEVELS = {  # the first is the default
     "ao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
@@ -30,7 +30,7 @@ TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
 KEYS = {
     "": "compute_environment debug distributed_type downcast_bf16 dynamo_config enable_cpu_affinity fp8_config "
     "fsdp_config gpu_ids machine_rank main_process_ip main_process_port main_training_function mixed_precision "
-    "num_machines num_processes rdzv_backend same_network use_cpu",
+    "num_machines num_processes rdzv_backend same_network use_cpu deepspeed_config parallelism_config",
     "fsdp_config": "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy "
     "fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_reshard_after_forward fsdp_state_dict_type "
     "fsdp_transformer_layer_cls_to_wrap fsdp_version",
@@ -40,13 +40,20 @@ KEYS = {
     "fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
     "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
     "dynamo_use_regional_compilation",
+    "deepspeed_config": "deepspeed_hostfile deepspeed_multinode_launcher offload_optimizer_device offload_param_device "
+    "zero3_init_flag zero_stage",
+    "parallelism_config": "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
+    "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size",
 }
+PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # whose keys may leave out `fsdp_`, `fp8_`, `dynamo_`
+SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # dimensions of a device mesh, parallelism_config_<name>_size
 FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
     "fp8_format": "HYBRID", "fp8_interval": 1, "fp8_margin": 0, "fp8_opt_level": "O2", "fp8_pad_inner_dim": True,
     "fp8_use_autocast_during_eval": False,
 }  # fmt: skip
-DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp"}
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
 def on(value):
@@ -57,12 +64,16 @@ def on(value):
 def asked(env):
     """What the launcher's environment variables ask for, under one name each."""
     version = env.get("FSDP_VERSION", "1")
+    sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
         strategy = f"zero{env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
     elif on(env.get("ACCELERATE_USE_FSDP")):
-        strategy = "fsdp" if version == "2" else f"fsdp{version}"
+        strategy = ("hsdp" if sizes["dp_replicate"] > 1 else "fsdp") if version == "2" else f"fsdp{version}"
+    elif sizes["tp"] > 1:
+        strategy = "tp"
     else:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
+    host = {"cpu", "nvme"} & {env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE") for what in ("OPTIMIZER", "PARAM")}
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "strategy": strategy,
@@ -71,8 +82,16 @@ def asked(env):
         "local_processes": int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
         "compile": env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "whole_model": not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
-        "offload": on(env.get("FSDP_OFFLOAD_PARAMS")),
+        "offload": on(env.get("FSDP_OFFLOAD_PARAMS")) or bool(host),
         "ckpt": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
+        "noreshard": strategy in ("fsdp", "hsdp") and not on(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        "sizes": sizes,
+        "replicas": sizes["dp_replicate"],
+        "deepspeed": {
+            "nvme": "nvme" in host,
+            "file": env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+            "init": strategy == "zero3" and on(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
+        },
         **asked_of_fp8(env, precision),
         "wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
         "ram_efficient": on(env.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),
@@ -141,8 +160,18 @@ def exported(config):
         local = processes // config.get("num_machines", 1)
         env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local)}
     if kind == "DEEPSPEED":
-        env["ACCELERATE_USE_DEEPSPEED"] = "true"
-        env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str((config.get("deepspeed_config") or {}).get("zero_stage", 2))
+        section = config.get("deepspeed_config") or {}
+        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DYNAMO_BACKEND": "NO"}  # it hands no dynamo_config on
+        env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(section.get("zero_stage", 2))
+        names = {"offload_optimizer_device": "OFFLOAD_OPTIMIZER_DEVICE", "offload_param_device": "OFFLOAD_PARAM_DEVICE",
+                 "zero3_init_flag": "ZERO3_INIT"}  # fmt: skip
+        for key in names.keys() & section.keys():
+            env[f"ACCELERATE_DEEPSPEED_{names[key]}"] = str(section[key]).lower()
+    if config.get("parallelism_config"):
+        section = config["parallelism_config"]
+        env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        for name in SIZES:
+            env[f"PARALLELISM_CONFIG_{name.upper()}_SIZE"] = str(section.get(f"parallelism_config_{name}_size", 1))
     if kind == "FSDP":
         defaults = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False}
         env["ACCELERATE_USE_FSDP"] = "true"
@@ -169,7 +198,7 @@ def machine():
 
 
 def fp8_packages():
-    return [name for name in ("torchao", "transformer_engine") if importlib.util.find_spec(name)]
+    return [name for name in ("torchao", "transformer_engine", "deepspeed") if importlib.util.find_spec(name)]
 
 
 def problems(asked, machine):
@@ -178,32 +207,83 @@ def problems(asked, machine):
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
     if strategy.startswith("fsdp") and strategy != "fsdp":
         lines.append("FSDP version 1 is not supported here: set fsdp_version: 2 in fsdp_config")
-    elif strategy not in DISTRIBUTED_TYPES.values():
-        lines.append(f"strategy {strategy} is not one of {', '.join(DISTRIBUTED_TYPES.values())}")
+    elif strategy not in STRATEGIES:
+        lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
     if asked["use_cpu"]:
         lines.append("use_cpu: true makes Accelerate run one process, whatever num_processes says: leave it out")
     if asked["compile"] and asked["whole_model"]:
         lines.append("each block is compiled here: set dynamo_use_regional_compilation: true in dynamo_config")
-    if strategy == "fsdp" and asked["ram_efficient"]:
+    if strategy in ("fsdp", "hsdp") and asked["ram_efficient"]:
         lines.append(
             "fsdp_cpu_ram_efficient_loading (Accelerate's default) fails on models with parameters at their root, as "
             "vision transformers have: set it to false in fsdp_config"
         )
-    if strategy == "fsdp" and asked["wrap_policy"].upper() != "TRANSFORMER_BASED_WRAP":
+    if strategy in ("fsdp", "hsdp") and asked["wrap_policy"].upper() != "TRANSFORMER_BASED_WRAP":
         lines.append(
             f"fsdp_auto_wrap_policy {asked['wrap_policy']} shards the model as one piece or fails: set "
             "TRANSFORMER_BASED_WRAP (every model here names its blocks)"
         )
     if gpus and asked["local_processes"] > gpus:
         lines.append(f"{asked['local_processes']} processes on {gpus} {machine['name']}: pass --num_processes {gpus}")
-    if not gpus and precision == "fp16" and strategy == "fsdp":
-        lines.append("fsdp in fp16 cannot rehearse on a CPU (FSDP2's gradient scaler needs a GPU): use fsdp_bf16")
+    if not gpus and precision == "fp16" and strategy in ("fsdp", "hsdp"):
+        lines.append(
+            f"{strategy} in fp16 cannot rehearse on a CPU (FSDP2's gradient scaler needs a GPU): use {strategy}_bf16"
+        )
+    if not gpus and precision == "fp16" and strategy.startswith("zero"):
+        lines.append(f"{strategy} in fp16 cannot rehearse on a CPU (DeepSpeed's fp16 needs a GPU): use {strategy}_bf16")
+    lines += problems_of_meshes(asked) + (problems_of_deepspeed(asked, machine) if strategy.startswith("zero") else [])
     if precision == "bf16" and machine["capability"] and machine["capability"] < (8, 0):
         has = "{}.{}".format(*machine["capability"])
         lines.append(f"bf16 needs compute capability 8.0, {machine['name']} has {has}: use an fp16 config")
     return lines + (problems_of_fp8(asked, machine) if precision == "fp8" else [])
+
+
+def problems_of_meshes(asked):
+    """Of parallelism_config: how many processes shard, repeat, or split the layers."""
+    strategy, processes = asked["strategy"], asked["num_processes"]
+    sizes = {name: size for name, size in asked["sizes"].items() if size > 1}
+    words = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    if "tp" in sizes and (strategy != "tp" or len(sizes) > 1):
+        with_what = {"fsdp": "FSDP2", "hsdp": "FSDP2"}.get(strategy, strategy if strategy != "tp" else words)
+        return [
+            f"tensor parallel with {with_what} fails between Accelerate 1.15 and transformers: use tp_bf16 with "
+            f"parallelism_config_tp_size {processes}, or fsdp_bf16"
+        ]
+    if sizes.keys() & {"cp", "sp"}:
+        return [f"parallelism_config {words}: context and sequence parallel are not supported here, use hsdp or tp"]
+    if sizes and strategy not in ("fsdp", "hsdp", "tp"):
+        return [f"parallelism_config is for hsdp and tp files, this one is {strategy}: remove it"]
+    if strategy == "hsdp" and "dp_shard" not in sizes:
+        return ["hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"]
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if sizes and product != processes:
+        return [f"parallelism_config {words} is for {product} processes, not {processes}: --num_processes {product}, "
+                "or change its sizes"]  # fmt: skip
+    if strategy == "tp" and asked["precision"] not in ("fp32", "bf16"):
+        return [f"tensor parallel in {asked['precision']} is not supported here: use tp_bf16"]
+    return []
+
+
+def problems_of_deepspeed(asked, machine):
+    strategy, extra = asked["strategy"], asked["deepspeed"]
+    lines = []
+    if "deepspeed" not in machine["packages"]:
+        lines.append(f"{strategy} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
+    if extra["file"]:
+        lines.append("deepspeed_config_file: its settings are the plan's here, remove it (README, ZeRO)")
+    if extra["init"]:
+        lines.append("zero3_init_flag (Accelerate's default) builds transformers' models in pieces before there is a "
+                     "seed: set it to false in deepspeed_config")  # fmt: skip
+    if extra["nvme"]:
+        lines.append("offloading to nvme is not supported here: set offload_optimizer_device and "
+                     "offload_param_device to cpu")  # fmt: skip
+    if asked["offload"] and strategy == "zero1":
+        lines.append("zero1 does not offload: use zero3_bf16_offload")
+    return lines
 
 
 def problems_of_fp8(asked, machine):
@@ -215,7 +295,7 @@ def problems_of_fp8(asked, machine):
         key = "opt_level" if backend == "msamp" else "recipe"
         lines.append(f"fp8_config {key} {level} is not one of {', '.join(LEVELS[backend])}, the levels of {backend}")
     gather = options.get("enable_fsdp_float8_all_gather")
-    if gather and strategy != "fsdp":
+    if gather and strategy not in ("fsdp", "hsdp"):
         lines.append(
             "enable_fsdp_float8_all_gather (Accelerate's default) outside FSDP2 takes FP8 layers out of the optimizer, "
             "so that they never train: set it to false in fp8_config"
@@ -257,7 +337,8 @@ def problems_of_fp8(asked, machine):
         lines.append(
             "TransformerEngine is not installed: ./launch.sh setup --extra te (README, FP8, says what it needs)"
         )
-    if backend == "ao" and (machine["devices"] or strategy == "fsdp") and "torchao" not in machine["packages"]:
+    real = machine["devices"] or strategy not in ("single", "ddp")  # elsewhere its numerics are emulated
+    if backend == "ao" and real and "torchao" not in machine["packages"]:
         lines.append("torchao is not installed: pip install torchao")
     return lines
 
@@ -269,7 +350,7 @@ def grammar(name):
     another tongue.
     """
     strategy, *rest = name.split("_")
-    if strategy not in DISTRIBUTED_TYPES.values() or not rest:
+    if strategy not in STRATEGIES or not rest:
         return None
     precision, *rest = rest
     promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
@@ -313,9 +394,9 @@ def file_problems(path):
     ]
     kind = config.get("distributed_type")
     if kind is None:
-        lines.append("distributed_type is missing: one of 'NO', MULTI_GPU, FSDP")
-    elif not isinstance(kind, bool) and kind not in (*DISTRIBUTED_TYPES, "DEEPSPEED"):
-        lines.append(f"distributed_type {kind} is not one of 'NO', {', '.join(list(DISTRIBUTED_TYPES)[1:])}")
+        lines.append("distributed_type is missing: one of 'NO', MULTI_GPU, FSDP, DEEPSPEED")
+    elif not isinstance(kind, bool) and kind not in DISTRIBUTED_TYPES:
+        lines.append(f"distributed_type {kind} is not one of 'NO', {', '.join(DISTRIBUTED_TYPES[1:])}")
     processes = config.get("num_processes")
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         lines.append(f"num_processes is {processes}: write the number of processes, 1 or more")
@@ -331,7 +412,7 @@ def file_problems(path):
         elif key in known and not isinstance(value, dict):
             lines.append(f"{key} holds {value!r}, not `key: value` lines")
         for name in value if key in known and isinstance(value, dict) else ():
-            prefix = key.removesuffix("config")
+            prefix = key.removesuffix("config") if key in PREFIXED else ""
             if name not in known[key] and prefix + name not in known[key]:
                 lines.append(f"{key} {name} {meant(name, known[key])}")
     if "fp8_config" in config and config.get("mixed_precision") != "fp8":
@@ -345,8 +426,11 @@ def file_problems(path):
                 f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
             )
         lines += keys_of_another_backend(config["fp8_config"])
-    if "fsdp_config" in config and kind != "FSDP":
-        lines.append(f"fsdp_config is ignored under distributed_type {kind}: remove it, or use FSDP")
+    for section, reader in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
+        if section in config and kind != reader:
+            lines.append(f"{section} is ignored under distributed_type {kind}: remove it, or use {reader}")
+    if "dynamo_config" in config and kind == "DEEPSPEED":
+        lines.append("dynamo_config is ignored under distributed_type DEEPSPEED: remove it, or use fsdp_bf16_noreshard")
     config = {key: value if key not in known or isinstance(value, dict) else {} for key, value in config.items()}
     config["num_processes"] = processes
     try:

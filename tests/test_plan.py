@@ -18,7 +18,7 @@ GPU = {
     "devices": 8,
     "name": "NVIDIA H200",
     "capability": (9, 0),
-    "packages": ["torchao", "transformer_engine"],
+    "packages": ["torchao", "transformer_engine", "deepspeed"],
 }
 CPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": []}
 DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
@@ -35,9 +35,16 @@ def parsed_by_accelerate(path, *options):
 
 def exported_by_accelerate(path, *options):
     """The environment that the installed launcher would start the script with."""
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
 
     args = parsed_by_accelerate(path, "--main_process_port", "0", *options)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = []  # launch_command fills it, for configs of DeepSpeed's own
+        return prepare_deepspeed_cmd_env(args)[1] | {"LOCAL_RANK": "0", "WORLD_SIZE": str(args.num_processes)}
     if args.use_fsdp or args.multi_gpu:
         env = prepare_multi_gpu_env(args)
         return env | {"LOCAL_RANK": "0", "WORLD_SIZE": str(args.num_processes)}  # these are torchrun's
@@ -56,7 +63,7 @@ def test_the_name_the_file_and_accelerate_agree(path):
     theirs["recipe"] = theirs["fp8_options"].get("recipe")
     assert promised and promised == {key: theirs[key] for key in promised}
     assert path.read_text().startswith("# ")
-    assert theirs["num_processes"] == (1 if theirs["strategy"] == "single" else 2)
+    assert theirs["num_processes"] == {"single": 1, "hsdp": 4}.get(theirs["strategy"], 2)
 
 
 def test_our_list_of_keys_is_what_the_launcher_reads():
@@ -175,7 +182,7 @@ def test_grammar_refuses_what_begins_as_ours():
     assert rules.grammar("default_config") is None
     promised = rules.grammar("fsdp_bf16_offload")
     assert promised == {"strategy": "fsdp", "precision": "bf16", "backend": None, "level": None,
-                        "compile": False, "offload": True, "ckpt": False}  # fmt: skip
+                        "compile": False, "offload": True, "ckpt": False, "noreshard": False}  # fmt: skip
     for name, backend, level in (("fp8", "ao", "tensorwise"), ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
                                  ("fp8_te", "te", "delayed"), ("fp8_msamp_o3", "msamp", "o3")):  # fmt: skip
         promised = rules.grammar(f"single_{name}_compile")

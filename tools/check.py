@@ -23,7 +23,7 @@ def check(path, machine, overrides):
         return lines, [], None
     wanted = rules.asked(rules.exported(config | overrides))
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (99, 0)}
-    anywhere["packages"] = ["torchao", "transformer_engine"]
+    anywhere["packages"] = ["torchao", "transformer_engine", "deepspeed"]
     unsound = rules.problems(wanted, anywhere)
     here = [line for line in rules.problems(wanted, machine) if line not in unsound]
     return lines + unsound, here, wanted

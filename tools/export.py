@@ -12,7 +12,8 @@ What it writes needs neither torchao, TransformerEngine nor amp8:
 source                        stored as                                             exported as
 finished model                plain values                                          the same, in fp32
 checkpoint, one file          parameters and buffers under their names              the same, without FP8's histories
-checkpoint, FSDP2             a piece of dimension 0 on each rank, maybe empty      the pieces, one after another
+checkpoint, FSDP2, HSDP       a piece of dimension 0 on each rank, maybe empty      the pieces, one after another
+checkpoint, ZeRO              a flat piece of the fp32 masters on each rank         the same, in its shape
 checkpoint, MS-AMP's levels   codes and scales; under O3 FP16 masters on the owner  codes / scale; under O3 the master's
 
 O3 has two answers, and they differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed
@@ -51,7 +52,8 @@ TE_BLOCK = {
     ".layernorm_mlp.fc1_": ".mlp.fc1.",
     ".layernorm_mlp.fc2_": ".mlp.fc2.",
 }
-READABLE = ("single", "ddp", "fsdp")  # strategies whose checkpoints hold whole tensors, or pieces of dimension 0
+# Strategies whose checkpoints hold whole tensors, or pieces of dimension 0 or of the flattened tensor.
+READABLE = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 
 
 def read(path):
@@ -85,7 +87,8 @@ def source_of(run, step=None):
         reason = checkpoint.unsound(folder)
         if reason is None:
             files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem[4:]))
-            return files, folder.name
+            replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks has it all
+            return files[: len(files) // replicas], folder.name
         if step is not None:
             raise Refused(f"{folder}: {reason}")
         print(f"skipping {folder}: {reason}", file=sys.stderr)
@@ -118,7 +121,8 @@ def timm_name(name):
 
 def from_checkpoint(parts):
     """One file holds all of everything. Several hold FSDP2's pieces: torch.chunk along dimension 0, so that the last
-    are smaller or, of a tensor with fewer rows than ranks, empty. Buffers are whole on every rank."""
+    are smaller or, of a tensor with fewer rows than ranks, empty; or ZeRO's, flat, which come with the shape. Buffers
+    are whole on every rank."""
     tensors = {}
     for key in parts[0]:
         kind, _, name = key.partition("/")
@@ -126,6 +130,8 @@ def from_checkpoint(parts):
             tensors[name] = parts[0][key]
         elif kind == "model":
             tensors[name] = torch.cat([part[key] for part in parts]) if len(parts) > 1 else parts[0][key]
+            if f"shape/{name}" in parts[0]:
+                tensors[name] = tensors[name].view(parts[0][f"shape/{name}"].tolist())
     return tensors
 
 

@@ -1,0 +1,280 @@
+"""ZeRO by DeepSpeed: the few things that neither its engine nor Accelerate does by itself.
+
+Every process keeps fp32 master weights and optimizer state of its own part only: flat tensors, one per parameter group
+(stage 3: per sub-group), in which each parameter has a fragment, maybe empty. `fragments` finds it; evidence,
+checkpoints and the finished model are made of fragments. Stage 2 keeps the gradients in parts, too, stage 3 also the
+parameters. This file alone touches the engine's private state; tests look at real partitions.
+
+stage  partitioned                              parameters
+1      master, optimizer state                  16 bit (fp32 under fp32), whole
+2      and gradients                            the same
+3      and parameters, gathered for their use   the same; up to PERSISTENT elements they stay gathered
+"""
+
+import logging
+import math
+import os
+
+import torch
+import torch.distributed as dist
+
+from shared.args import Refused
+
+PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default would be 100,000.
+
+
+def plugin(plan, grad_scaler):
+    """Accelerate's DeepSpeedPlugin from the launcher's environment, with what its YAML cannot say.
+
+    grad_scaler: options of torch's GradScaler, as far as the engine's has them. No `auto` is left that a model without
+    a `config.hidden_size` could not fill.
+    """
+    from accelerate.utils import DeepSpeedPlugin
+
+    quiet()
+    made = DeepSpeedPlugin(gradient_clipping=0.0)  # the recipe's max_grad_norm, see `keep_right`
+    config = made.deepspeed_config
+    config["communication_data_type"] = "fp32"  # sums of gradients over processes, as in the other strategies
+    if plan.strategy != "zero1":  # kept in parts, fp32 costs 2/N bytes more; stage 1 would keep all of it
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    config["zero_force_ds_cpu_optimizer"] = False  # offloading would make every optimizer Adam, an SGD too
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
+    if plan.precision == "fp16":
+        power = math.log2(grad_scaler.get("init_scale", 65536.0))
+        if power % 1 or grad_scaler.get("growth_factor", 2.0) != 2 or grad_scaler.get("backoff_factor", 0.5) != 0.5:
+            raise Refused("--grad_scaler under ZeRO: DeepSpeed's scale is a power of 2, and it doubles and halves it")
+        config["fp16"] = {"enabled": True, "initial_scale_power": int(power), "hysteresis": 1}
+        config["fp16"]["loss_scale_window"] = grad_scaler.get("growth_interval", 2000)
+    return made
+
+
+def rehearse():
+    """A process group on gloo which Accelerate takes for DeepSpeed's; no compiler is needed for it."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would make it plain DDP
+    quiet()
+    import deepspeed
+    from accelerate.state import PartialState
+
+    # It would compile a faster all-reduce for processes of one host: a minute, and a C++ compiler.
+    deepspeed.ops.__compatible_ops__ = {}
+    PartialState(backend="gloo")
+
+
+def quiet():
+    """DeepSpeed tells the console about every decision it takes; the truth line is ours."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def of(optimizer):
+    """DeepSpeed's ZeRO optimizer inside Accelerate's, or None."""
+    found = getattr(optimizer, "optimizer", optimizer)
+    return found if type(found).__name__.startswith("DeepSpeedZeroOptimizer") else None
+
+
+def cast_inputs(model, dtype):
+    """The engine keeps parameters in 16 bit and has no autocast: what comes in must be of their type."""
+
+    def cast(module, args, kwargs):
+        def one(value):
+            return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+        return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def keep_right(accelerator, model, optimizer):
+    """Puts the optimizer step back where the recipe has it: after the gradient norm was looked at.
+
+    Accelerate steps inside `accelerator.backward`, where a norm that is not finite has already done its harm.
+    """
+    engine, zero = model, of(optimizer)
+
+    def backward(loss, sync_gradients=True, **kwargs):
+        engine.set_gradient_accumulation_boundary(sync_gradients)
+        engine.backward(loss, **kwargs)
+
+    def clip_grad_norm_(parameters, max_norm, norm_type=2):
+        zero.clip_grad = 0.0 if math.isinf(max_norm) else max_norm
+        return gradient_norm(zero)
+
+    def step():
+        if accelerator.sync_gradients:
+            while optimizer.before_first_step:
+                optimizer.before_first_step.pop()()
+            engine.step()
+
+    accelerator.deepspeed_engine_wrapped.backward = backward
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.get_state_dict = lambda *_, **__: full_state(engine, zero)
+    optimizer.step, optimizer.before_first_step = step, []
+    if zero.dtype == torch.float16:
+        accelerator.scaler = Scaler(zero)
+
+
+class Scaler:
+    """The engine's dynamic loss scale with the names that torch's GradScaler has for it."""
+
+    def __init__(self, zero):
+        self.zero = zero
+
+    def get_scale(self):
+        return float(self.zero.loss_scale)
+
+    def state_dict(self):
+        values = vars(self.zero.loss_scaler)
+        return {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+
+    def load_state_dict(self, state):
+        vars(self.zero.loss_scaler).update(state)
+
+
+def stage(zero):
+    return 3 if hasattr(zero, "fp16_partitioned_groups_flat") else 2 if zero.partition_gradients else 1
+
+
+def gradient_norm(zero):
+    """L2 norm of the unscaled gradients of all processes, a tensor; infinite where any is not finite."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    norm = combine_grad_norm_groups(zero._get_norm_groups()) if stage(zero) == 3 else zero.scaled_global_norm()
+    norm = torch.as_tensor(norm, dtype=torch.float32)
+    return torch.where(norm < 0, math.inf, norm / float(zero.loss_scale))  # the engine says -1 for inf and nan
+
+
+def masters(zero):
+    """This process's flat fp32 tensors: what torch's optimizer really updates."""
+    return zero.fp32_partitioned_groups_flat if stage(zero) == 3 else zero.single_partition_of_fp32_groups
+
+
+def owned(zero):
+    """ids of the parameters that some process updates."""
+    groups = zero.fp16_groups if stage(zero) == 3 else zero.bit16_groups
+    return {id(parameter) for group in groups for parameter in group}
+
+
+def shape(parameter):
+    """Of the whole parameter, also where stage 3 has released it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def fragment(zero, parameter, flats):
+    """This process's part of a parameter in flat tensors that are laid out like `masters`: a view, flat, maybe empty.
+
+    One process after another they make the parameter, flattened.
+    """
+    if stage(zero) == 3:
+        group, start, length = zero.grad_position[zero.get_param_id(parameter)]
+        before = dist.get_rank() * length  # the last parts are padded
+        return flats[group].narrow(0, start, max(0, min(length, parameter.ds_numel - before)))
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return flats[0].narrow(0, 0, 0)
+    address = mapping.hp_fragment_address
+    return flats[mapping.param_group_index].narrow(0, address.start, address.numel)
+
+
+def states(zero):
+    """{key: [tensor per flat master]} of torch's optimizer; step counters, which have no fragments, under their key."""
+    each = [zero.optimizer.state.get(flat, {}) for flat in masters(zero)]
+    keys = dict.fromkeys(key for state in each for key, value in state.items() if torch.is_tensor(value))
+    return {key: [state[key] for state in each] for key in keys}
+
+
+def gradients(zero):
+    """What this process holds of gradients between backward and the optimizer step."""
+    lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
+    kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
+    groups = zero.fp16_groups if stage(zero) == 3 else zero.bit16_groups
+    kept += [p.grad for group in groups for p in group if p.grad is not None]
+    kept += [flat.grad for flat in masters(zero) if flat.grad is not None]
+    return kept
+
+
+def counts(parameters, zero):
+    """{class: [this process's tensors]}, without padding. gathered: weights that stage 3 keeps whole besides."""
+    parameters = parameters.values()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    flats = {key: values for key, values in states(zero).items() if values[0].dim()}
+    if stage(zero) == 3:
+        weights = [p.ds_tensor.narrow(0, 0, fragment(zero, p, masters(zero)).numel()) for p in trained]
+    else:
+        weights = list(parameters)
+    return {
+        "parameters": weights,
+        "gathered": [p for p in parameters if p.numel()] if stage(zero) == 3 else [],
+        "master": [fragment(zero, p, masters(zero)) for p in trained],
+        "optimizer": {key: [fragment(zero, p, values) for p in trained] for key, values in flats.items()},
+    }
+
+
+def partitioned(zero):
+    """Which classes of `bytes_per_parameter` each process has a part of; of the others every process has all."""
+    return ("master", "optimizer", "gradient") + (("weight",) if stage(zero) == 3 else ())
+
+
+def tensors(parameters, zero):
+    """{name: this process's part} for a checkpoint: fp32 masters, optimizer state, and the whole shapes."""
+    parts = {}
+    for name, parameter in parameters:
+        parts[f"shape/{name}"] = torch.tensor(shape(parameter), dtype=torch.int64)
+        if not parameter.requires_grad:
+            parts[f"model/{name}"] = gathered(parameter).flatten()[slice(None) if dist.get_rank() == 0 else slice(0)]
+            continue
+        parts[f"model/{name}"] = fragment(zero, parameter, masters(zero))
+        for key, flats in states(zero).items():
+            if flats[0].dim():
+                parts[f"optimizer/{name}/{key}"] = fragment(zero, parameter, flats)
+    for key, values in states(zero).items():
+        parts |= {f"optimizer/group{i}/{key}": value for i, value in enumerate(values) if not value.dim()}
+    return parts
+
+
+@torch.no_grad()
+def restore(parameters, zero, parts):
+    """Puts `tensors` back, bit for bit, and makes the 16-bit weights from the masters again."""
+    parameters = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
+    for i, flat in enumerate(masters(zero)):
+        for key in keys:
+            counter = parts.get(f"optimizer/group{i}/{key}")
+            zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
+    for name, parameter in parameters:
+        fragment(zero, parameter, masters(zero)).copy_(parts[f"model/{name}"])
+        for key, flats in states(zero).items():
+            if flats[0].dim():
+                fragment(zero, parameter, flats).copy_(parts[f"optimizer/{name}/{key}"])
+    if stage(zero) < 3:
+        zero.update_lp_params()
+        for group in range(len(zero.bit16_groups)):
+            zero._update_model_bit16_weights(group)
+        return
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def gathered(parameter):
+    """The whole 16-bit value; under stage 3 every process must ask."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.detach()
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def full_state(model, zero):
+    """{name: whole fp32 tensor} of parameters and buffers, on the CPU of process 0; empty elsewhere."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    main, state = dist.get_rank() == 0, {}
+    for name, parameter in model.module.named_parameters():  # one at a time, so that they need not fit together
+        whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else gathered(parameter)
+        state |= {name: whole.cpu()} if main else {}
+    buffers = model.module.state_dict().keys() - {name for name, _ in model.module.named_parameters()}
+    return state | {name: tensor for name, tensor in model.module.named_buffers() if main and name in buffers}

@@ -1,0 +1,190 @@
+"""ZeRO by the real DeepSpeed: what is really partitioned, the same training as DDP's, resumed and exported bit for bit."""
+
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import yaml
+from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
+from test_run import poison
+
+from shared import checkpoint, rules
+
+pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+for name in ("sklearn.datasets", "deepspeed.runtime.zero.muon.muon_optimizer"):  # once, not once in every forked rank
+    importlib.import_module(name)
+if torch.accelerator.is_available():
+    pytest.skip("these are rehearsals, and this machine has an accelerator", allow_module_level=True)
+
+spec = importlib.util.spec_from_file_location("export", ROOT / "tools" / "export.py")
+export = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(export)
+
+STEPS = ("--max_steps", 8, "--save_steps", 4, "--logging_steps", 1, "--warmup_steps", 2)
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return functools.cache(lambda config: train(config, folder / config, *STEPS))
+
+
+def losses(run):
+    return [row["loss"] for row in metrics(run) if "loss" in row]
+
+
+def fp32(stage, folder):
+    """No fp32 files are shipped for ZeRO; here they show that nothing but the precision differs from DDP."""
+    config = yaml.safe_load((CONFIGS / f"zero{stage}_bf16.yml").read_text()) | {"mixed_precision": "no"}
+    (folder / f"zero{stage}_fp32.yml").write_text(yaml.dump(config))
+    return folder / f"zero{stage}_fp32.yml"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_process_holds_its_part(whole, stage):
+    made = record(whole(f"zero{stage}_bf16"))
+    evidence, total = made["evidence"], sum(tensor.numel() for tensor in weights(whole("zero2_bf16")).values())
+    assert made["plan"]["strategy"] == f"zero{stage}" and made["optimizer"] == "AdamW"
+    share = evidence["share_per_process"]
+    for kind in ("master", "optimizer", "gradient", *(["weight"] if stage == 3 else [])):
+        assert share[kind] == pytest.approx(0.5, abs=0.01), kind
+    assert stage == 3 or share["weight"] == 1
+    assert (
+        f"zero{stage} x2 gloo, 50% of the optimizer state each | bf16"
+        in whole(f"zero{stage}_bf16").with_suffix(".log").read_text()
+    )
+    kept = evidence["bytes_per_parameter"].pop("gathered")
+    assert 0.1 < kept < 0.3 if stage == 3 else kept == 0  # biases and norms stay whole under stage 3
+    gradient = 2.0 if stage == 1 else 4.0
+    expected = {"weight": 2.0, "gradient": gradient, "master": 4.0, "optimizer": 8.0}
+    assert evidence["bytes_per_parameter"] == expected | {"total": pytest.approx(14 + gradient + kept)}
+    fp32 = {"float32": total}
+    assert evidence["dtypes"] == {
+        "parameters": {"bfloat16": total}, "gradients": {"bfloat16": total}, "master": fp32,
+        "optimizer_state": {"exp_avg": fp32, "exp_avg_sq": fp32}, "linear_output": "bfloat16",
+    }  # fmt: skip
+    # two processes, ring accounting: sums of gradients in fp32, updated or gathered weights in bf16
+    each = {1: 4 + 1, 2: 4 + 1, 3: 2 + 1}[stage]
+    assert evidence["wire_bytes_per_step"] == pytest.approx(each * total, rel=0.02)
+    assert losses(whole(f"zero{stage}_bf16")) == pytest.approx(losses(whole("ddp_bf16")), rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, stage):
+    run = whole(f"zero{stage}_bf16")
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoint-8")
+    train(f"zero{stage}_bf16", again, *STEPS, *LATEST)
+    assert "checkpoint-4 at step 4" in (tmp_path / "again.log").read_text()
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    line = export.export(again, tmp_path / "out.safetensors", step=8)
+    assert "from checkpoint-8 (2 files)" in line
+    made, final = export.read(tmp_path / "out.safetensors"), weights(run)
+    assert made.keys() == final.keys()
+    assert all(made[name].equal(final[name]) and made[name].dtype == torch.float32 for name in made)
+    sizes = [entry["bytes"] for name, entry in json.loads((run / "checkpoint-8" / checkpoint.MANIFEST).read_text()).items()
+             if name.startswith("rank")]  # fmt: skip
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+def save_as_deepspeed_does(folder):
+    """Before the run: at its end the engine writes a checkpoint of its own, too."""
+
+    def before(rank):
+        from shared.run import Run
+
+        finish = Run.finish
+
+        def patched(self, evaluation):
+            self.model.save_checkpoint(str(folder), tag="end")
+            finish(self, evaluation)
+
+        Run.finish = patched
+
+    return before
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    argv = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0, "--per_device_train_batch_size", 32)
+    return train("ddp_fp32", tmp_path_factory.mktemp("ddp") / "run", *argv)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_fp32_it_is_ddp_and_zero_to_fp32_says_the_same(ddp, tmp_path, stage):
+    argv = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0, "--per_device_train_batch_size", 16,
+            "--gradient_accumulation_steps", 2)  # fmt: skip
+    run = train(fp32(stage, tmp_path), tmp_path / "run", *argv, before=save_as_deepspeed_does(tmp_path / "theirs"))
+    assert distance(run, ddp) < 5e-6
+    for a, b in zip(metrics(run), metrics(ddp), strict=True):
+        for key in a.keys() - {"step", "samples"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    theirs, ours = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "theirs"), "end"), weights(run)
+    assert theirs.keys() == ours.keys() and all(theirs[name].equal(ours[name]) for name in ours)
+
+
+def test_offloaded_it_is_the_same_training(whole, tmp_path):
+    run = train("zero3_bf16_offload", tmp_path / "run", *STEPS)
+    assert losses(run) == pytest.approx(losses(whole("zero3_bf16")), rel=1e-3)  # its gradient norm is rounded elsewhere
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path):
+    run = train("zero2_bf16", tmp_path / "run", *STEPS, before=poison(6, rank_hit=1), code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert "error: step 6: loss [" in log and "checkpoint-4" in log and "Traceback" not in log
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-4"]
+    assert len(losses(run)) == 5
+
+
+@pytest.mark.parametrize(("config", "converted"), [("zero2_fp8", 15), ("zero3_fp8", 15), ("zero3_fp8_te", 16)])
+def test_fp8_under_zero(whole, tmp_path, config, converted):
+    run = train(config, tmp_path / "run", *STEPS)
+    evidence = record(run)["evidence"]
+    assert evidence["linear_converted"] == converted and evidence["share_per_process"]["optimizer"] < 0.51
+    assert losses(run) == pytest.approx(losses(whole("ddp_bf16")), rel=0.05)
+    assert losses(run) != losses(whole("zero2_bf16"))
+
+
+def test_the_loss_scale_of_fp16(tmp_path):
+    """DeepSpeed says no to fp16 on most CPUs; made to say yes, overflows skip the step and lower its scale."""
+    config = CONFIGS / "zero2_fp16.yml"
+
+    def allowed(rank):
+        from deepspeed.accelerator import get_accelerator
+
+        from shared import plan
+
+        get_accelerator().is_fp16_supported = lambda: True
+        get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16]
+        plan.problems = lambda *_: []
+
+    scale = ("--grad_scaler", f"init_scale={2.0**32}")
+    run = train(config, tmp_path / "run", *STEPS, *scale, before=allowed)
+    state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
+    skipped = state["batch"] - 8
+    assert skipped >= 5 and state["scaler"]["cur_scale"] == 2.0 ** (32 - skipped)
+    assert all(math.isfinite(loss) for loss in losses(run))
+    assert record(run)["evidence"]["dtypes"]["parameters"].keys() == {"float16"}
+
+
+def test_what_deepspeed_needs_is_said_in_one_line():
+    asked = rules.asked(rules.exported(yaml.safe_load((CONFIGS / "zero3_bf16.yml").read_text())))
+    [line] = rules.problems(asked, {"device": "cpu", "devices": 0, "capability": None, "name": "CPU", "packages": []})
+    assert line == "zero3 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
+
+
+def test_accelerate_launch_itself(whole, tmp_path):
+    command = ["accelerate", "launch", "--config_file", "accelerate_configs/zero2_bf16.yml", "--main_process_port", "0"]
+    result = launched(*command, "recipes/vit.py", "--output_dir", str(tmp_path / "run"), *map(str, STEPS))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert distance(tmp_path / "run", whole("zero2_bf16")) == 0
+    assert record(tmp_path / "run")["evidence"] == record(whole("zero2_bf16"))["evidence"]
