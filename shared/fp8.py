@@ -85,7 +85,11 @@ def converted(model):
 def share(model):
     """Which part of the model's parameters is in layers that compute in FP8."""
     inside = {p for m in model.modules() if kind(m) in KINDS for p in m.parameters(recurse=False)}
-    return sum(p.numel() for p in inside) / sum(p.numel() for p in model.parameters())
+
+    def elements(parameters):  # DeepSpeed's stage 3 has released them: their own size is 0
+        return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+
+    return elements(inside) / elements(model.parameters())
 
 
 def ours(name):
