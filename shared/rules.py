@@ -315,7 +315,8 @@ def problems_of_fp8(asked, machine):
         lines.append(f"fp8_config recipe {options['recipe']}: MSAMP combines with te_delayed only")
     if backend == "msamp" and strategy not in ("single", "ddp"):
         lines.append(
-            f"MS-AMP's levels do not combine with {strategy}: ddp_fp8_msamp_o3 shards its optimizer state itself"
+            f"MS-AMP's levels do not combine with {strategy}, which wants one dtype per block and reduces .grad alone, "
+            "not FP8 gradients: use ddp_fp8_msamp_o3, which shards master and optimizer state itself"
         )
     if backend == "msamp" and asked["compile"]:
         lines.append(
