@@ -31,7 +31,9 @@ class Images(torch.utils.data.Dataset):
         """These images as a model wants them: its size, its channels (grey becomes RGB), its normalization."""
         self.image_size = image_size or self.image_size
         self.in_chans = config.get("in_chans", self.in_chans)
-        self.mean, self.std = config.get("mean", self.mean), config.get("std", self.std)
+        self.mean, self.std = (tuple(config.get(key, (0.5,))) for key in ("mean", "std"))
+        if self.in_chans == 1:  # a model of grey images, normalized as its colours would be on average
+            self.mean, self.std = ((sum(values) / len(values),) for values in (self.mean, self.std))
         return self
 
     def __len__(self):
