@@ -16,6 +16,9 @@ import torch
 from shared.args import Refused
 
 
+OFFLINE = "digits, photos, synthetic, textures"
+
+
 class Images(torch.utils.data.Dataset):
     """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
 
@@ -244,9 +247,9 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("**/*.parquet")):
         no_class_is_empty(folder)
-        loaded = load(name, "imagefolder", data_dir=str(folder))
+        loaded = load(name, OFFLINE, "imagefolder", data_dir=str(folder))
     else:
-        loaded = load(name, name)
+        loaded = load(name, OFFLINE, name)
     columns = {type(feature).__name__: column for column, feature in next(iter(loaded.values())).features.items()}
     if "Image" not in columns or "ClassLabel" not in columns:
         features = next(iter(loaded.values())).features
@@ -262,17 +265,15 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
     return tuple(parts)
 
 
-def load(name, *args, **kwargs):
-    """`datasets.load_dataset`, whose dozen types of error become one line."""
+def load(name, offline, *args, **kwargs):
+    """`datasets.load_dataset`, whose dozen types of error become one line. offline: names that need no network."""
     import datasets
 
     try:
         return datasets.load_dataset(*args, **kwargs)
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise Refused(
-            f"--dataset {name}: {reason} (--help names what is there offline; else a folder or a Hub name)"
-        ) from None
+        raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
 
 
 def split_of(loaded, name):

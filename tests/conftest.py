@@ -62,6 +62,7 @@ class Ranks:
             pid = os.fork()
             if pid == 0:
                 try:
+                    torch.set_num_threads(1)  # renews the pool that forking broke, before two threads would at once
                     if world > 1 or "LOCAL_RANK" in exported:
                         exported |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                         exported |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
