@@ -28,6 +28,7 @@ def train(out, config, *argv):
     """The record of one run; started only if it has not finished before."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yml"]
     command += ["recipes/vit.py", *argv, "--save_steps", "0", "--output_dir", str(out)]
+    command += ["--resume_from_checkpoint", "latest"]  # of a run that was stopped
     if not (out / "model" / "model.safetensors").exists():
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return json.loads((out / "run.json").read_text())

@@ -66,7 +66,8 @@ def main():
     command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{args.config}.yml", "recipes/gpt.py"]
     command += ["--dataset", args.dataset, "--max_steps", str(args.steps), "--save_steps", "0", "--eval_steps", "100"]
     command += ["--output_dir", str(args.run), "--logging_steps", "50"]
-    if not (args.run / "run.json").exists():
+    command += ["--resume_from_checkpoint", "latest"]
+    if not (args.run / "model" / "model.safetensors").exists():
         command[:2] = [sys.executable, "-m", "accelerate.commands.launch"]
         subprocess.run(command, cwd=ROOT, check=True)
     record = json.loads((args.run / "run.json").read_text())

@@ -25,17 +25,21 @@ RUNS = {"vit": 800, "resnet": 450}  # optimizer steps
 
 
 def run(recipe, folder, steps, config):
-    """(the run's folder, seconds from command to end), started only if it has not finished before."""
-    out, seconds = folder / f"photos-{recipe}-{config}-{steps}", None
-    if not (out / "run.json").exists():
+    """The folder of a finished run: begun, or gone on with where an earlier call of this script was stopped.
+
+    `seconds`, beside its record, is from command to end; it is not there where the run was stopped in between.
+    """
+    out = folder / f"photos-{recipe}-{config}-{steps}"
+    if not (out / "model" / "model.safetensors").exists():
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
         command += [f"accelerate_configs/{config}.yml", f"recipes/{recipe}.py", "--dataset", "photos"]
         command += ["--max_steps", str(steps), "--per_device_train_batch_size", "64", "--eval_steps", "0"]
-        start = time.time()
-        subprocess.run([*command, "--save_steps", "0", "--output_dir", str(out)], cwd=ROOT, check=True)
-        seconds = time.time() - start
-        (out / "seconds").write_text(str(seconds))
-    return out, float((out / "seconds").read_text())
+        command += ["--save_steps", "0", "--output_dir", str(out), "--resume_from_checkpoint", "latest"]
+        start, whole = time.time(), not out.exists()
+        subprocess.run(command, cwd=ROOT, check=True)
+        if whole:
+            (out / "seconds").write_text(str(time.time() - start))
+    return out
 
 
 def balanced_accuracy(folder):
@@ -59,14 +63,15 @@ def main():
     args = parser.parse_args()
     rows = []
     for recipe in args.recipes:
-        folder, seconds = run(recipe, args.runs, RUNS[recipe], args.config)
+        folder = run(recipe, args.runs, RUNS[recipe], args.config)
         record = json.loads((folder / "run.json").read_text())
         row = {
             "recipe": recipe,
             "model": record["args"]["model"],
             "config": args.config,
             "steps": RUNS[recipe],
-            "seconds": round(seconds, 1),
+            "seconds": float((folder / "seconds").read_text()) if (folder / "seconds").exists() else None,
+            "step_seconds_median": record["throughput"]["step_seconds_median"],
             "accuracy": record["final"]["metrics"]["accuracy"],
             "balanced_accuracy": balanced_accuracy(folder),
         }

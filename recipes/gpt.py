@@ -128,9 +128,9 @@ def main(args):
         with accelerator.accumulate(model):
             logits = at_least_float32(model(batch["input_ids"]).logits)
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            # The mean over all tokens of the optimizer step: Accelerate divides by micro-batches, DDP by processes.
+            # The mean over all tokens of the optimizer step: Accelerate and DDP divide by its number of batches.
             tokens = train_set.count(order.batch(run.batch))
-            loss = loss * (args.gradient_accumulation_steps * plan.num_processes / tokens)
+            loss = loss * (run.global_batch_size // args.per_device_train_batch_size) / tokens
             accelerator.backward(loss)
             run.losses.append(loss.detach())
             if accelerator.sync_gradients:

@@ -16,6 +16,9 @@ import torch
 from shared.args import Refused
 
 
+OFFLINE = "digits, photos, synthetic, textures"
+
+
 class Images(torch.utils.data.Dataset):
     """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
 
@@ -31,7 +34,9 @@ class Images(torch.utils.data.Dataset):
         """These images as a model wants them: its size, its channels (grey becomes RGB), its normalization."""
         self.image_size = image_size or self.image_size
         self.in_chans = config.get("in_chans", self.in_chans)
-        self.mean, self.std = config.get("mean", self.mean), config.get("std", self.std)
+        self.mean, self.std = (tuple(config.get(key, (0.5,))) for key in ("mean", "std"))
+        if self.in_chans == 1:  # a model of grey images, normalized as its colours would be on average
+            self.mean, self.std = ((sum(values) / len(values),) for values in (self.mean, self.std))
         return self
 
     def __len__(self):
@@ -242,9 +247,9 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("**/*.parquet")):
         no_class_is_empty(folder)
-        loaded = load(name, "imagefolder", data_dir=str(folder))
+        loaded = load(name, OFFLINE, "imagefolder", data_dir=str(folder))
     else:
-        loaded = load(name, name)
+        loaded = load(name, OFFLINE, name)
     columns = {type(feature).__name__: column for column, feature in next(iter(loaded.values())).features.items()}
     if "Image" not in columns or "ClassLabel" not in columns:
         features = next(iter(loaded.values())).features
@@ -260,17 +265,15 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
     return tuple(parts)
 
 
-def load(name, *args, **kwargs):
-    """`datasets.load_dataset`, whose dozen types of error become one line."""
+def load(name, offline, *args, **kwargs):
+    """`datasets.load_dataset`, whose dozen types of error become one line. offline: names that need no network."""
     import datasets
 
     try:
         return datasets.load_dataset(*args, **kwargs)
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise Refused(
-            f"--dataset {name}: {reason} (--help names what is there offline; else a folder or a Hub name)"
-        ) from None
+        raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
 
 
 def split_of(loaded, name):

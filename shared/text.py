@@ -85,7 +85,7 @@ def documents(name):
             whole = "\n".join(whole)
             train, held_out = [whole[: len(whole) * 9 // 10]], [whole[len(whole) * 9 // 10 :]]
         return tuple(datasets.Dataset.from_dict({"text": part}) for part in (train, held_out))
-    train, held_out = split_of(load(name, name), name)
+    train, held_out = split_of(load(name, "python_docs, python_source", name), name)
     if "text" not in train.features:
         raise Refused(f'--dataset {name} has columns {", ".join(train.features)}; one named "text" is needed')
     return train.select_columns("text"), held_out.select_columns("text")

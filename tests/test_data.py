@@ -97,6 +97,18 @@ def test_textures_are_grey_and_each_has_held_out_patches():
     assert as_rgb.shape == (2, 3, 48, 48) and as_rgb[:, 0].equal(as_rgb[:, 2])
 
 
+def test_grey_images_for_a_model_of_timm():
+    """Its normalization is for three colours; the images keep their one channel, unless its weights need three."""
+    config = models.data_config("resnet18")
+    batch = data.images("digits", None, config)[0].__getitems__([0, 1])["pixel_values"]
+    grey = data.digits()[0].pixels[:2]
+    assert batch.shape == (2, 1, 8, 8)
+    assert torch.allclose(batch, ((grey + 1) / 2 - sum(config["mean"]) / 3) / (sum(config["std"]) / 3), atol=1e-6)
+    pretrained = models.data_config("resnet18", pretrained=True)
+    batch = data.images("digits", 16, pretrained)[0].__getitems__([0, 1])["pixel_values"]
+    assert batch.shape == (2, 3, 16, 16) and pretrained["image_size"] == 224
+
+
 def test_synthetic_costs_nothing_per_sample():
     train_set, _ = data.images("synthetic")
     assert len(train_set) == 1_000_000 and train_set.num_classes == 1000

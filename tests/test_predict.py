@@ -134,7 +134,7 @@ def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, ca
     ort = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     argv = ("--dataset", ROOT / "shared", "--sequence_length", 32, "--max_steps", 8, "--save_steps", 4)
-    run = train("ddp_fp8_msamp_o2", tmp_path / "run", *argv, "--model", "gpt_nano", name="gpt")
+    run = train("single_fp8_msamp_o2", tmp_path / "run", *argv, "--model", "gpt_nano", name="gpt")
     model, _, _ = export.load(run)
     line = export.to_onnx(run)
     assert "checked on 16" in line
@@ -219,7 +219,10 @@ def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path)
     assert "--freeze 9, but the model has 4 blocks" in (tmp_path / "deep.log").read_text()
 
 
-@pytest.mark.parametrize("config", ["fsdp_bf16", "single_fp8_msamp_o2", "fsdp_fp8"])
+@pytest.mark.parametrize(
+    "config",
+    ["single_fp8_msamp_o2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp_bf16", "fsdp_fp8"))],
+)
 def test_frozen_and_decayed_under_every_kind_of_sharding(trained, folder, tmp_path, config):
     from conftest import weights
 

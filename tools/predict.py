@@ -66,10 +66,8 @@ def transform_of(about):
         size = (about["image_size"],) * 2
         if pixels.shape[2:] != size:
             pixels = torch.nn.functional.interpolate(pixels.float(), size, mode="bilinear", antialias=True).byte()
-        one = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1)
-        return one.fitted(None, {**about, "mean": tuple(about["mean"]), "std": tuple(about["std"])}).__getitems__([0])[
-            "pixel_values"
-        ][0]
+        one = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
+        return one.__getitems__([0])["pixel_values"][0]
 
     return transform
 
