@@ -99,6 +99,7 @@ case ${1-} in
         "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
         "$python" "$root/tools/show.py" "$out"
         ;;
+    compare) shift; need_python; exec "$python" "$root/tools/compare.py" "$@" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     show | formats | export) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls)

@@ -4,6 +4,8 @@
 when gradients and optimizer state exist. A run that is not what its config says raises Refused.
 """
 
+from hashlib import sha256
+
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
@@ -27,6 +29,7 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         raise Refused(
             f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
         )
+    beginning = fingerprint(model)
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules()) + fp8.converted(model)[0]
     skipped = []
     if plan.precision == "fp8":
@@ -38,7 +41,14 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         fp8.keep_right(accelerator, plan, model, inner(optimizer))
     unwatched = plan.compile or plan.precision == "fp8"
     evidence = Evidence(accelerator, plan, model, optimizer, linear, skipped, None if unwatched else watched)
+    evidence.record["initial_weights"] = beginning
     return model, optimizer, *loaders, evidence
+
+
+def fingerprint(model):
+    """A hash of the weights as they are, by name: runs of one seed begin with the same, whatever the config."""
+    sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in model.named_parameters() if p.numel()]
+    return sha256(repr(sums).encode()).hexdigest()
 
 
 def named(pairs):
@@ -151,6 +161,8 @@ class Evidence:
         total = sum(parameter.numel() for parameter in self.parameters.values())
         per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
         self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
+        self.record["parameters"] = total
+        self.record["truth"] = self.truth()
 
     def counts_wire(self):
         """Whether this is the step whose collectives are counted: the first one after everything exists."""

@@ -327,6 +327,7 @@ class Run:
             "versions": versions(),
             "device_name": plan.machine_of_torch()["name"] if self.plan.device != "cpu" else cpu_name(),
             **git_state(),
+            "code_sha256": plan.code_sha256(sys.argv[0]),
             "started": self.started,
             "finished": finished,
             "throughput": {
