@@ -4,8 +4,10 @@
 when gradients and optimizer state exist. A run that is not what its config says raises Refused.
 """
 
+import functools
 from hashlib import sha256
 
+import accelerate.optimizer
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
@@ -35,6 +37,8 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
     if plan.precision == "fp8":
         optimizer, skipped = fp8.convert(accelerator, plan, model, optimizer)
         fp8.wrap_forward(plan, model)
+    # Accelerate searches the whole path for this package twice in every optimizer step.
+    accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
     watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
     if plan.precision == "fp8":
