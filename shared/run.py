@@ -77,7 +77,7 @@ class Run:
         self.status, self.error, self.final, self.evidence, self.failed_saves = "running", None, None, None, 0
         self.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.checkpoint = self.earlier_state = None
-        self.opened, self.stopping = False, False
+        self.opened, self.stopping, self.peak = False, False, None
         reset_peak_memory(accelerator.device)
         self.memory_before = resident_bytes() if accelerator.device.type == "cpu" else 0
         self.find_checkpoint()
@@ -273,6 +273,7 @@ class Run:
     def finish(self, metrics):
         """The run has done its steps: log the last evaluation, write the plain weights and the record."""
         self.log(metrics)
+        self.peak = self.peak_memory()  # of training: writing gathers and copies the weights once more
         weights = {k: v for k, v in self.accelerator.get_state_dict(self.model).items() if torch.is_tensor(v)}
         if self.main:
             folder = self.output_dir / "model"
@@ -300,7 +301,7 @@ class Run:
         elif error is None or (self.output_dir / "run.json").exists():
             return  # ended before it began: don't write over the record of the run that is there
         if self.plan.num_processes > 1 and self.plan.device != "cpu" and error is None:
-            self.peak = max(gather_object([self.peak_memory()]))
+            self.peak = max(gather_object([self.peak or self.peak_memory()]))
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.write_record(finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
@@ -341,7 +342,7 @@ class Run:
                 "steps_measured": len(self.times),
                 "steps_excluded": self.excluded,
             },
-            "peak_memory_bytes": getattr(self, "peak", None) or self.peak_memory(),
+            "peak_memory_bytes": self.peak or self.peak_memory(),
             "gpu_utilization_mean": statistics.mean(self.utilization) if self.utilization else None,
             "final": self.final,
             "status": self.status,
