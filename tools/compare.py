@@ -398,7 +398,10 @@ def launch_all(configs, words, folder, seeds, control):
     wanted = [(name, seed) for seed in range(seeds) for name in configs]  # seeds outside: the machine's drift hits all
     wanted += [(baseline, seed) for seed in range(seeds, seeds + control)]
     missing = [(n, s) for n, s in wanted if not matches(read(folder / f"{n}-seed{s}"), configs[n], file)]
-    print(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them finished before; in {os.path.relpath(folder)}", flush=True)
+    print(
+        f"{len(wanted)} runs, {len(wanted) - len(missing)} of them finished before; in {os.path.relpath(folder)}",
+        flush=True,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     begun = time.monotonic()
