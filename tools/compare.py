@@ -27,6 +27,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from hashlib import sha256
@@ -226,8 +227,9 @@ def judge(rows, control):
                 here["difference"] = here["relative"] = None
 
 
-def make(runs, command, baseline=None, vary=(), price=None, seeds=None):
-    """The report, from runs that `read` returned. seeds: those of every row; the baseline's others are the control."""
+def make(runs, command, baseline=None, vary=(), price=None, seeds=None, guess=lambda record: None):
+    """The report, from runs that `read` returned. seeds: those of every row; the baseline's others are the control.
+    guess: from a record to its memory estimate."""
     check_alike([run for run in runs if not run["problem"]], vary)
     processes = defaultdict(set)
     for run in runs:
@@ -277,10 +279,41 @@ def make(runs, command, baseline=None, vary=(), price=None, seeds=None):
         "rows": rows,
     }
     for row in rows:
+        if not row["error"]:
+            group = groups[first if row["control"] else row["config"]]
+            row["estimate"] = guess(group[0]["record"])
         if price and not row["error"] and not row["emulated"]:
             rate = row["measures"]["samples_per_second"]["mean"]
             row["samples_per_unit_of_price"] = rate * 3600 / price
     return made
+
+
+def estimator(folder):
+    """A function from a run's record to what tools/estimate.py says of it, in bytes per process, or None where it can
+    say nothing. What it said is kept in `folder`: a trace takes seconds, and says the same each time."""
+    file = Path(folder) / "estimates.json"
+
+    def guess(record):
+        known = json.loads(file.read_text()) if file.exists() else {}
+        recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
+        free = FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
+        options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
+        key = sha256(repr((text, options, record["plan"]["num_processes"], record["code_sha256"])).encode()).hexdigest()
+        if key not in known and text and recipe.is_file():
+            words = [f"--{'' if value is not False else 'no-'}{name}" + ("" if isinstance(value, bool) else f"={value}")
+                     for name, value in options.items()]  # fmt: skip
+            with tempfile.TemporaryDirectory() as temporary:
+                config = Path(temporary, f"{record['config']['name']}.yml")
+                config.write_text(text)
+                command = [sys.executable, str(ROOT / "tools" / "estimate.py"), "--json", str(config)]
+                command += ["--num_processes", str(record["plan"]["num_processes"]), "--", str(recipe), *words]
+                said = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+                known[key] = json.loads(said[-1])["configs"].get(config.stem) if said else None
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(known, indent=1) + "\n")
+        return known.get(key)
+
+    return guess
 
 
 def assert_close(made, name, rtol):
@@ -486,8 +519,9 @@ def main(argv):
                 f"{absent[0]} is no folder of a run; to launch configs: ./launch.sh compare CONFIG... -- RECIPE"
             )
         runs = [read(name) for name in args.what]
-        made = make(runs, command, baseline=args.baseline, vary=args.vary, price=args.price_per_hour)
         where = args.report or Path("report")
+        guess = {} if args.no_estimate else {"guess": estimator(where)}
+        made = make(runs, command, baseline=args.baseline, vary=args.vary, price=args.price_per_hour, **guess)
     else:
         taken = [name for name in OWN if option(words, name.lstrip("-"))]
         if taken or args.vary or args.baseline or args.seeds < 1:
@@ -499,8 +533,9 @@ def main(argv):
         folder = args.output_dir or default
         control = args.seeds if args.control is None else args.control
         runs = launch_all(configs, words, folder, args.seeds, control)
-        made = make(runs, command, price=args.price_per_hour, seeds=set(range(args.seeds)))
         where = args.report or folder
+        guess = {} if args.no_estimate else {"guess": estimator(folder)}
+        made = make(runs, command, price=args.price_per_hour, seeds=set(range(args.seeds)), **guess)
     report.write(made, where)
     print(f"wrote {os.path.relpath(where)}/report.html, report.md, report.csv, report.json")
     wrong = assert_close(made, args.assert_close, args.rtol) if args.assert_close else []
