@@ -3,11 +3,12 @@
     ./launch.sh estimate single_bf16 fsdp_fp8 -- vit --model vit_huge --dataset synthetic
     ./launch.sh estimate --memory 80GB --num_processes 8 -- vit --model vit_huge      which of all configs would fit
 
-The recipe's own `main` runs through two optimizer steps on fake tensors (shapes and dtypes, no storage), on the batch
+The recipe's own `main` runs through one optimizer step on fake tensors (shapes and dtypes, no storage), on the batch
 it would begin with, converted to FP8 as in a rehearsal. So model, loss and optimizer are the recipe's, whatever they
-are, and a model of any size takes seconds. What was born in the second step and lived at once at its worst moment,
-beside gradients, is `activations`: saved tensors, 16-bit copies of the weights, temporary results. It is traced twice,
-as it is and with every block checkpointed (FP8 configs: as bf16).
+are, and a model of any size takes seconds. What forward and backward held at once at their worst moment, beside
+gradients, is `activations`: saved tensors, 16-bit copies of the weights, temporary results. It is traced twice,
+as it is and with every block checkpointed (FP8 configs: as bf16). Gradients come as activations go, so the total is
+less than the sum of all columns.
 
 Weights, gradients, master weights and optimizer state of one process are counted on the same fake tensors and divided
 by rule; N processes share the state, P is the number of parameters, Adam's moments are the optimizer state meant:
@@ -54,7 +55,7 @@ BUCKET = 500_000_000  # elements of DeepSpeed's reduce and gather buckets; no mo
 
 
 class Enough(Exception):
-    """The second optimizer step is done: everything is known."""
+    """The optimizer step is done: everything is known."""
 
 
 # -------------------------------------------------------------------------------------------------------------- tracing
@@ -68,6 +69,7 @@ class Memory:
 
     def __init__(self):
         self.sizes, self.gradients, self.live, self.of_gradients, self.moments = {}, set(), 0, 0, []
+        self.on = True
 
     def born(self, storage):
         key = storage._cdata
@@ -107,6 +109,8 @@ class Memory:
         class Watch(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 out = func(*args, **(kwargs or {}))
+                if not memory.on:
+                    return out
                 known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
                 for tensor in tree_leaves(out):  # a view, or the result of an operation in place, is not born
                     if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
@@ -195,11 +199,17 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
         optimizer = accelerator.prepare_optimizer(optimizer, device_placement=False)
         if backend:
             fp8.keep_right(accelerator, plan, model, optimizer.optimizer)
-        optimizer.optimizer.register_step_pre_hook(lambda *_: found.update(gradients=gradients(model)))
+        optimizer.optimizer.register_step_pre_hook(lambda *_: before_step(model))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(memory.is_gradient)
         return model, optimizer, *loaders, None
+
+    def before_step(model):
+        memory.on = False
+        found["gradients"] = gradients(model)
+        if checkpointed:
+            raise Enough
 
     class Traced(Run):
         def find_checkpoint(self):
@@ -210,8 +220,6 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
 
         def batches(self, loader):
             batches, per_step = iter(loader), self.args.gradient_accumulation_steps
-            for _ in range(per_step):
-                yield next(batches)
             for _ in range(per_step):
                 batch = next(batches)
                 with memory.watch():
@@ -228,11 +236,14 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
         def stepped(self):
             pass
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    def reset():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    before, words, sys.argv = dict(os.environ), sys.argv, [module.__file__, *argv]
     os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": {"fp32": "no"}.get(precision, "bf16")}
     module.resolve, module.prepare, module.Run = lambda: plan, prepare, Traced
-    words, sys.argv = sys.argv, [module.__file__, *argv]
     try:
         args = parse(module.Arguments)
         with contextlib.redirect_stdout(io.StringIO()), without_storage():
@@ -240,10 +251,11 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
     except Enough:
         return found | {"moments": memory.moments, "precision": precision}
     finally:
-        sys.argv = words
-    raise Refused(
-        f"{Path(module.__file__).name} came to its end before its second optimizer step: is --max_steps 2 or more?"
-    )
+        sys.argv, Run.current = words, None
+        os.environ.clear()
+        os.environ.update(before)
+        reset()
+    raise Refused(f"{Path(module.__file__).name} came to its end without an optimizer step")
 
 
 def gradients(model):
@@ -282,7 +294,6 @@ def of_config(file, num_processes=None):
 
 def traced(module, argv, asked, seen):
     """The trace a config needs, made once: sharded parameters are gathered in the dtype they compute in."""
-    sharded = asked["strategy"] in ("fsdp", "hsdp", "tp", "zero3")
     cast = asked["strategy"] in ("fsdp", "hsdp", "tp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
     key = ("fp32", None, None, "bfloat16") if cast else (
         asked["precision"], asked["backend"], asked["level"], None)  # fmt: skip
@@ -298,10 +309,10 @@ def traced(module, argv, asked, seen):
             words = [*argv, "--dtype", dtype] if dtype else argv
             options = asked["fp8_options"] if backend in ("te", "msamp") else {}
             seen[wanted, checkpointed] = trace(module, words, precision, backend, level, options, checkpointed)
-    return seen[key, False], seen[plain, True], sharded
+    return seen[key, False], seen[plain, True]
 
 
-def estimate(asked, plain, checkpointed, sharded, cpu):
+def estimate(asked, plain, checkpointed, cpu):
     """Bytes per process by class."""
     strategy, n = asked["strategy"], asked["shards"]
     compute = 4 if asked["precision"] == "fp32" else 2
@@ -334,24 +345,22 @@ def estimate(asked, plain, checkpointed, sharded, cpu):
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 
-    def activations(found):
-        if sharded or strategy.startswith("zero"):  # gradients leave as they come
-            return max(o for _, o in found["moments"])
-        return max(0, max(g + o for g, o in found["moments"]) - sum(found["gradients"].values()))
-
+    found = checkpointed if asked["activation_checkpointing"] else plain
+    share = left / (gradient + in_fp8)
+    worst = max(g * fp32 * share + o for g, o in found["moments"])  # gradients come as activations go
     sizes = {
         "weights": weights,
         "gradients": left,
         "master": master,
         "optimizer": optimizer,
-        "activations": activations(checkpointed if asked["activation_checkpointing"] else plain),
+        "activations": max(o for _, o in found["moments"]),
         "communication": communication,
         "runtime": RUNTIME["single" if asked["num_processes"] == 1 else "several"] if cpu else 0,
     }
     sizes = {key: round(size) for key, size in sizes.items()}
     return sizes | {
-        "total": sum(sizes.values()),
-        "activations_checkpointed": round(activations(checkpointed)),
+        "total": sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst),
+        "activations_checkpointed": max(o for _, o in checkpointed["moments"]),
         "states": sum(sizes[key] for key in STATES),
     }
 
