@@ -6,6 +6,10 @@
 #   ./launch.sh CONFIG [launch options] RECIPE [recipe options]
 #                                          e.g. ./launch.sh fsdp_bf16 --num_processes 4 vit --max_steps 100
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
+#   ./launch.sh compare CONFIG... -- RECIPE [recipe options]
+#                                          which config: over seeds, judged against noise, as one HTML page
+#   ./launch.sh estimate [CONFIG...] -- RECIPE [recipe options]
+#                                          memory per process before anything is trained, and what fits
 #   ./launch.sh show RUN_FOLDER            what a run was and what it was proved to be
 #   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
@@ -101,6 +105,7 @@ case ${1-} in
         "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
         "$python" "$root/tools/show.py" "$out"
         ;;
+    compare | estimate) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
     show | formats | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;

@@ -142,7 +142,7 @@ def choose(model, skip):
             reason = "the module around it reads its weight directly"
         elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
             reason = f"{type(module).__name__} has a forward of its own"
-        elif weight is None or type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor:
+        elif weight is None or not is_ordinary(weight):
             reason = "its weight is not an ordinary parameter"
         elif weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             reason = f"its weight is {str(weight.dtype)[6:]}"
@@ -156,6 +156,12 @@ def choose(model, skip):
         else:
             skipped.append((name, reason))
     return layers, skipped
+
+
+def is_ordinary(weight):
+    """Whether a weight is a Parameter around a plain tensor, or a fake one, which memory estimates train with."""
+    plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
+    return plain or (isinstance(weight, nn.Parameter) and type(weight).__name__ == "FakeTensor")
 
 
 def is_conv1d(module):

@@ -21,15 +21,18 @@ def device_name():
     return f"CPU: {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
+def versions(packages=()):
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    return found | {package: importlib.metadata.version(package) for package in packages}
+
+
 def save(name, figures, packages=()):
     """Writes results/<name>.json: the figures, and how, where and when they were measured."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {package: importlib.metadata.version(package) for package in packages}
     record = {
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": device_name(),
-        "versions": versions,
+        "versions": versions(packages),
         **figures,
     }
     path = ROOT / "results" / f"{name}.json"

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import warnings
+from hashlib import sha256
 from pathlib import Path
 
 from shared.args import Refused, key_values
@@ -189,6 +190,14 @@ def rehearse(plan):
     if plan.strategy in ("fsdp", "hsdp", "tp"):
         PartialState._shared_state["device"] = torch.device("cpu")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def code_sha256(recipe):
+    """One hash over the recipe's file, shared/ and amp8/: whether two runs were computed by the same lines."""
+    root = Path(__file__).resolve().parents[1]
+    files = [Path(recipe), *sorted(root.glob("shared/*.py")), *sorted(root.glob("amp8/*.py"))]
+    text = b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files if file.is_file())
+    return sha256(text).hexdigest()
 
 
 def describe(plan):

@@ -4,6 +4,10 @@
 when gradients and optimizer state exist. A run that is not what its config says raises Refused.
 """
 
+import functools
+from hashlib import sha256
+
+import accelerate.optimizer
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, TorchDynamoPlugin
@@ -27,6 +31,7 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         raise Refused(
             f"--dtype {str(own)[6:]} keeps parameters in that dtype: use an fp32 config, not {plan.precision}"
         )
+    beginning = fingerprint(model)
     if plan.strategy.startswith("zero"):
         if own != torch.float32:
             raise Refused(f"--dtype {str(own)[6:]}: DeepSpeed wants fp32 parameters to begin with, leave it out")
@@ -39,6 +44,8 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         fp8.wrap_forward(plan, model)
     if plan.compile:
         compile_blocks(model)
+    # Accelerate searches the whole path for this package twice in every optimizer step.
+    accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
     watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
     if zero.of(optimizer) is not None:
@@ -47,6 +54,7 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         fp8.keep_right(accelerator, plan, model, inner(optimizer))
     unwatched = plan.compile or plan.precision == "fp8"
     evidence = Evidence(accelerator, plan, model, optimizer, linear, skipped, None if unwatched else watched)
+    evidence.record["initial_weights"] = beginning
     return model, optimizer, *loaders, evidence
 
 
@@ -57,6 +65,12 @@ def compile_blocks(model):
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
             module.compile(**options)
+
+
+def fingerprint(model):
+    """A hash of the weights as they are, by name: runs of one seed begin with the same, whatever the config."""
+    sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in model.named_parameters() if p.numel()]
+    return sha256(repr(sums).encode()).hexdigest()
 
 
 def named(pairs):
@@ -212,6 +226,8 @@ class Evidence:
         total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.parameters.values())
         per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
         self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
+        self.record["parameters"] = total
+        self.record["truth"] = self.truth()
 
     def counts_wire(self):
         """Whether this is the step whose collectives are counted: the first one after everything exists."""

@@ -7,6 +7,7 @@ samples: a resumed run is the same run, bit for bit, with no generator state to 
 
 import ctypes
 import json
+import math
 import os
 import platform
 import shutil
@@ -76,7 +77,7 @@ class Run:
         self.status, self.error, self.final, self.evidence, self.failed_saves = "running", None, None, None, 0
         self.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.checkpoint = self.earlier_state = None
-        self.opened, self.stopping = False, False
+        self.opened, self.stopping, self.peak = False, False, None
         reset_peak_memory(accelerator.device)
         self.memory_before = resident_bytes() if accelerator.device.type == "cpu" else 0
         self.find_checkpoint()
@@ -148,7 +149,7 @@ class Run:
 
     def batches(self, loader):
         """Micro-batches until `max_steps` optimizer steps are done."""
-        micro, rank = 0, self.accelerator.process_index
+        micro, rank, device = 0, self.accelerator.process_index, self.accelerator.device
         per_step = self.args.gradient_accumulation_steps
         wire = None
         for batch in loader:
@@ -158,7 +159,10 @@ class Run:
                 self.window_begins = True
                 counting = self.plan.num_processes > 1 and not self.plan.compile and self.evidence.counts_wire()
                 wire = Wire() if counting else None  # a dispatch mode would keep compiled blocks from running as such
-            torch.manual_seed((self.args.seed << 40) + (self.batch << 20) + (micro << 14) + rank)
+            seed = (self.args.seed << 40) + (self.batch << 20) + (micro << 14) + rank
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms: it asks every kind of device
+            if device.type != "cpu":
+                torch.get_device_module(device).manual_seed(seed)
             if wire is None:
                 yield batch
             else:
@@ -175,20 +179,21 @@ class Run:
 
     def agree(self, grad_norm):
         """Before the optimizer step, all ranks at once: is everything finite, was anyone told to stop?"""
-        loss = torch.stack(self.losses).double().mean()
-        self.losses.clear()
-        seen = torch.stack([loss, torch.tensor(float(Run.told_to_stop), device=loss.device, dtype=loss.dtype)])
-        seen = self.accelerator.gather(seen).view(-1, 2)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        *losses, norm = torch.cat([seen[:, 0], grad_norm.detach().double().view(1).to(seen.device)]).tolist()
-        self.stopping = bool(seen[:, 1].any())
+        count, device = len(self.losses), self.losses[0].device
+        seen = [*self.losses, grad_norm.detach(), torch.tensor(float(Run.told_to_stop))]
+        seen = torch.stack([value.to(device, torch.float64, non_blocking=True) for value in seen])
+        self.losses.clear()
+        ranks = self.accelerator.gather(seen).view(-1, count + 2).tolist()  # the step's one wait for the device
+        losses, norm = [sum(row[:count]) / count for row in ranks], ranks[0][count]
+        self.stopping = any(row[-1] for row in ranks)
         self.loss, self.grad_norm = sum(losses) / len(losses), norm
-        finite = torch.tensor(losses).isfinite()
+        finite = all(map(math.isfinite, losses))
         scaler = self.accelerator.scaler
-        if finite.all() and (abs(norm) < float("inf") or (scaler is not None and scaler.get_scale() > 2**-14)):
+        if finite and (abs(norm) < float("inf") or (scaler is not None and scaler.get_scale() > 2**-14)):
             return  # with a gradient scaler an overflow is its business: it skips the step and lowers the scale
-        what = f"loss {losses} (one per rank)" if not finite.all() else f"gradient norm {norm}"
+        what = f"gradient norm {norm}" if finite else f"loss {losses} (one per rank)"
         newest = next(iter(checkpoint.list_checkpoints(self.output_dir)), "none")
         raise Diverged(
             f"step {self.step + 1}: {what} is not finite; nothing was updated. Newest checkpoint: {newest}. "
@@ -268,6 +273,7 @@ class Run:
     def finish(self, metrics):
         """The run has done its steps: log the last evaluation, write the plain weights and the record."""
         self.log(metrics)
+        self.peak = self.peak_memory()  # of training: writing gathers and copies the weights once more
         weights = {k: v for k, v in self.accelerator.get_state_dict(self.model).items() if torch.is_tensor(v)}
         if self.main:
             folder = self.output_dir / "model"
@@ -297,7 +303,7 @@ class Run:
         elif error is None or (self.output_dir / "run.json").exists():
             return  # ended before it began: don't write over the record of the run that is there
         if self.plan.num_processes > 1 and self.plan.device != "cpu" and error is None:
-            self.peak = max(gather_object([self.peak_memory()]))
+            self.peak = max(gather_object([self.peak or self.peak_memory()]))
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.write_record(finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
@@ -330,6 +336,7 @@ class Run:
             "versions": versions(),
             "device_name": plan.machine_of_torch()["name"] if self.plan.device != "cpu" else cpu_name(),
             **git_state(),
+            "code_sha256": plan.code_sha256(sys.argv[0]),
             "started": self.started,
             "finished": finished,
             "throughput": {
@@ -338,7 +345,7 @@ class Run:
                 "steps_measured": len(self.times),
                 "steps_excluded": self.excluded,
             },
-            "peak_memory_bytes": getattr(self, "peak", None) or self.peak_memory(),
+            "peak_memory_bytes": self.peak or self.peak_memory(),
             "gpu_utilization_mean": statistics.mean(self.utilization) if self.utilization else None,
             "final": self.final,
             "status": self.status,

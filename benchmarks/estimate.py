@@ -1,0 +1,126 @@
+"""How far off is `./launch.sh estimate`? Estimated against measured memory, each run a fresh launch.
+
+    python benchmarks/estimate.py --output results/estimate.json
+
+`states` are weights, gradients, master weights and optimizer state: estimated, and counted on the live tensors of the
+run (bytes per parameter in its run.json). `total` is compared with the peak that the run measured: on a CPU the rise of
+resident memory since before the model was built. What the libraries take on first use is no matter of the model; it is
+the peak of a run with next to no model (vit_nano) less what the estimate says of it, and is added to every other row.
+Finished runs are not repeated when it is started again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMITS = {"states": 0.10, "total": 0.25}
+RUNTIME = {"single": "single_bf16", "several": "ddp_bf16"}  # measured with vit_nano
+PAIRS = [  # config, model, dataset, batch per process
+    ("single_fp32", "vit_tiny", "photos", 32),
+    ("single_fp32", "vit_small", "photos", 16),
+    ("single_bf16", "vit_small", "photos", 32),
+    ("single_bf16", "vit_base", "digits", 32),
+    ("single_bf16", "vit_base", "photos", 8),
+    ("single_fp8", "vit_small", "photos", 16),
+    ("single_fp8_te", "vit_base", "digits", 32),
+    ("single_fp8_msamp_o1", "vit_base", "digits", 32),
+    ("single_fp8_msamp_o2", "vit_base", "digits", 32),
+    ("single_fp8_msamp_o2", "vit_small", "photos", 16),
+    ("single_fp8_msamp_o3", "vit_base", "digits", 32),
+    ("ddp_bf16", "vit_small", "photos", 16),
+    ("ddp_bf16", "vit_base", "digits", 16),
+    ("ddp_fp8_msamp_o2", "vit_base", "digits", 16),
+    ("ddp_fp8_msamp_o3", "vit_base", "digits", 16),
+    ("fsdp_fp32", "vit_base", "digits", 16),
+    ("fsdp_bf16", "vit_base", "digits", 16),
+    ("fsdp_bf16", "vit_small", "photos", 16),
+    ("fsdp_fp8", "vit_base", "digits", 16),
+]
+
+
+def options(model, dataset, batch):
+    return ["--model", model, "--dataset", dataset, "--per_device_train_batch_size", str(batch)]
+
+
+def measured(config, model, dataset, batch, folder):
+    """run.json of the run; started only if it has not finished before."""
+    out = folder / f"{config}-{model}-{dataset}-{batch}"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [
+        f"accelerate_configs/{config}.yml",
+        "recipes/vit.py",
+        *options(model, dataset, batch),
+        "--max_steps",
+        "4",
+    ]
+    command += ["--eval_steps", "0", "--save_steps", "0", "--output_dir", str(out)]
+    if not (out / "run.json").exists() or json.loads((out / "run.json").read_text())["status"] != "finished":
+        if out.exists():
+            out.rename(out.with_name(f"{out.name}.old-{time.time():.0f}"))
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return json.loads((out / "run.json").read_text())
+
+
+def estimated(configs, model, dataset, batch):
+    command = [sys.executable, "tools/estimate.py", "--json", *configs, "--", "vit", *options(model, dataset, batch)]
+    said = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    return json.loads(said.stdout.splitlines()[-1])["configs"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "estimate")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args()
+    runtime = {}
+    for kind, config in RUNTIME.items():
+        found = measured(config, "vit_nano", "digits", 8, args.runs)
+        guess = estimated([config], "vit_nano", "digits", 8)[config]
+        runtime[kind] = found["peak_memory_bytes"] - (guess["total"] - guess["runtime"])
+        print(f"runtime, {kind}: {runtime[kind] / 2**20:.0f} MiB", flush=True)
+    groups, rows = {}, []
+    for config, *rest in PAIRS:
+        groups.setdefault(tuple(rest), []).append(config)
+    records = {(config, *rest): measured(config, *rest, args.runs) for config, *rest in PAIRS}
+    guesses = {rest: estimated(configs, *rest) for rest, configs in groups.items()}
+    for config, *rest in PAIRS:
+        record, guess = records[config, *rest], guesses[tuple(rest)][config]
+        evidence, processes = record["evidence"], record["plan"]["num_processes"]
+        shards = processes if evidence["sharded"] else 1
+        states = evidence["bytes_per_parameter"]["total"] * evidence["parameters"] / shards
+        total = guess["total"] - guess["runtime"] + runtime["single" if processes == 1 else "several"]
+        row = {
+            "config": config, "model": rest[0], "dataset": rest[1], "per_device_train_batch_size": rest[2],
+            "num_processes": processes,
+            "states_estimated": guess["states"], "states_measured": round(states),
+            "states_off": guess["states"] / states - 1,
+            "activations_estimated": guess["activations"], "communication_estimated": guess["communication"],
+            "total_estimated": total, "peak_measured": record["peak_memory_bytes"],
+            "total_off": total / record["peak_memory_bytes"] - 1,
+        }  # fmt: skip
+        row["within"] = all(abs(row[f"{key}_off"]) <= limit for key, limit in LIMITS.items())
+        rows.append(row)
+        said = f"states {row['states_off']:+6.1%} of {states / 2**20:6.0f} MiB, total {row['total_off']:+6.1%} of "
+        said += f"{row['peak_measured'] / 2**20:6.0f} MiB {'' if row['within'] else ' OFF'}"
+        print(f"{config:24}{rest[0]:11}{rest[1]:8}{rest[2]:4}  {said}", flush=True)
+    print(f"{sum(row['within'] for row in rows)} of {len(rows)} within {LIMITS}")
+    if args.output:
+        result = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": record["device_name"],
+            "versions": record["versions"],
+            "limits": LIMITS,
+            "runtime": runtime,
+            "rows": rows,
+        }
+        args.output.parent.mkdir(exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

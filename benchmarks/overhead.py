@@ -1,0 +1,331 @@
+"""What do these recipes cost over a loop written by hand? The same training in four ways, run in turns.
+
+    python benchmarks/overhead.py --output results/overhead.json
+
+  hand     PyTorch alone: DataLoader, autocast, DistributedDataParallel, a loop
+  recipe   recipes/vit.py
+  fabric   the loop by hand on Lightning Fabric
+  trainer  transformers' Trainer
+
+Same model, data, sample order, batch, AdamW, schedule, clipping, and a loss logged every 10 steps. A step lasts from
+one optimizer step to the next, in all four by the same hook in torch, so that whatever a way does in between is in it:
+fetching, moving, logging, checking. Evaluation and saving are outside. The ways take turns, `--rounds` times; a ratio
+is that of the medians of one turn, and reported are the median of the ratios and their range. In one process the final
+losses in fp32 must agree, or this compares different trainings.
+
+Start-up is from the command to the end of the first optimizer step, by the clock. Needs the extra `bench`.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = ("hand", "recipe", "fabric", "trainer")
+BATCH, WARMUP_STEPS, SEED = 32, 5, 0  # the batch is the global one; the first steps are not timed
+
+
+# ----------------------------------------------------------------------------------------------------- inside a process
+
+
+def watch(file, steps):
+    """Writes down when each optimizer step ended, and everything at the last one."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    ends, began = [], []
+
+    def after_step(*_):
+        began or began.append(time.time())
+        ends.append((time.perf_counter(), time.process_time()))
+        if len(ends) == steps and int(os.environ.get("RANK", 0)) == 0:
+            file.write_text(json.dumps({"first_step": began[0], "ends": ends}))
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def ingredients(model):
+    """What all but the recipe itself build: model, optimizer, schedule and data, as recipes/vit.py does."""
+    import torch
+    from torch.optim import AdamW
+    from torch.optim.lr_scheduler import LambdaLR
+
+    sys.path.append(str(ROOT))
+    from recipes.vit import warmup_cosine
+    from shared import data, models
+
+    torch.manual_seed(SEED)
+    train_set, _ = data.images("digits", None)
+    net = models.vit(model, train_set.image_size, train_set.in_chans, train_set.num_classes)
+    optimizer = AdamW(net.parameters(), 2e-3, weight_decay=0.05)
+    return net, optimizer, LambdaLR(optimizer, lambda step: warmup_cosine(step, 30, 300)), train_set
+
+
+def order(train_set, rank, world):
+    """This rank's samples in the order of the recipe: of each global batch the ranks take a slice each."""
+    from shared.data import Order
+
+    per_rank = BATCH // world
+    return [
+        sample
+        for at, sample in zip(range(100_000), Order(len(train_set), BATCH, SEED), strict=False)
+        if at % BATCH // per_rank == rank
+    ]
+
+
+def hand(model, precision, steps):
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    net, optimizer, lr_scheduler, train_set = ingredients(model)
+    if world > 1:
+        dist.init_process_group("gloo")
+        net = DistributedDataParallel(net)
+    loader = DataLoader(train_set, BATCH // world, sampler=order(train_set, rank, world), collate_fn=as_is())
+    net.train()
+    for step, batch in enumerate(loader, 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = net(batch["pixel_values"])
+        loss = F.cross_entropy(logits.float(), batch["labels"])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        lr_scheduler.step()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.6f}", flush=True)
+        if step == steps:
+            return loss.item()
+
+
+def fabric(model, precision, steps):
+    import torch.nn.functional as F
+    from lightning_fabric import Fabric
+    from torch.utils.data import DataLoader
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    strategy = {"strategy": "ddp"} if world > 1 else {}
+    made = Fabric(accelerator="cpu", devices=world, precision={"bf16": "bf16-mixed", "fp32": "32-true"}[precision],
+                  **strategy)  # fmt: skip
+    made.launch()
+    net, optimizer, lr_scheduler, train_set = ingredients(model)
+    net, optimizer = made.setup(net, optimizer)
+    samples = order(train_set, made.global_rank, world)
+    loader = DataLoader(train_set, BATCH // world, sampler=samples, collate_fn=as_is())
+    loader = made.setup_dataloaders(loader, use_distributed_sampler=False)
+    net.train()
+    for step, batch in enumerate(loader, 1):
+        logits = net(batch["pixel_values"])
+        loss = F.cross_entropy(logits.float(), batch["labels"])
+        made.backward(loss)
+        made.clip_gradients(net, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        lr_scheduler.step()
+        if step % 10 == 0:
+            made.print(f"step {step}: loss {loss.item():.6f}", flush=True)
+        if step == steps:
+            return loss.item()
+
+
+def trainer(model, precision, steps):
+    import torch.nn.functional as F
+    from transformers import Trainer, TrainingArguments
+
+    class Images(Trainer):
+        def compute_loss(self, net, inputs, return_outputs=False, num_items_in_batch=None):
+            return F.cross_entropy(net(inputs["pixel_values"]).float(), inputs["labels"])
+
+        def _get_train_sampler(self, dataset):  # of all samples: Accelerate deals the batches out
+            from shared.data import Order
+
+            return [sample for _, sample in zip(range(steps * BATCH), Order(len(dataset), BATCH, SEED), strict=False)]
+
+    net, optimizer, lr_scheduler, train_set = ingredients(model)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=BATCH // world, logging_steps=10, save_strategy="no",
+            report_to=[], bf16=precision == "bf16", use_cpu=True, remove_unused_columns=False, max_grad_norm=1.0,
+            seed=SEED, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
+        )  # fmt: skip
+        optimizers = (optimizer, lr_scheduler)
+        made = Images(net, arguments, data_collator=as_is(), train_dataset=train_set, optimizers=optimizers)
+        made.train()
+    return None
+
+
+def recipe(model, precision, steps):
+    """recipes/vit.py as its own __main__; it ends the process."""
+    import runpy
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    out = tempfile.mkdtemp()
+    sys.argv = [str(ROOT / "recipes" / "vit.py"), "--model", model, "--max_steps", str(steps), "--save_steps", "0"]
+    sys.argv += [
+        "--eval_steps",
+        "0",
+        "--output_dir",
+        f"{out}/run",
+        "--per_device_train_batch_size",
+        str(BATCH // world),
+    ]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def as_is():
+    from shared import data
+
+    return data.as_is
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def launched(way, model, precision, processes, steps, command=None):
+    """One run, a process or two of its own: its step times in seconds, wall and CPU, and its seconds to the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "steps.json")
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+        env["ACCELERATE_MIXED_PRECISION"] = {"fp32": "no"}.get(precision, precision)
+        start = [sys.executable]
+        if processes > 1:
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        start = command or start
+        this = [str(ROOT / "benchmarks" / "overhead.py"), "--one", way, "--model", model, "--precision", precision]
+        began = time.time()
+        done = subprocess.run([*start, *this, "--steps", str(steps), "--file", str(file)], cwd=ROOT, env=env,
+                              capture_output=True, text=True)  # fmt: skip
+        if not file.exists():
+            raise SystemExit(f"{way} did not get to its last step:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        found = json.loads(file.read_text())
+        losses = [float(part) for part in re.findall(r"loss'?[: ]+'?([\d.]+)", done.stdout)]
+    pairs = list(zip(found["ends"], found["ends"][1:], strict=False))[WARMUP_STEPS:]
+    steps = [statistics.median(after[i] - before[i] for before, after in pairs) for i in (0, 1)]
+    return {"wall": steps[0], "cpu": steps[1], "start": found["first_step"] - began, "losses": losses}
+
+
+def ratios(turns, way, key):
+    """Of the medians of each turn to those of the loop by hand."""
+    values = [turn[way][key] / turn["hand"][key] for turn in turns]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=["vit_nano=200", "vit_tiny=60"], help="model=steps")
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
+    parser.add_argument("--start", action="store_true", help="measure start-up too")
+    args = parser.parse_args()
+    result = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": [], "start": []}
+    for model, steps in (pair.split("=") for pair in args.models):
+        for precision in args.precisions:
+            for processes in args.processes:
+                setting = {"model": model, "precision": precision, "processes": processes, "steps": int(steps)}
+                turns = []
+                for turn in range(args.rounds):
+                    ways = WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]
+                    turns.append({way: launched(way, model, precision, processes, int(steps)) for way in ways})
+                by_hand = statistics.median(turn["hand"]["wall"] for turn in turns)
+                row = setting | {"rounds": args.rounds, "step_seconds_by_hand": by_hand}
+                row |= {way: {key: ratios(turns, way, key) for key in ("wall", "cpu")} for way in WAYS[1:]}
+                ends = {way: turns[-1][way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
+                if processes == 1 and precision == "fp32" and max(ends.values()) - min(ends.values()) > 1e-3:
+                    raise SystemExit(f"not the same training: final losses {ends}")
+                result["rows"] = [r for r in result["rows"] if {k: r[k] for k in setting} != setting] + [row]
+                print(f"{model} {precision} x{processes}: {1000 * by_hand:.1f} ms by hand", flush=True)
+                for way in WAYS[1:]:
+                    wall, cpu = row[way]["wall"], row[way]["cpu"]
+                    said = (
+                        f"{wall['median']:.3f} ({wall['min']:.3f} to {wall['max']:.3f}), CPU time {cpu['median']:.3f}"
+                    )
+                    print(f"  {way:8} {said}", flush=True)
+                save(args.output, result)
+    if args.start:
+        result["start"], result["parts"] = start_up(args.rounds), parts(args.rounds)
+        for row in result["start"]:
+            print(
+                f"start-up, {row['way']} x{row['processes']}: {row['seconds']:.1f} s, {row['of_hand']:.2f} of by hand"
+            )
+        print(result["parts"])
+    save(args.output, result)
+
+
+def start_up(rounds):
+    """Seconds from the command to the end of the first optimizer step, by way of starting."""
+    config = {1: "single_fp32", 2: "ddp_fp32"}
+    ways = {
+        "by hand": ("hand", lambda n: None),
+        "recipe, python or torchrun": ("recipe", lambda n: None),
+        "recipe, ./launch.sh": ("recipe", lambda n: ["./launch.sh", config[n]]),
+        "recipe, accelerate launch": ("recipe", lambda n: [
+            sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file",
+            f"accelerate_configs/{config[n]}.yml"]),
+    }  # fmt: skip
+    rows = []
+    for processes in (1, 2):
+        turns = [{name: launched(way, "vit_nano", "fp32", processes, 3, how(processes))["start"]
+                  for name, (way, how) in ways.items()} for _ in range(rounds)]  # fmt: skip
+        for name in ways:
+            times, of_hand = [t[name] for t in turns], [t[name] / t["by hand"] for t in turns]
+            rows.append({"way": name, "processes": processes, "seconds": statistics.median(times),
+                         "of_hand": statistics.median(of_hand), "min": min(of_hand), "max": max(of_hand)})  # fmt: skip
+    return rows
+
+
+def parts(rounds):
+    """Seconds of what a start consists of: processes that do one thing and end."""
+    code = {
+        "python": "pass",
+        "import torch": "import torch",
+        "import accelerate.commands.launch (what ./launch.sh starts)": "import accelerate.commands.launch",
+        "import accelerate.commands.accelerate_cli (accelerate launch)": "import accelerate.commands.accelerate_cli",
+        "import torch, timm (by hand too)": "import torch, timm",
+        "import torch, timm, accelerate": "import torch, timm, accelerate",
+        "check of a config": "import runpy; runpy.run_path('tools/check.py', run_name='__main__')",
+    }
+    found = {}
+    for name, line in code.items():
+        times = []
+        for _ in range(rounds):
+            began = time.time()
+            subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, check=False)
+            times.append(time.time() - began)
+        found[name] = statistics.median(times)
+    return found
+
+
+def save(file, result):
+    if file is None:
+        return
+    from amp8_common import device_name, versions
+
+    packages = ("accelerate", "timm", "transformers", "lightning-fabric")
+    result |= {"command": f"python benchmarks/overhead.py --output {file}", "date": time.strftime("%Y-%m-%d"),
+               "device": device_name(), "versions": versions(packages), "batch": BATCH}  # fmt: skip
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if "--one" in sys.argv:
+        inside = argparse.ArgumentParser()
+        for name, kind in (("one", str), ("model", str), ("precision", str), ("steps", int), ("file", Path)):
+            inside.add_argument(f"--{name}", type=kind)
+        one = inside.parse_args()
+        watch(one.file, one.steps)
+        print(f"loss {globals()[one.one](one.model, one.precision, one.steps)}", flush=True)
+        os._exit(0)  # gloo's threads may abort a process at its ordinary exit
+    main()

@@ -1,0 +1,170 @@
+"""tools/estimate.py: what it counts without storage against live runs, its rules, and what it says fits."""
+
+import json
+import resource
+
+import pytest
+import torch
+from conftest import CONFIGS, ROOT, record, train
+from torch import nn
+
+from shared.args import Refused
+from tools import estimate
+
+VIT = ROOT / "recipes" / "vit.py"
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return {}
+
+
+@pytest.fixture(scope="module")
+def vit():
+    return estimate.load(VIT)
+
+
+def of(vit, seen, config, *argv, processes=None, cpu=False):
+    asked = estimate.of_config(CONFIGS / f"{config}.yml", processes)
+    cache = seen.setdefault(argv, {})
+    return estimate.estimate(asked, *estimate.traced(vit, [str(word) for word in argv], asked, cache), cpu)
+
+
+def test_memory_knows_what_lives():
+    """y = (x w).relu().sum(): the product is saved for relu's backward, x for the gradient of w."""
+    memory = estimate.Memory()
+    w, x = nn.Parameter(torch.randn(64, 32)), torch.randn(8, 64)
+    w.register_post_accumulate_grad_hook(memory.is_gradient)
+    with memory.watch():
+        y = (x @ w).relu()
+        held = memory.live
+        y.sum().backward()
+        del y
+    assert held == 8 * 32 * 4  # relu keeps its result; the product before it is gone
+    assert memory.of_gradients == memory.live == w.grad.nbytes == 64 * 32 * 4
+    assert max(g for g, _ in memory.moments) == w.grad.nbytes
+    w.grad = None
+    assert memory.live == memory.of_gradients == 0
+
+
+def test_tied_weights_stay_tied():
+    with estimate.without_storage():
+        model = nn.ModuleList([nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)])
+        model[1].weight = model[0].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+    assert model[0].weight.is_meta and model[1].weight is model[0].weight
+    estimate.make_fake(model, optimizer)
+    [owned] = optimizer.param_groups[0]["params"]
+    assert owned is model[0].weight is model[1].weight and owned.device.type == "cpu" and owned.shape == (10, 4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["single_fp32", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16"],
+)
+def test_model_states_are_those_of_a_run(vit, seen, tmp_path, config):
+    made = record(train(config, tmp_path / "run", "--max_steps", 2, "--save_steps", 0))
+    evidence, guess = made["evidence"], of(vit, seen, config)
+    parts = {"weights": "weight", "gradients": "gradient", "master": "master", "optimizer": "optimizer"}
+    shards = made["plan"]["num_processes"] if evidence["sharded"] else 1
+    for ours, theirs in parts.items():
+        counted = evidence["bytes_per_parameter"][theirs] * evidence["parameters"] / shards
+        assert guess[ours] == pytest.approx(counted, rel=0.02, abs=2048), ours  # scales of 4 bytes are left out
+
+
+def test_sgd_keeps_one_moment(vit, seen):
+    adam, sgd = (of(vit, seen, "single_bf16", "--optimizer", name) for name in ("adamw", "sgd"))
+    assert sgd["optimizer"] * 2 == adam["optimizer"] and sgd["weights"] == adam["weights"]
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_checkpoints(vit, seen):
+    argv = ("--model", "vit_tiny", "--per_device_train_batch_size")
+    small, large = (of(vit, seen, "single_fp32", *argv, n) for n in (32, 64))
+    assert large["activations"] == pytest.approx(2 * small["activations"], rel=0.05)
+    assert large["activations_checkpointed"] < 0.5 * large["activations"]
+    half = of(vit, seen, "single_bf16", *argv, 64)
+    assert half["activations"] < large["activations"] + large["weights"] / 2  # beside the copies of the weights
+    for guess in (small, large, half):
+        others = guess["weights"] + guess["optimizer"]
+        assert others + max(guess["gradients"], guess["activations"]) <= guess["total"]
+        assert guess["total"] <= sum(guess[name] for name in estimate.CLASSES)
+
+
+def test_more_processes_hold_less_of_what_is_sharded(vit, seen):
+    two, eight = (of(vit, seen, "fsdp_bf16", processes=n) for n in (2, 8))
+    for name in estimate.STATES:
+        assert eight[name] * 4 == pytest.approx(two[name], abs=4)
+    two, eight = (of(vit, seen, "ddp_bf16", processes=n) for n in (2, 8))
+    assert two == eight and two["communication"] == two["gradients"]
+    two, eight = (of(vit, seen, "ddp_fp8_msamp_o3", processes=n) for n in (2, 8))
+    assert two["weights"] == eight["weights"] and eight["master"] * 4 == two["master"] > 0
+    assert eight["optimizer"] < 0.4 * two["optimizer"]
+
+
+@pytest.mark.parametrize(("stage", "weights", "gradients"), [("zero1", 2, 2), ("zero2", 2, 0.5), ("zero3", 0.5, 0.5)])
+def test_zero_by_rule(vit, seen, stage, weights, gradients):
+    asked = estimate.of_config(CONFIGS / "fsdp_bf16.yml", 4) | {"strategy": stage}
+    plain, checkpointed = estimate.traced(vit, [], asked, seen.setdefault((), {}))
+    guess, elements = estimate.estimate(asked, plain, checkpointed, False), plain["parameters"]
+    per = {name: guess[name] / elements for name in estimate.STATES}
+    assert per == pytest.approx({"weights": weights, "gradients": gradients, "master": 1, "optimizer": 2}, rel=1e-3)
+
+
+def test_a_large_model_takes_no_memory(vit, seen):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    guess = of(vit, seen, "single_bf16", "--model", "vit_huge")
+    assert guess["weights"] > 2.4e9
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 0.3e9
+
+
+def test_what_fits(monkeypatch, capsys, vit):
+    monkeypatch.setattr(estimate, "load", lambda recipe: vit)
+    words = ["single_bf16", "fsdp_bf16", "--", "vit"]
+    assert estimate.main(["--memory", "1MB", *words]) == 1
+    assert "fits: none of them" in capsys.readouterr().out
+    assert estimate.main(["--memory", "80GB", "--num_processes", "8", *words]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "fits: single_bf16, fsdp_bf16" in said and "0.2M parameters" in said and "activations if checkpointed" in said
+    )
+    assert estimate.main(["--json", *words]) in (0, 1)
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for guess in made["configs"].values():
+        assert guess["fits"] == (guess["total"] * guess["num_processes"] <= made["memory"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["single_bf16"], "which recipe"),
+        (["single_bf17", "--", "vit"], "single_bf17.yml"),
+        (["single_bf16", "--memory", "lots", "--", "vit"], "write it as 80GB"),
+    ],
+)
+def test_mistakes_are_one_line(argv, why):
+    with pytest.raises(Refused, match=why):
+        estimate.main(argv)
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80e9), ("24GiB", 24 * 2**30), ("512 mb", 512e6), ("1000", 1000)])
+def test_sizes(text, size):
+    assert estimate.in_bytes(text) == size
+
+
+def test_a_recipe_of_another_kind_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def main(): pass\n")
+    with pytest.raises(Refused, match="mine.py has no resolve, prepare, Run, Arguments"):
+        estimate.load(file)
+
+
+def test_the_committed_validation():
+    made = json.loads((ROOT / "results" / "estimate.json").read_text())
+    assert made["runtime"] == estimate.RUNTIME
+    within = [row for row in made["rows"] if abs(row["states_off"]) <= 0.10 and abs(row["total_off"]) <= 0.25]
+    assert (
+        len(within) >= 12 and len({row["config"] for row in within}) >= 6 and len({row["model"] for row in within}) >= 3
+    )
+    for row in made["rows"]:
+        assert row["states_off"] == pytest.approx(row["states_estimated"] / row["states_measured"] - 1)
+        assert row["total_off"] == pytest.approx(row["total_estimated"] / row["peak_measured"] - 1)
