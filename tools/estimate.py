@@ -345,7 +345,7 @@ def estimate(asked, plain, checkpointed, cpu):
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 
-    found = checkpointed if asked["activation_checkpointing"] else plain
+    found = checkpointed if asked["ckpt"] else plain
     share = left / (gradient + in_fp8)
     worst = max(g * fp32 * share + o for g, o in found["moments"])  # gradients come as activations go
     sizes = {
