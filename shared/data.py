@@ -15,7 +15,6 @@ import torch
 
 from shared.args import Refused
 
-
 OFFLINE = "digits, photos, synthetic, textures"
 
 
