@@ -225,7 +225,7 @@ def trained(run, pretrained, image_size, in_chans, num_classes):
     before = record["data"]
     if (image_size, in_chans) != (before["image_size"], before["in_chans"]):
         raise Refused(
-            f"--model {run} takes {before['in_chans']} x {before['image_size']} x {before['image_size']}, the images are "
+            f"--model {run} takes {before['in_chans']} x {before['image_size']} x {before['image_size']}, images are "
             f"{in_chans} x {image_size} x {image_size}: leave out --image_size, or use another run"
         )
     if num_classes != before["num_classes"]:
