@@ -1,6 +1,6 @@
 """Latency and size of an exported model: fp32 against fp16, torch against onnxruntime.
 
-    python benchmarks/onnx_latency.py runs/photos-vit-single_fp32-800 runs/photos-resnet-single_fp32-450 \\
+    python benchmarks/onnx_latency.py runs/photos-vit-single_fp32-800 runs/photos-resnet-single_fp32-900 \\
         --output results/onnx_latency.json
 
 Medians over calls on held-out samples, after warm-up, on one CPU thread. `apart` is the largest distance of a logit

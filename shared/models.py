@@ -71,7 +71,7 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=Fal
     if te_blocks and (pretrained or name not in VIT_SIZES):
         raise Refused(f"TransformerEngine's blocks start from random weights: one of {', '.join(VIT_SIZES)}")
     if own_run(name):
-        model = trained(name, pretrained, num_classes)
+        model = trained(name, pretrained, image_size, in_chans, num_classes)
     elif name in VIT_SIZES and not pretrained:
         embed_dim, depth, num_heads = VIT_SIZES[name]
         patch_size = 16 if image_size >= 128 else 4
@@ -100,7 +100,7 @@ def resnet(name, image_size, in_chans, num_classes, pretrained=False):
     convolution has stride 1 and nothing is pooled before the blocks: ImageNet's stem leaves one pixel of CIFAR's 32.
     """
     if own_run(name):
-        model = trained(name, pretrained, num_classes)
+        model = trained(name, pretrained, image_size, in_chans, num_classes)
     elif name in RESNET_SIZES and not pretrained:
         model = ResNet(BasicBlock, (1, 1, 1, 1), num_classes, in_chans, channels=RESNET_SIZES[name])
     else:
@@ -206,12 +206,12 @@ def as_recorded(record, folder):
     if before := own_run(args["model"]):
         return as_recorded(before | {"data": about}, args["model"])
     shape = about["image_size"], about["in_chans"], about["num_classes"]
-    if args["pretrained"]:
-        return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], 224, *shape[1:])
+    if record["recipe"] == "resnet" and args["pretrained"]:  # with the stem that it came with
+        return resnet(args["model"], 224, *shape[1:])
     return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], *shape)
 
 
-def trained(run, pretrained, num_classes=None):
+def trained(run, pretrained, image_size, in_chans, num_classes):
     """The model of a finished run with its weights; a new head, where `num_classes` is another."""
     if not pretrained:
         raise Refused(f"--model {run} is a run: add --pretrained to start from its weights")
@@ -222,7 +222,13 @@ def trained(run, pretrained, num_classes=None):
     except (OSError, SafetensorError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Refused(f"--model {run}: its weights cannot be loaded ({reason}); did the run finish?") from None
-    if num_classes not in (None, record["data"]["num_classes"]):
+    before = record["data"]
+    if (image_size, in_chans) != (before["image_size"], before["in_chans"]):
+        raise Refused(
+            f"--model {run} takes {before['in_chans']} x {before['image_size']} x {before['image_size']}, images are "
+            f"{in_chans} x {image_size} x {image_size}: leave out --image_size, or use another run"
+        )
+    if num_classes != before["num_classes"]:
         model.reset_classifier(num_classes)
     return model
 

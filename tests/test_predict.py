@@ -215,6 +215,8 @@ def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path)
     assert 5 < moved[1] / moved[0] < 20
     train("single_fp32", tmp_path / "bare", "--model", run, code=2)
     assert "is a run: add --pretrained" in (tmp_path / "bare.log").read_text()
+    train("single_fp32", tmp_path / "size", *argv, "--dataset", "digits", "--image_size", 16, code=2)
+    assert "takes 3 x 32 x 32, images are 3 x 16 x 16: leave out" in (tmp_path / "size.log").read_text()
     train("single_fp32", tmp_path / "deep", *argv, "--dataset", folder, "--freeze", 9, code=2)
     assert "--freeze 9, but the model has 4 blocks" in (tmp_path / "deep.log").read_text()
 
