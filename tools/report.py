@@ -48,6 +48,12 @@ def metric_names(made):
     return [name for name in row["measures"] if name not in COSTS] if row else []
 
 
+def classes(made):
+    """Of bytes per parameter: those every run has, and what a strategy adds to them."""
+    found = [name for row in made["rows"] for name in row.get("bytes_per_parameter", {})]
+    return list(dict.fromkeys([*CLASSES, *(name for name in found if name != "total")]))
+
+
 def tables(made):
     """[(title, heads, rows)]: everything the report says in numbers, but for the curves."""
     names = metric_names(made)
@@ -80,13 +86,18 @@ def tables(made):
         costs.append(cells)
     yield "Speed", heads, costs
 
-    heads = ["config", *(f"{name}, B/param" for name in CLASSES), "total, B/param", "peak memory, MiB"]
+    heads = ["config", *(f"{name}, B/param" for name in classes(made)), "total, B/param", "peak memory, MiB"]
     heads += ["against the baseline", "estimated peak, MiB", "wire, bytes/step"]
     memory = []
     for row in sound:
         per, peak = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"]
         estimate = row["estimate"] and mebibytes(row["estimate"]["total"])
-        cells = [shown(row), *(f"{per[name]:.2f}" for name in CLASSES), f"{per['total']:.2f}", mebibytes(peak["mean"])]
+        cells = [
+            shown(row),
+            *(f"{per.get(name, 0):.2f}" for name in classes(made)),
+            f"{per['total']:.2f}",
+            mebibytes(peak["mean"]),
+        ]
         memory.append([*cells, judged(peak), estimate or "-", number(row["wire_bytes_per_step"])])
     yield "Memory and wire, per process", heads, memory
 
@@ -328,9 +339,14 @@ def page(made):
             for row in plain:
                 per = row["bytes_per_parameter"]
                 drawn.append(
-                    (row["config"], [(per[k], i) for i, k in enumerate(CLASSES)], f"{per['total']:.2f}", False)
+                    (
+                        row["config"],
+                        [(per.get(k, 0), i) for i, k in enumerate(classes(made))],
+                        f"{per['total']:.2f}",
+                        False,
+                    )
                 )
-            keys = legend([(name, i) for i, name in enumerate(CLASSES)])
+            keys = legend([(name, i) for i, name in enumerate(classes(made))])
             picture = keys + bars(drawn, title, "bytes per parameter, over all processes")
             parts.append(figure(picture, "Model states, counted on live tensors.", made["command"]))
         parts.append(html_table(heads, rows))
