@@ -8,6 +8,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, recipe, train
 
+from benchmarks import tables as tables_script
 from shared import args, models, rules
 from tools import formats
 
@@ -46,6 +47,20 @@ def check_launch(words):
     check_recipe(parsed.training_script, parsed.training_script_args)
 
 
+def check_what_runs_over_configs(tool, words):
+    """`compare` and `estimate`: their own options, configs that exist, and behind `--` a recipe with its options."""
+    left, right = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    source = (ROOT / "tools" / f"{tool}.py").read_text()
+    values = {after for before, after in zip(left, left[1:], strict=False) if before.startswith("--")}
+    for word in left:
+        if word.startswith("--"):
+            assert f'"{word}"' in source, word
+        elif word not in values and not re.match(r"runs/|\[?(CONFIG)?\.{3}\]?$", word):
+            assert not word or word in NAMES, word
+    if right and right[0]:
+        check_recipe(right[0], [word for word in right[1:] if not word.startswith("[") and not word.endswith("]")])
+
+
 def test_accelerate_launch_lines():
     found = commands("accelerate launch ")
     assert any("--config_file accelerate_configs/" in command for command in found)
@@ -79,6 +94,8 @@ def test_launch_sh_lines():
             assert set(rest) <= {*NAMES, ""}, command
         elif first == "formats":
             args.parse(formats.Arguments, rest)
+        elif first in ("compare", "estimate"):
+            check_what_runs_over_configs(first, rest)
         elif first in WORDS:
             assert len(rest) <= 1 or first == "test", command
         else:  # CONFIG stands for any
@@ -158,6 +175,14 @@ def test_what_a_run_leaves_is_what_it_says(tmp_path):
     section = TEXT[TEXT.index("## What a run leaves behind") :]
     for name in ("`run.json`", "`metrics.jsonl`", "`checkpoint-<step>/`", "`model/model.safetensors`"):
         assert name in section
+
+
+def test_tables_and_picture_are_the_files():
+    """`python benchmarks/tables.py --check`, and it can fail."""
+    assert tables_script.written(TEXT) == TEXT
+    assert tables_script.PICTURE.read_text() == tables_script.picture(tables_script.read(tables_script.COMPARISON))
+    assert all(f"<!-- from {name}: python benchmarks/tables.py -->" in TEXT for name in tables_script.TABLES)
+    assert tables_script.written(TEXT.replace("0.97", "0.98")) != TEXT.replace("0.97", "0.98")
 
 
 def test_nothing_is_left_to_fill_in():

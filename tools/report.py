@@ -273,7 +273,8 @@ pre, code { font: 13px/1.5 ui-monospace, monospace }
 pre { background: var(--head); padding: .7rem; white-space: pre-wrap }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13.5px }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top }
-th { background: var(--head); font-weight: 600 } th:first-child, td:first-child, td.words { text-align: left }
+th { background: var(--head); font-weight: 600 } td { white-space: nowrap }
+th:first-child, td:first-child, .words { text-align: left; white-space: normal }
 figure { margin: 1rem 0 } figcaption, .tick, .notes { color: var(--dim); font-size: 13px }
 svg { width: 100%; max-width: 900px }
 svg text { fill: var(--ink); font: 13px system-ui, sans-serif } svg text.tick { fill: var(--dim); font-size: 12px }
@@ -293,21 +294,21 @@ def figure(picture, words, command):
 
 
 def html_table(heads, rows):
-    def cell(word):
-        return f'<td class="words">{html.escape(word)}</td>' if len(word) > 24 else f"<td>{html.escape(word)}</td>"
+    def cell(word, tag="td"):
+        css = ' class="words"' if len(word) > 60 or word == "truth" else ""
+        return f"<{tag}{css}>{html.escape(word)}</{tag}>"
 
-    head = "".join(f"<th>{html.escape(word)}</th>" for word in heads)
+    head = "".join(cell(word, "th") for word in heads)
     body = "\n".join("<tr>" + "".join(cell(str(word)) for word in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
-def page(made):
-    """The whole report as one HTML file."""
-    sound = [row for row in made["rows"] if not row["error"]]
-    plain = [row for row in sound if not row["control"]]
+def drawn_curves(made, plain):
+    """HTML of a picture, and the same in numbers, for the training loss and each held-out metric over the steps."""
     colour = {row["config"]: i % COLOURS for i, row in enumerate(plain)}
     parts = []
-    for name in dict.fromkeys(name for row in plain for name in row["curves"]):
+    names = dict.fromkeys(name for row in plain for name in row["curves"])
+    for name in sorted(names, key=lambda name: name != "loss"):
         series = [(r["config"], colour[r["config"]], r["curves"][name]) for r in plain if r["curves"].get(name)]
         if not series:
             continue
@@ -324,7 +325,16 @@ def page(made):
         words = "Mean over the seeds; the band is from their minimum to their maximum."
         parts.append(figure(picture, words, made["command"]))
         parts.append(f"<details><summary>The same in numbers</summary>{html_table(heads, rows)}</details>")
+    return parts
+
+
+def page(made):
+    """The whole report as one HTML file."""
+    sound = [row for row in made["rows"] if not row["error"]]
+    plain = [row for row in sound if not row["control"]]
+    parts = []
     for title, heads, rows in tables(made):
+        parts += drawn_curves(made, plain) if title == "Speed" else []  # behind the results
         parts.append(f"<h2>{html.escape(title)}</h2>")
         if title == "Speed" and sound:
             drawn = []
@@ -338,14 +348,8 @@ def page(made):
             drawn = []
             for row in plain:
                 per = row["bytes_per_parameter"]
-                drawn.append(
-                    (
-                        row["config"],
-                        [(per.get(k, 0), i) for i, k in enumerate(classes(made))],
-                        f"{per['total']:.2f}",
-                        False,
-                    )
-                )
+                pieces = [(per.get(key, 0), i) for i, key in enumerate(classes(made))]
+                drawn.append((row["config"], pieces, f"{per['total']:.2f}", False))
             keys = legend([(name, i) for i, name in enumerate(classes(made))])
             picture = keys + bars(drawn, title, "bytes per parameter, over all processes")
             parts.append(figure(picture, "Model states, counted on live tensors.", made["command"]))
