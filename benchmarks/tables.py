@@ -1,7 +1,7 @@
-"""Writes the generated tables and the picture of README.md from the files in results/.
+"""Writes the generated tables of the READMEs, and README.md's picture, from the files in results/.
 
     python benchmarks/tables.py            write them
-    python benchmarks/tables.py --check    exit code 1 where README.md says something else
+    python benchmarks/tables.py --check    exit code 1 where a README says something else
 
 A table stands between `<!-- from results/...: python benchmarks/tables.py -->` and `<!-- end -->`.
 """
@@ -85,7 +85,75 @@ def estimates(made):
     return f"{text}\n\n{report.table(heads, rows)}"
 
 
-TABLES = {COMPARISON: comparison, "results/overhead.json": overhead, "results/estimate.json": estimates}
+def emulation(made):
+    rows = [
+        [f"`{row['kind']}`" + (", its own CPU path" if ":" in row["kind"] else ""), f"{row['median_ratio']:.2f}x"]
+        for row in made["rows"]
+        if row["kind"] != "bf16"
+    ]
+    return f"{came_from(made)}:\n\n{report.table(['recipe', 'step, relative to bf16'], rows)}"
+
+
+def fp8_digits(made):
+    rows = [
+        [f"`{row['config']}`", f"{row['mean']:.4f}", f"{row['spread']:.4f}", f"{row['accuracy']:.4f}",
+         str(row["linear_converted"]), f"{row['bytes_per_parameter']:.1f}"]
+        for row in made["rows"]
+    ]  # fmt: skip
+    heads = ["config", "loss, mean", "max - min", "accuracy", "Linear in FP8", "B/param"]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
+def amp8_memory(made):
+    rows = [[row["level"], f"{row['peak'] / 1e9:.2f}", f"{row['ratio']:.2f}x", f"{row['bytes_per_parameter']:.1f}"]
+            for row in made["rows"]]  # fmt: skip
+    heads = ["level", "peak, GB", "of bf16 AMP with fp32 masters", "B/param"]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
+def amp8_parity(made):
+    vit, gpt = (made["tasks"][task]["levels"] for task in ("digits_vit", "byte_gpt"))
+    rows = [
+        [level, f"{vit[level]['mean']:.4f}", f"{row['mean']:.4f}", f"{row['difference_percent']:+.2f}%"]
+        for level, row in gpt.items()
+    ]
+    spread = (f"bf16's own seeds are spread by {vit['bf16']['spread_percent']:.0f}% on the ViT and "
+              f"{gpt['bf16']['spread_percent']:.2f}% on the GPT.")  # fmt: skip
+    heads = ["level", "digits ViT", "byte-level GPT", "GPT against bf16"]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}\n\n{spread}"
+
+
+def amp8_comm(made):
+    names = {"amp8": "amp8", "msamp": "MS-AMP's FP8 sum, 1/sqrt(N)", "floor": "rounding once", "bf16": "bf16 sum"}
+    errors, wire = made["simulated_8"], made["wire_4"]
+    rows = [[name, *(f"{errors[key][at]:.1%}" for at in ("0.0", "0.9", "1.0"))] for key, name in names.items()]
+    rest = (f"On 4 gloo processes {made['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
+            f"{wire['of_bf16_hook']:.2f}x of a bf16 hook, {wire['of_fp32_ddp']:.2f}x of fp32 DDP.")  # fmt: skip
+    return f"{came_from(made)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
+
+
+def amp8_optimizers(made):
+    rows = [
+        [name, f"{row['bytes_per_parameter']['total']:.1f}", f"{row['seconds']['median_step'] * 1e3:.0f}",
+         f"{row['validation_loss']:.4f}"]
+        for name, row in made["rows"].items()
+    ]  # fmt: skip
+    heads = ["optimizer", "B/param", "median step, ms", "validation loss"]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
+TABLES = {
+    COMPARISON: comparison,
+    "results/overhead.json": overhead,
+    "results/estimate.json": estimates,
+    "results/emulation.json": emulation,
+    "results/fp8_digits.json": fp8_digits,
+    "results/amp8_memory.json": amp8_memory,
+    "results/amp8_parity.json": amp8_parity,
+    "results/amp8_comm.json": amp8_comm,
+    "results/amp8_optimizers.json": amp8_optimizers,
+}
+READMES = ("README.md", "amp8/README.md")
 
 
 def picture(made):
@@ -105,7 +173,7 @@ def picture(made):
 
 
 def written(text):
-    """README's text with every table as its file says."""
+    """A README's text with every table as its file says."""
 
     def fill(match):
         name = match.group(1)
@@ -115,14 +183,13 @@ def written(text):
 
 
 def main():
-    readme = ROOT / "README.md"
-    text, drawn = written(readme.read_text()), picture(read(COMPARISON))
+    texts, drawn = {ROOT / name: written((ROOT / name).read_text()) for name in READMES}, picture(read(COMPARISON))
+    texts[PICTURE] = drawn
     if "--check" in sys.argv:
-        stale = [readme.name] if text != readme.read_text() else []
-        stale += [] if PICTURE.exists() and PICTURE.read_text() == drawn else [PICTURE.name]
+        stale = [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]
         sys.exit(f"not as results/ says: {', '.join(stale)}: run python benchmarks/tables.py" if stale else 0)
-    readme.write_text(text)
-    PICTURE.write_text(drawn)
+    for path, text in texts.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

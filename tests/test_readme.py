@@ -8,6 +8,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, recipe, train
 
+from benchmarks import tables as tables_script
 from shared import args, models, rules
 from tools import formats
 
@@ -44,6 +45,20 @@ def check_launch(words):
     parsed = launch_command_parser().parse_args(words)
     assert (ROOT / parsed.config_file).is_file(), parsed.config_file
     check_recipe(parsed.training_script, parsed.training_script_args)
+
+
+def check_what_runs_over_configs(tool, words):
+    """`compare` and `estimate`: their own options, configs that exist, and behind `--` a recipe with its options."""
+    left, right = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    source = (ROOT / "tools" / f"{tool}.py").read_text()
+    values = {after for before, after in zip(left, left[1:], strict=False) if before.startswith("--")}
+    for word in left:
+        if word.startswith("--"):
+            assert f'"{word}"' in source, word
+        elif word not in values and not re.match(r"runs/|\[?(CONFIG)?\.{3}\]?$", word):
+            assert not word or word in NAMES, word
+    if right and right[0]:
+        check_recipe(right[0], [word for word in right[1:] if not word.startswith("[") and not word.endswith("]")])
 
 
 def test_accelerate_launch_lines():
@@ -85,6 +100,8 @@ def test_launch_sh_lines():
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
         elif first == "formats":
             args.parse(formats.Arguments, rest)
+        elif first in ("compare", "estimate"):
+            check_what_runs_over_configs(first, rest)
         elif first in WORDS:
             assert len(rest) <= 1 or first == "test", command
         else:  # CONFIG stands for any
@@ -167,12 +184,15 @@ def test_what_a_run_leaves_is_what_it_says(tmp_path):
         assert name in section
 
 
-@pytest.mark.parametrize("path", ["README.md", "amp8/README.md"])
-def test_measured_tables_are_the_files(path):
-    from benchmarks.readme import filled
-
-    text = (ROOT / path).read_text()
-    assert "<!-- end -->" in text and filled(text) == text, "python benchmarks/readme.py writes them"
+def test_tables_and_picture_are_the_files():
+    """`python benchmarks/tables.py --check`, and it can fail."""
+    for name in tables_script.READMES:
+        text = (ROOT / name).read_text()
+        assert tables_script.written(text) == text, f"{name}: python benchmarks/tables.py writes it"
+    both = TEXT + (ROOT / "amp8" / "README.md").read_text()
+    assert all(f"<!-- from {name}: python benchmarks/tables.py -->" in both for name in tables_script.TABLES)
+    assert tables_script.PICTURE.read_text() == tables_script.picture(tables_script.read(tables_script.COMPARISON))
+    assert tables_script.written(TEXT.replace("0.97", "0.98")) != TEXT.replace("0.97", "0.98")
 
 
 def test_nothing_is_left_to_fill_in():

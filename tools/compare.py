@@ -298,7 +298,8 @@ def estimator(folder):
         recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
         free = FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
         options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
-        key = sha256(repr((text, options, record["plan"]["num_processes"], record["code_sha256"])).encode()).hexdigest()
+        by = (ROOT / "tools" / "estimate.py").read_text(), record["code_sha256"]
+        key = sha256(repr((text, options, record["plan"]["num_processes"], by)).encode()).hexdigest()
         if key not in known and text and recipe.is_file():
             words = [f"--{'' if value is not False else 'no-'}{name}" + ("" if isinstance(value, bool) else f"={value}")
                      for name, value in options.items()]  # fmt: skip

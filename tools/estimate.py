@@ -17,9 +17,9 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   single          4 P             4 P             -               8 P           -
   ddp             4 P             4 P             -               8 P           4 P, its buckets
   fsdp, hsdp      4 P/N           4 P/N           -               8 P/N         gathered blocks, gradients on their way
-  zero1           2 P (fp32 4 P)  2 P (4 P)       4 P/N (-)       8 P/N         its buckets
-  zero2           2 P (4 P)       2 P/N (4 P/N)   4 P/N (-)       8 P/N         its buckets
-  zero3           2 P/N (4 P/N)   2 P/N (4 P/N)   4 P/N (-)       8 P/N         gathered blocks, its buckets
+  zero1           2 P (fp32 4 P)  2 P (4 P)       4 P/N           8 P/N         its buckets
+  zero2           2 P (4 P)       4 P/N           4 P/N           8 P/N         its buckets
+  zero3           2 P/N (4 P/N)   4 P/N           4 P/N           8 P/N         gathered blocks, its buckets
   msamp o1 | o2   2 P             1 P             -               8 P | 3 P     of converted weights; the rest as above
   msamp o3        1 P             1 P/N           2 P/N           3 P/N
 
@@ -193,6 +193,8 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
         found["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if backend:
             optimizer, _ = fp8.convert(accelerator, plan, model, optimizer)
+            if not fp8.converted(model)[0]:
+                raise Refused("none of its Linear layers can be FP8")
         if checkpointed:
             apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ in names)
         model = accelerator.prepare_model(model, device_placement=False)
@@ -338,9 +340,8 @@ def estimate(asked, plain, checkpointed, cpu):
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
     elif strategy.startswith("zero"):
         own = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
-        master, optimizer = (0 if compute == 4 else 4 * elements / n), optimizer / n
-        weights = compute * elements / own
-        left = compute * elements / (1 if strategy == "zero1" else n)
+        master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / own
+        left = compute * elements if strategy == "zero1" else 4 * elements / n  # summed in fp32 where kept in parts
         communication = min(BUCKET, elements) * compute + (gathered if strategy == "zero3" else 0)
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
@@ -387,8 +388,8 @@ def memory_here():
     return psutil.virtual_memory().available, "this machine's free memory"
 
 
-def shown(size):
-    return f"{size / 2**30:,.2f}" if size else "-"
+def shown(size, unit):
+    return f"{size / unit:,.2f}" if size else "-"
 
 
 def main(argv):
@@ -417,7 +418,7 @@ def main(argv):
         asked = of_config(file, args.num_processes)
         try:
             made[file.stem] = estimate(asked, *traced(module, words[1:], asked, seen), cpu)
-        except Refused as reason:
+        except (Refused, ValueError) as reason:  # nothing in the model that FP8 could be
             refused[file.stem] = str(reason).splitlines()[0]
             continue
         needed = made[file.stem]["total"] * (asked["num_processes"] if cpu else 1)
@@ -429,12 +430,14 @@ def main(argv):
         return 0
     parameters = next(iter(seen.values()))["parameters"] if seen else 0
     heads = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
-    rows = []
+    large = max((found["total"] for found in made.values()), default=0) >= 2**30
+    unit, rows = 2 ** (30 if large else 20), []
     for name, found in made.items():
-        cells = [shown(found[key]) for key in (*CLASSES, "total", "activations_checkpointed")]
+        cells = [shown(found[key], unit) for key in (*CLASSES, "total", "activations_checkpointed")]
         rows.append([name, str(found["num_processes"]), *cells, "yes" if found["fits"] else "no"])
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    print(f"{recipe.stem}: {parameters / 1e6:,.1f}M parameters; GiB per process, estimated; {device}: {shown(memory)}")
+    says = f"{'GiB' if large else 'MiB'} per process, estimated; {device}: {shown(memory, unit)}"
+    print(f"{recipe.stem}: {parameters / 1e6:,.1f}M parameters; {says}")
     for row in (heads, *rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for name, reason in refused.items():

@@ -48,6 +48,12 @@ def metric_names(made):
     return [name for name in row["measures"] if name not in COSTS] if row else []
 
 
+def classes(made):
+    """Of bytes per parameter: those every run has, and what a strategy adds to them."""
+    found = [name for row in made["rows"] for name in row.get("bytes_per_parameter", {})]
+    return list(dict.fromkeys([*CLASSES, *(name for name in found if name != "total")]))
+
+
 def tables(made):
     """[(title, heads, rows)]: everything the report says in numbers, but for the curves."""
     names = metric_names(made)
@@ -80,13 +86,18 @@ def tables(made):
         costs.append(cells)
     yield "Speed", heads, costs
 
-    heads = ["config", *(f"{name}, B/param" for name in CLASSES), "total, B/param", "peak memory, MiB"]
+    heads = ["config", *(f"{name}, B/param" for name in classes(made)), "total, B/param", "peak memory, MiB"]
     heads += ["against the baseline", "estimated peak, MiB", "wire, bytes/step"]
     memory = []
     for row in sound:
         per, peak = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"]
         estimate = row["estimate"] and mebibytes(row["estimate"]["total"])
-        cells = [shown(row), *(f"{per[name]:.2f}" for name in CLASSES), f"{per['total']:.2f}", mebibytes(peak["mean"])]
+        cells = [
+            shown(row),
+            *(f"{per.get(name, 0):.2f}" for name in classes(made)),
+            f"{per['total']:.2f}",
+            mebibytes(peak["mean"]),
+        ]
         memory.append([*cells, judged(peak), estimate or "-", number(row["wire_bytes_per_step"])])
     yield "Memory and wire, per process", heads, memory
 
@@ -262,7 +273,8 @@ pre, code { font: 13px/1.5 ui-monospace, monospace }
 pre { background: var(--head); padding: .7rem; white-space: pre-wrap }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13.5px }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top }
-th { background: var(--head); font-weight: 600 } th:first-child, td:first-child, td.words { text-align: left }
+th { background: var(--head); font-weight: 600 } td { white-space: nowrap }
+th:first-child, td:first-child, .words { text-align: left; white-space: normal }
 figure { margin: 1rem 0 } figcaption, .tick, .notes { color: var(--dim); font-size: 13px }
 svg { width: 100%; max-width: 900px }
 svg text { fill: var(--ink); font: 13px system-ui, sans-serif } svg text.tick { fill: var(--dim); font-size: 12px }
@@ -282,21 +294,21 @@ def figure(picture, words, command):
 
 
 def html_table(heads, rows):
-    def cell(word):
-        return f'<td class="words">{html.escape(word)}</td>' if len(word) > 24 else f"<td>{html.escape(word)}</td>"
+    def cell(word, tag="td"):
+        css = ' class="words"' if len(word) > 60 or word == "truth" else ""
+        return f"<{tag}{css}>{html.escape(word)}</{tag}>"
 
-    head = "".join(f"<th>{html.escape(word)}</th>" for word in heads)
+    head = "".join(cell(word, "th") for word in heads)
     body = "\n".join("<tr>" + "".join(cell(str(word)) for word in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
-def page(made):
-    """The whole report as one HTML file."""
-    sound = [row for row in made["rows"] if not row["error"]]
-    plain = [row for row in sound if not row["control"]]
+def drawn_curves(made, plain):
+    """HTML of a picture, and the same in numbers, for the training loss and each held-out metric over the steps."""
     colour = {row["config"]: i % COLOURS for i, row in enumerate(plain)}
     parts = []
-    for name in dict.fromkeys(name for row in plain for name in row["curves"]):
+    names = dict.fromkeys(name for row in plain for name in row["curves"])
+    for name in sorted(names, key=lambda name: name != "loss"):
         series = [(r["config"], colour[r["config"]], r["curves"][name]) for r in plain if r["curves"].get(name)]
         if not series:
             continue
@@ -313,7 +325,16 @@ def page(made):
         words = "Mean over the seeds; the band is from their minimum to their maximum."
         parts.append(figure(picture, words, made["command"]))
         parts.append(f"<details><summary>The same in numbers</summary>{html_table(heads, rows)}</details>")
+    return parts
+
+
+def page(made):
+    """The whole report as one HTML file."""
+    sound = [row for row in made["rows"] if not row["error"]]
+    plain = [row for row in sound if not row["control"]]
+    parts = []
     for title, heads, rows in tables(made):
+        parts += drawn_curves(made, plain) if title == "Speed" else []  # behind the results
         parts.append(f"<h2>{html.escape(title)}</h2>")
         if title == "Speed" and sound:
             drawn = []
@@ -327,10 +348,9 @@ def page(made):
             drawn = []
             for row in plain:
                 per = row["bytes_per_parameter"]
-                drawn.append(
-                    (row["config"], [(per[k], i) for i, k in enumerate(CLASSES)], f"{per['total']:.2f}", False)
-                )
-            keys = legend([(name, i) for i, name in enumerate(CLASSES)])
+                pieces = [(per.get(key, 0), i) for i, key in enumerate(classes(made))]
+                drawn.append((row["config"], pieces, f"{per['total']:.2f}", False))
+            keys = legend([(name, i) for i, name in enumerate(classes(made))])
             picture = keys + bars(drawn, title, "bytes per parameter, over all processes")
             parts.append(figure(picture, "Model states, counted on live tensors.", made["command"]))
         parts.append(html_table(heads, rows))
