@@ -19,6 +19,7 @@
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else who is restarted gets the addresses of those who died
 here="$root/.venv"
 
 help() { sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$root/launch.sh"; }
@@ -88,6 +89,9 @@ launch() {
     if [ "${count:-0}" -gt 0 ] && [[ " ${options[*]-} " != *" --num_processes"* ]] && ! grep -q "'NO'" "$config"; then
         if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then count=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
         options+=(--num_processes "$count")
+    fi
+    if [[ " ${options[*]-} " == *" --max_restarts"* && " ${options[*]-} " != *" --rdzv_backend"* ]]; then
+        options+=(--rdzv_backend c10d)  # torch's static one does not outlive a worker
     fi
     "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}} $recipe $*"

@@ -167,6 +167,8 @@ def resolve():
         emulated=backend is not None and (here["capability"] or (0, 0)) < (8, 9),
         **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
     )
+    if cpu:  # DeepSpeed, where it is installed, would tell every run that there is no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if plan.rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan

@@ -9,6 +9,7 @@ Nothing here imports torch or Accelerate: a check takes a fraction of a second.
 import difflib
 import importlib.util
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -45,6 +46,11 @@ KEYS = {
     "parallelism_config": "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
     "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size",
 }
+# torch 2.15 keeps one store of addresses over all restarts, unless it is told not to and the rendezvous is c10d.
+IN_VAIN = (
+    "--max_restarts: a restarted worker would look for the one that died: add --rdzv_backend c10d and set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (./launch.sh does both)"
+)
 PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # whose keys may leave out `fsdp_`, `fp8_`, `dynamo_`
 SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # dimensions of a device mesh, parallelism_config_<name>_size
 FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
@@ -85,6 +91,8 @@ def asked(env):
         "offload": on(env.get("FSDP_OFFLOAD_PARAMS")) or bool(host),
         "ckpt": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
         "noreshard": strategy in ("fsdp", "hsdp") and not on(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        "restarts_in_vain": env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         "sizes": sizes,
         "replicas": sizes["dp_replicate"],
         "deepspeed": {
@@ -225,6 +233,8 @@ def problems(asked, machine):
             f"fsdp_auto_wrap_policy {asked['wrap_policy']} shards the model as one piece or fails: set "
             "TRANSFORMER_BASED_WRAP (every model here names its blocks)"
         )
+    if asked["restarts_in_vain"]:
+        lines.append(IN_VAIN)
     if gpus and asked["local_processes"] > gpus:
         lines.append(f"{asked['local_processes']} processes on {gpus} {machine['name']}: pass --num_processes {gpus}")
     if not gpus and precision == "fp16" and strategy in ("fsdp", "hsdp"):
@@ -284,6 +294,77 @@ def problems_of_deepspeed(asked, machine):
     if asked["offload"] and strategy == "zero1":
         lines.append("zero1 does not offload: use zero3_bf16_offload")
     return lines
+
+
+def problems_of_machines(config, env):
+    """Of a launch over one or several machines: ranks, rendezvous, port, hostfile. `config` is the file's mapping with
+    the command line's options over it; `env` the launcher's environment."""
+    machines, processes = config.get("num_machines") or 1, config.get("num_processes") or 1
+    rank, port, lines = config.get("machine_rank") or 0, config.get("main_process_port"), []
+    elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    if config.get("max_restarts") and not elastic:
+        lines.append(IN_VAIN)
+    if port and rank == 0 and port_in_use(port):
+        lines.append(f"port {port} of this machine is in use: another --main_process_port")
+    if machines == 1:
+        return lines
+    if processes % machines:
+        lines.append(
+            f"{processes} processes on {machines} machines: each would get {processes // machines}; --num_processes "
+            f"counts all machines', a multiple of {machines}"
+        )
+    if not 0 <= rank < machines:
+        lines.append(f"machine_rank {rank} of {machines} machines: 0 to {machines - 1}, another one on each")
+    address = config.get("main_process_ip")
+    if not address:
+        lines.append("several machines need --main_process_ip: the address of machine 0, the same on all")
+    elif address == "localhost" or address.startswith("127."):
+        lines.append(f"main_process_ip {address} is every machine's name for itself: give machine 0's address")
+    elif not known(address):
+        lines.append(f"main_process_ip {address} is no address and no name that this machine knows")
+    if config.get("rdzv_backend") == "c10d" and not port:
+        lines.append("several machines need --main_process_port: the same free port of machine 0 on all")
+    if config.get("distributed_type") == "DEEPSPEED":
+        lines += problems_of_hostfile(config.get("deepspeed_config") or {}, processes)
+    return lines
+
+
+def problems_of_hostfile(section, processes):
+    """Of DeepSpeed's own launchers, pdsh and the like. `standard` is torchrun, as for every other strategy."""
+    launcher = section.get("deepspeed_multinode_launcher", "pdsh")
+    if launcher == "standard":
+        return []
+    path = section.get("deepspeed_hostfile")
+    advice = "set deepspeed_multinode_launcher: standard in deepspeed_config to launch on each machine, as elsewhere"
+    if not path:
+        return [f"deepspeed_multinode_launcher {launcher} needs a deepspeed_hostfile: {advice}"]
+    try:
+        rows = [line.split("#")[0].split() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        return [f"deepspeed_hostfile {path} cannot be read ({error.strerror}): {advice}"]
+    slots = [words[1].removeprefix("slots=") if len(words) == 2 else "" for words in rows if words]
+    if not slots or not all(count.isdigit() for count in slots):
+        return [f"deepspeed_hostfile {path}: every line is `name slots=4`"]
+    if sum(map(int, slots)) < processes:
+        return [f"deepspeed_hostfile {path} has {sum(map(int, slots))} slots for {processes} processes"]
+    return []
+
+
+def known(name):
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def port_in_use(port):
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return True
+    return False
 
 
 def problems_of_fp8(asked, machine):

@@ -50,7 +50,6 @@ def plugin(plan, grad_scaler):
 
 def rehearse():
     """A process group on gloo which Accelerate takes for DeepSpeed's; no compiler is needed for it."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would make it plain DDP
     quiet()
     import deepspeed

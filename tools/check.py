@@ -2,18 +2,25 @@
 
     ./launch.sh check                      all files of accelerate_configs/
     ./launch.sh check fsdp_fp16 my.yml     these, and whether this machine can run them
+    ./launch.sh check ddp_bf16 --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
+                                           with accelerate launch's options: ranks, rendezvous, port, hostfile
 
 The rules are those that refuse at launch (shared/rules.py). Exit code 2 where there is a problem. What is sound but not
 for this machine is said; it counts as a problem only for a config that was asked for by name.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from shared import rules  # noqa: E402
+
+# What says how many take part and where they meet, as in the file or on accelerate launch's command line.
+OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
+           "max_restarts")  # fmt: skip
 
 
 def check(path, machine, overrides):
@@ -26,19 +33,25 @@ def check(path, machine, overrides):
     anywhere["packages"] = ["torchao", "transformer_engine", "deepspeed"]
     unsound = rules.problems(wanted, anywhere)
     here = [line for line in rules.problems(wanted, machine) if line not in unsound]
+    here += rules.problems_of_machines(config | overrides, os.environ)
     return lines + unsound, here, wanted
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
-    parser.add_argument("--num_processes", "--num-processes", type=int, help="as accelerate launch would be given it")
+    for name in OPTIONS:
+        kind = str if name in ("main_process_ip", "rdzv_backend") else int
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
     parser.add_argument("--quiet", action="store_true", help="print problems only")
-    args, _ = parser.parse_known_args()  # accelerate's own options are accelerate's to judge
+    args, others = parser.parse_known_args()  # accelerate's other options are accelerate's to judge
+    for option in others:  # `--monitor_interval 1`: what stands behind one is its value
+        after = sys.argv[sys.argv.index(option) + 1 :][:1]
+        args.configs = [name for name in args.configs if name not in after]
     folder = ROOT / "accelerate_configs"
     paths = [Path(name) if Path(name).suffix else folder / f"{name}.yml" for name in args.configs]
     machine = rules.machine()
-    overrides = {"num_processes": args.num_processes} if args.num_processes else {}
+    overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     failed = False
     for path in paths or sorted(folder.glob("*.yml")):
         problems, here, wanted = check(path, machine, overrides)

@@ -1,0 +1,194 @@
+"""Several machines: two network namespaces with names and addresses of their own, joined by a cable that can be cut."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, alive, distance, metrics, record, train
+
+OPTIONS = ("--logging_steps", "1", "--save_steps", "10", "--eval_steps", "0", "--resume_from_checkpoint", "latest")
+ADDRESSES = ("10.79.0.1", "10.79.0.2")
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
+
+
+class Machines:
+    """node0 and node1. Each finds the other by name, as machines of a cluster do."""
+
+    def __init__(self, folder):
+        self.folder, self.running = folder, []
+        self.names = [f"r{os.getpid()}n{i}" for i in (0, 1)]
+        self.cables = [f"v{os.getpid()}n{i}" for i in (0, 1)]
+
+    def __enter__(self):
+        if not shutil.which("ip") or os.geteuid():
+            pytest.skip("network namespaces need iproute2 and root")
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+            ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+        for name, cable, address in zip(self.names, self.cables, ADDRESSES, strict=True):
+            hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` puts it in the place of /etc/hosts
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} node{i}\n" for i, a in enumerate(ADDRESSES)))
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        return self
+
+    def __exit__(self, *_):
+        for rank in range(len(self.running)):
+            self.kill(rank)
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+    def launch(self, rank, config, *argv):
+        """`accelerate launch` on one of them, as the README has it; its output goes to node<rank>.log."""
+        command = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"',
+                   f"node{rank}", sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+                   f"accelerate_configs/{config}.yml", "--num_machines", "2", "--num_processes", "2", "--machine_rank",
+                   str(rank), "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", "--rdzv_backend", "c10d",
+                   "--max_restarts", "3", "--monitor_interval", "1", "recipes/vit.py", *argv]  # fmt: skip
+        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
+        log = open(self.folder / f"node{rank}.log", "a")
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        self.running[rank:] = [process, *self.running[rank + 1 :]]
+
+    def kill(self, rank):
+        """As a power cut does: the launcher and its workers at once, none of them told."""
+        try:
+            launcher = psutil.Process(self.running[rank].pid)
+            for process in [launcher, *launcher.children(recursive=True)]:
+                process.kill()
+        except psutil.NoSuchProcess:
+            pass
+        self.running[rank].wait()
+
+    def cable(self, state):
+        ip("-n", self.names[0], "link", "set", self.cables[0], state)
+
+    def log(self, rank):
+        return (self.folder / f"node{rank}.log").read_text(errors="replace")
+
+    def wait(self, timeout=180):
+        return [process.wait(timeout) for process in self.running]
+
+
+def until_step(run, step, timeout=120):
+    end = time.time() + timeout
+    while not (run / "metrics.jsonl").exists() or not any(row["step"] >= step for row in metrics(run)):
+        assert time.time() < end, f"no step {step} in {run}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    with Machines(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp_fp32", "zero2_bf16"])
+def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tmp_path, config):
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    steps = ("--max_steps", "80", *OPTIONS)
+    one = train(config, tmp_path / "one", *steps)
+    run = tmp_path / "run"
+    for rank in (0, 1):
+        machines.launch(rank, config, "--output_dir", str(run), *steps)
+    until_step(run, 25)
+    machines.kill(1)
+    machines.launch(1, config, "--output_dir", str(run), *steps)
+    assert machines.wait() == [0, 0], machines.log(0)[-3000:]
+    assert "resumed from" in machines.log(0) and "at step 20" in machines.log(0)
+    made = record(run)
+    assert made["status"] == "finished" and made["plan"]["num_processes"] == 2
+    assert metrics(run) == metrics(one) and distance(run, one) == 0
+    assert not alive(str(run))
+
+
+@pytest.mark.slow
+def test_a_link_that_is_down_for_20_seconds_is_waited_for(machines, tmp_path):
+    """TCP sends again what was lost; nobody restarts, nothing differs."""
+    steps = ("--max_steps", "200", *OPTIONS)
+    one = train("ddp_fp32", tmp_path / "one", *steps)
+    run = tmp_path / "run"
+    for rank in (0, 1):
+        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    until_step(run, 15)
+    machines.cable("down")
+    time.sleep(1)
+    before = metrics(run)[-1]["step"]
+    time.sleep(19)
+    assert metrics(run)[-1]["step"] == before < 200  # it was really cut
+    machines.cable("up")
+    assert machines.wait() == [0, 0], machines.log(0)[-3000:]
+    assert machines.log(0).count("asked: ") == 1
+    assert metrics(run) == metrics(one) and distance(run, one) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_on_one_machine(tmp_path):
+    run, steps = tmp_path / "run", ("--max_steps", "80", *OPTIONS)
+    one = train("ddp_fp32", tmp_path / "one", *steps)
+    command = ["./launch.sh", "ddp_fp32", "--max_restarts", "1", "--monitor_interval", "1", "vit",
+               "--output_dir", str(run), *steps]  # fmt: skip
+    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    log = open(tmp_path / "log", "w+")
+    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+    until_step(run, 25)
+    workers = [
+        child for child in psutil.Process(launcher.pid).children(recursive=True) if "vit.py" in str(child.cmdline())
+    ]
+    workers[-1].kill()
+    assert launcher.wait(180) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert "resumed from" in (tmp_path / "log").read_text()
+    assert metrics(run) == metrics(one) and distance(run, one) == 0
+
+
+SUBMIT = """
+set -e
+job=$(sbatch --parsable --output "$1/job.log" cluster/slurm.sbatch ddp_fp32 vit --output_dir "$1/run" "${@:2}")
+for _ in $(seq 600); do grep -q '"step": 25,' "$1/run/metrics.jsonl" 2>/dev/null && break; sleep 0.2; done
+scontrol requeue "$job"
+while true; do
+    state=$(scontrol show job "$job" | grep -o 'JobState=[A-Z]*')
+    case $state in
+        *PENDING) scontrol update jobid="$job" starttime=now ;;  # else it waits for two minutes
+        *COMPLETED) break ;;
+        *FAILED | *CANCELLED | *TIMEOUT) exit 1 ;;
+    esac
+    sleep 1
+done
+scontrol show job "$job" | grep -o 'Restarts=[0-9]*'
+"""
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_requeued_is_the_same_run(tmp_path):
+    """Two node daemons of the real Slurm, `sbatch`, and `scontrol requeue` in the middle."""
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
+    if missing or os.geteuid():
+        pytest.skip(f"needs root and Debian's slurm-wlm and munge (missing: {', '.join(missing) or 'root'})")
+    steps = ("--max_steps", "80", *OPTIONS[:6])
+    one = train("ddp_fp32", tmp_path / "one", *steps)
+    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["cluster/slurm_here.sh", str(tmp_path / "slurm"), "bash", "-c", SUBMIT, "bash", str(tmp_path), *steps]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    log = (tmp_path / "job.log").read_text(errors="replace")
+    assert done.returncode == 0, done.stdout + done.stderr + log[-3000:]
+    assert "Restarts=1" in done.stdout and log.count("asked: ") == 2 and "resumed from" in log
+    assert metrics(tmp_path / "run") == metrics(one) and distance(tmp_path / "run", one) == 0
