@@ -4,7 +4,8 @@
 
 A vision transformer is trained on `photos` (ten colour photographs), then every row trains the same model on `textures`
 (eight grey pictures), with the same steps, batches and learning rate, three seeds each: only where it starts differs,
-and in two more rows how. Finished runs are not repeated. Beside the JSON there is a plot, if matplotlib is installed.
+and in two more rows how. From scratch it takes the one channel there is, pretrained the same three times. Finished runs
+are not repeated. Beside the JSON there is a plot, if matplotlib is installed.
 """
 
 import argparse
