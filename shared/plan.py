@@ -185,7 +185,7 @@ def rehearse(plan):
 
         return zero.rehearse()
     PartialState(cpu=True)
-    if plan.strategy in ("fsdp", "hsdp", "tp"):
+    if plan.strategy in ("fsdp", "hsdp"):
         PartialState._shared_state["device"] = torch.device("cpu")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
