@@ -6,6 +6,7 @@ makes Accelerate run the same strategy on the CPU.
 """
 
 import dataclasses
+import datetime
 import functools
 import os
 import sys
@@ -174,6 +175,9 @@ def resolve():
     return plan
 
 
+PATIENCE = datetime.timedelta(minutes=10)  # of a collective whose peer is gone; gloo's own would be 30, NCCL's is 10
+
+
 def rehearse(plan):
     """Start the process group on gloo and make Accelerate take this CPU for a device of `plan.strategy`.
 
@@ -187,9 +191,9 @@ def rehearse(plan):
     if plan.strategy.startswith("zero"):
         from shared import zero
 
-        return zero.rehearse()
-    PartialState(cpu=True)
-    if plan.strategy in ("fsdp", "hsdp", "tp"):
+        return zero.rehearse(PATIENCE)
+    PartialState(cpu=True, timeout=PATIENCE)
+    if plan.strategy in ("fsdp", "hsdp"):
         PartialState._shared_state["device"] = torch.device("cpu")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 

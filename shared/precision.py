@@ -114,7 +114,7 @@ class Evidence:
             "eval_precision": "bf16" if plan.precision == "fp8" else plan.precision,
         }
         several = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
-        kinds = {"single": ("NO",), "ddp": several, "tp": several, "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
+        kinds = {"single": ("NO",), "ddp": several, "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
         kinds = kinds.get(plan.strategy, ("DEEPSPEED",))
         kinds += ("NO",) if plan.num_processes == 1 else ()  # DDP of one process
         kind, processes = accelerator.distributed_type, accelerator.num_processes
@@ -129,7 +129,7 @@ class Evidence:
             raise Refused(f"{linear - len(skipped)} Linear layers should be in FP8, {converted} of {linear} are")
         if orphans:
             raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
-        if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
+        if plan.strategy in ("fsdp", "hsdp") and plan.num_processes > 1 and not self.sharded:
             raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: does the model name its blocks?")
         if self.zero is None:
             self.hooks = [

@@ -59,7 +59,7 @@ FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_use_autocast_during_eval": False,
 }  # fmt: skip
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
-STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 
 
 def on(value):
@@ -215,7 +215,7 @@ def problems(asked, machine):
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
     if strategy.startswith("fsdp") and strategy != "fsdp":
         lines.append("FSDP version 1 is not supported here: set fsdp_version: 2 in fsdp_config")
-    elif strategy not in STRATEGIES:
+    elif strategy not in (*STRATEGIES, "tp"):
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
@@ -255,16 +255,15 @@ def problems_of_meshes(asked):
     strategy, processes = asked["strategy"], asked["num_processes"]
     sizes = {name: size for name, size in asked["sizes"].items() if size > 1}
     words = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if "tp" in sizes and (strategy != "tp" or len(sizes) > 1):
-        with_what = {"fsdp": "FSDP2", "hsdp": "FSDP2"}.get(strategy, strategy if strategy != "tp" else words)
-        return [
-            f"tensor parallel with {with_what} fails between Accelerate 1.15 and transformers: use tp_bf16 with "
-            f"parallelism_config_tp_size {processes}, or fsdp_bf16"
-        ]
+    if "tp" in sizes and strategy in ("fsdp", "hsdp"):
+        return [f"tensor parallel with FSDP2 ({words}) fails between Accelerate 1.15 and transformers 5: use hsdp_bf16"]
+    if "tp" in sizes:
+        return [f"tensor parallel ({words}) is not supported here: Accelerate takes only models that transformers has "
+                "split while loading them; use fsdp_bf16 or hsdp_bf16"]  # fmt: skip
     if sizes.keys() & {"cp", "sp"}:
-        return [f"parallelism_config {words}: context and sequence parallel are not supported here, use hsdp or tp"]
-    if sizes and strategy not in ("fsdp", "hsdp", "tp"):
-        return [f"parallelism_config is for hsdp and tp files, this one is {strategy}: remove it"]
+        return [f"parallelism_config {words}: context and sequence parallel are not supported here, use hsdp"]
+    if sizes and strategy not in ("fsdp", "hsdp"):
+        return [f"parallelism_config is for hsdp files, this one is {strategy}: remove it"]
     if strategy == "hsdp" and "dp_shard" not in sizes:
         return ["hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"]
     product = 1
@@ -273,8 +272,6 @@ def problems_of_meshes(asked):
     if sizes and product != processes:
         return [f"parallelism_config {words} is for {product} processes, not {processes}: --num_processes {product}, "
                 "or change its sizes"]  # fmt: skip
-    if strategy == "tp" and asked["precision"] not in ("fp32", "bf16"):
-        return [f"tensor parallel in {asked['precision']} is not supported here: use tp_bf16"]
     return []
 
 
@@ -342,7 +339,7 @@ def problems_of_hostfile(section, processes):
         rows = [line.split("#")[0].split() for line in Path(path).read_text().splitlines()]
     except OSError as error:
         return [f"deepspeed_hostfile {path} cannot be read ({error.strerror}): {advice}"]
-    slots = [words[1].removeprefix("slots=") if len(words) == 2 else "" for words in rows if words]
+    slots = [words[1].partition("slots=")[2] if len(words) == 2 else "" for words in rows if words]
     if not slots or not all(count.isdigit() for count in slots):
         return [f"deepspeed_hostfile {path}: every line is `name slots=4`"]
     if sum(map(int, slots)) < processes:

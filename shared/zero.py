@@ -48,7 +48,7 @@ def plugin(plan, grad_scaler):
     return made
 
 
-def rehearse():
+def rehearse(timeout):
     """A process group on gloo which Accelerate takes for DeepSpeed's; no compiler is needed for it."""
     os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would make it plain DDP
     quiet()
@@ -57,7 +57,7 @@ def rehearse():
 
     # It would compile a faster all-reduce for processes of one host: a minute, and a C++ compiler.
     deepspeed.ops.__compatible_ops__ = {}
-    PartialState(backend="gloo")
+    PartialState(backend="gloo", timeout=timeout)
 
 
 def quiet():

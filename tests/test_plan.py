@@ -24,6 +24,8 @@ CPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packag
 DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
 FSDP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": FSDP}
+MESH = {"parallelism_config_dp_shard_size": 2}
+ZERO = DDP | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
 
 
 def parsed_by_accelerate(path, *options):
@@ -146,11 +148,66 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
          CPU | {"packages": ["deepspeed"]}, "use ddp_fp8_msamp_o3"),
         (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, CPU, "set dynamo_use_regional_compilation: true"),
         ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, CPU, "use_cpu: true makes Accelerate run one"),
+        (DDP | {"parallelism_config": {"parallelism_config_tp_size": 2}}, GPU, "tensor parallel (tp 2) is not supported here"),
+        (FSDP | {"num_processes": 4, "parallelism_config": MESH | {"parallelism_config_tp_size": 2}}, GPU,
+         "tensor parallel with FSDP2 (dp_shard 2 x tp 2) fails between"),
+        (FSDP | {"num_processes": 6, "parallelism_config": MESH | {"parallelism_config_dp_replicate_size": 2}}, GPU,
+         "is for 4 processes, not 6: --num_processes 4"),
+        (FSDP | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, GPU, "hsdp without"),
+        (FSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}}, GPU, "context and sequence parallel"),
+        (DDP | {"parallelism_config": MESH}, GPU, "parallelism_config is for hsdp files, this one is ddp"),
+        (ZERO, GPU | {"packages": []}, "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"),
+        (ZERO | {"mixed_precision": "fp16"}, CPU | {"packages": ["deepspeed"]}, "use zero2_bf16"),
+        (ZERO | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O3"}}, GPU, "ddp_fp8_msamp_o3 shards"),
+        (ZERO | {"deepspeed_config": {"zero_stage": 3}}, GPU, "zero3_init_flag (Accelerate's default)"),
+        (ZERO | {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "nvme"}}, GPU, "offloading to nvme"),
+        (ZERO | {"deepspeed_config": {"zero_stage": 1, "offload_optimizer_device": "cpu"}}, GPU, "zero1 does not offload"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_its_fix(config, machine, expected):
     lines = rules.problems(rules.asked(rules.exported(config)), machine)
     assert len(lines) == 1 and expected in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_machines": 2}, "several machines need --main_process_ip"),
+        ({"main_process_ip": "127.0.0.1"}, "every machine's name for itself"),
+        ({"main_process_ip": "no.such.name.invalid"}, "no name that this machine knows"),
+        ({"num_processes": 3}, "each would get 1; --num_processes counts all machines'"),
+        ({"machine_rank": 2}, "machine_rank 2 of 2 machines: 0 to 1"),
+        ({"rdzv_backend": "c10d", "main_process_port": None}, "several machines need --main_process_port"),
+        ({"max_restarts": 1}, "a restarted worker would look for the one that died"),
+        (ZERO, "needs a deepspeed_hostfile: set deepspeed_multinode_launcher: standard"),
+    ],
+)
+def test_machines_that_cannot_meet_are_named(options, expected):
+    sound = DDP | {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+    assert rules.problems_of_machines(sound, {}) == []
+    asked = sound | options
+    asked |= {"main_process_ip": None} if options == {"num_machines": 2} else {}
+    [line] = rules.problems_of_machines(asked, {})
+    assert expected in line
+
+
+def test_a_hostfile_is_read(tmp_path):
+    section = {"deepspeed_hostfile": str(tmp_path / "hosts")}
+    assert "cannot be read" in rules.problems_of_hostfile(section, 4)[0]
+    for text, expected in (("a 4\n", "every line is"), ("a slots=1\nb slots=2 # c\n", "has 3 slots for 4 processes")):
+        (tmp_path / "hosts").write_text(text)
+        assert expected in rules.problems_of_hostfile(section, 4)[0]
+    assert rules.problems_of_hostfile(section, 3) == []
+
+
+def test_a_port_in_use_is_named():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        [line] = rules.problems_of_machines(DDP | {"main_process_port": taken.getsockname()[1]}, {})
+    assert "is in use" in line
 
 
 def test_every_problem_is_named_at_once(tmp_path):
