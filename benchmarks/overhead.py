@@ -209,7 +209,7 @@ def launched(way, model, precision, processes, steps, command=None):
         if not file.exists():
             raise SystemExit(f"{way} did not get to its last step:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         found = json.loads(file.read_text())
-        losses = [float(part) for part in re.findall(r"loss'?[: ]+'?([\d.]+)", done.stdout)]
+        losses = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.]+)", done.stdout)]
     pairs = list(zip(found["ends"], found["ends"][1:], strict=False))[WARMUP_STEPS:]
     steps = [statistics.median(after[i] - before[i] for before, after in pairs) for i in (0, 1)]
     return {"wall": steps[0], "cpu": steps[1], "start": found["first_step"] - began, "losses": losses}
