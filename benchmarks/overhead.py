@@ -209,7 +209,7 @@ def launched(way, model, precision, processes, steps, command=None):
         if not file.exists():
             raise SystemExit(f"{way} did not get to its last step:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         found = json.loads(file.read_text())
-        losses = [float(part) for part in re.findall(r"loss'?[: ]+'?([\d.]+)", done.stdout)]
+        losses = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.]+)", done.stdout)]
     pairs = list(zip(found["ends"], found["ends"][1:], strict=False))[WARMUP_STEPS:]
     steps = [statistics.median(after[i] - before[i] for before, after in pairs) for i in (0, 1)]
     return {"wall": steps[0], "cpu": steps[1], "start": found["first_step"] - began, "losses": losses}
@@ -224,7 +224,7 @@ def ratios(turns, way, key):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", default=["vit_nano=200", "vit_tiny=60"], help="model=steps")
+    parser.add_argument("--models", nargs="*", default=["vit_nano=200", "vit_tiny=60"], help="model=steps")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
@@ -241,6 +241,9 @@ def main():
                     turns.append({way: launched(way, model, precision, processes, int(steps)) for way in ways})
                 by_hand = statistics.median(turn["hand"]["wall"] for turn in turns)
                 row = setting | {"rounds": args.rounds, "step_seconds_by_hand": by_hand}
+                row["first_step_seconds"] = {
+                    way: statistics.median(turn[way]["start"] for turn in turns) for way in WAYS
+                }
                 row |= {way: {key: ratios(turns, way, key) for key in ("wall", "cpu")} for way in WAYS[1:]}
                 ends = {way: turns[-1][way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
                 if processes == 1 and precision == "fp32" and max(ends.values()) - min(ends.values()) > 1e-3:
@@ -255,7 +258,7 @@ def main():
                     print(f"  {way:8} {said}", flush=True)
                 save(args.output, result)
     if args.start:
-        result["start"], result["parts"] = start_up(args.rounds), parts(args.rounds)
+        result["start"], result["parts"] = start_up(args), parts(args.rounds)
         for row in result["start"]:
             print(
                 f"start-up, {row['way']} x{row['processes']}: {row['seconds']:.1f} s, {row['of_hand']:.2f} of by hand"
@@ -264,7 +267,7 @@ def main():
     save(args.output, result)
 
 
-def start_up(rounds):
+def start_up(args):
     """Seconds from the command to the end of the first optimizer step, by way of starting."""
     config = {1: "single_fp32", 2: "ddp_fp32"}
     ways = {
@@ -276,9 +279,9 @@ def start_up(rounds):
             f"accelerate_configs/{config[n]}.yml"]),
     }  # fmt: skip
     rows = []
-    for processes in (1, 2):
+    for processes in args.processes:
         turns = [{name: launched(way, "vit_nano", "fp32", processes, 3, how(processes))["start"]
-                  for name, (way, how) in ways.items()} for _ in range(rounds)]  # fmt: skip
+                  for name, (way, how) in ways.items()} for _ in range(args.rounds)]  # fmt: skip
         for name in ways:
             times, of_hand = [t[name] for t in turns], [t[name] / t["by hand"] for t in turns]
             rows.append({"way": name, "processes": processes, "seconds": statistics.median(times),

@@ -53,12 +53,13 @@ def overhead(made):
     for row in made["rows"]:
         cells = [f"{row['model']}, {row['precision']}, {row['processes']}", f"{1000 * row['step_seconds_by_hand']:.1f}"]
         for way in ("recipe", "fabric", "trainer"):
-            wall = row[way]["wall"]
-            cells.append(f"{wall['median']:.3f} ({wall['min']:.3f} to {wall['max']:.3f})")
+            wall, cpu = row[way]["wall"], row[way]["cpu"]
+            cells.append(f"{wall['median']:.2f} ({wall['min']:.2f} to {wall['max']:.2f}), CPU {cpu['median']:.3f}")
         rows.append(cells)
-    text = f"{came_from(made)}; step time over that of the loop by hand, median of the rounds (range):"
+    text = f"{came_from(made)}; step time over that of the loop by hand: median of the "
+    text += "rounds (range), and CPU time, which other work on the machine disturbs less:"
     text += "\n\n" + report.table(heads, rows)
-    if made["start"]:
+    if made.get("start"):
         text += "\n\nFrom the command to the end of the first step:\n\n"
         starts = [
             [row["way"], str(row["processes"]), f"{row['seconds']:.1f}", f"{row['of_hand']:.2f}"]
