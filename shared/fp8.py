@@ -30,7 +30,10 @@ def convert(accelerator, plan, model, optimizer):
         amp8 = ours("amp8")
         options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
         recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
-        model, optimizer = amp8.initialize(model, optimizer, plan.level.upper(), **recipe)
+        try:
+            model, optimizer = amp8.initialize(model, optimizer, plan.level.upper(), **recipe)
+        except (TypeError, ValueError) as error:  # one line, that says what to do
+            raise Refused(f"asked for fp8: {error}") from None
         skipped = [tuple(entry) for entry in amp8.report(model)["skipped"]]
     elif plan.implementation == "transformer_engine":
         skipped = to_transformer_engine(model)
