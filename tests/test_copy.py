@@ -68,6 +68,12 @@ def test_every_import_is_pinned_or_copied(tmp_path):
                     assert all(f"{package}==" in pinned for package in packages), f"{path}: {name}"
 
 
+def test_a_zero_config_brings_its_engine(tmp_path):
+    for config, there in (("zero2_bf16", True), ("ddp_bf16", False)):
+        tool.copy("vit", config, tmp_path / config)
+        assert ("deepspeed>=" in (tmp_path / config / "requirements.txt").read_text()) == there
+
+
 def test_what_it_refuses(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

@@ -11,7 +11,7 @@ from conftest import CONFIGS, distance, metrics, record, train, weights
 from shared import data, fp8, models, plan, rules
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
-EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name]
+EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name and "zero" not in name]  # test_zero
 STEPS = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 0)
 BYTES = {"o1": 11, "o2": 6, "o3": 7}  # of a converted parameter on one process
 

@@ -11,6 +11,7 @@ import ast
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +22,7 @@ from shared.args import Refused  # noqa: E402
 # Names of packages that differ from what is imported, and packages that others need and name nowhere.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
             "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"]}  # fmt: skip
-OPTIONAL = {"skimage", "transformer_engine"}  # asked for by the one dataset or config that needs them
+OPTIONAL = {"skimage", "transformer_engine", "deepspeed"}  # asked for by the one dataset or config that needs them
 
 
 def imports(path):
@@ -83,7 +84,9 @@ def copy(recipe, config, destination):
         (destination / at).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, destination / at)
         written.append(at)
-    (destination / "requirements.txt").write_text(pins(packages))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    engine = extras["deepspeed"] if wanted["strategy"].startswith("zero") else []
+    (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in engine))
     (destination / "README.md").write_text(readme(source, yml, destination, "amp8" in {p.parts[0] for p in written}))
     return sorted([*written, Path("requirements.txt"), Path("README.md")])
 
