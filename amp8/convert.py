@@ -159,7 +159,7 @@ def choose(model, skip):
 
 
 def is_ordinary(weight):
-    """Whether a weight is a Parameter around a plain tensor, or around a fake one, which memory estimates train with."""
+    """Whether a weight is a Parameter around a plain tensor, or around a fake one, as memory estimates have."""
     plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
     return plain or (isinstance(weight, nn.Parameter) and type(weight).__name__ == "FakeTensor")
 

@@ -317,7 +317,7 @@ def save(file, result):
     from amp8_common import device_name, versions
 
     packages = ("accelerate", "timm", "transformers", "lightning-fabric")
-    result |= {"command": f"python benchmarks/overhead.py --output {file}", "date": time.strftime("%Y-%m-%d"),
+    result |= {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
                "device": device_name(), "versions": versions(packages), "batch": BATCH}  # fmt: skip
     file.write_text(json.dumps(result, indent=1) + "\n")
 
