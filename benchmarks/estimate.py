@@ -129,7 +129,7 @@ def main():
     print(f"{sum(row['within'] for row in rows)} of {len(rows)} within {LIMITS}")
     if args.output:
         result = {
-            "command": "python benchmarks/estimate.py --output results/estimate.json",
+            "command": " ".join(["python", *sys.argv]),
             "date": time.strftime("%Y-%m-%d"),
             "device": record["device_name"],
             "versions": record["versions"],

@@ -50,7 +50,7 @@ def watch(file, steps):
     register_optimizer_step_post_hook(after_step)
 
 
-def ingredients(model):
+def ingredients(model, steps):
     """What all but the recipe itself build: model, optimizer, schedule and data, as recipes/vit.py does."""
     import torch
     from torch.optim import AdamW
@@ -64,7 +64,7 @@ def ingredients(model):
     train_set, _ = data.images("digits", None)
     net = models.vit(model, train_set.image_size, train_set.in_chans, train_set.num_classes)
     optimizer = AdamW(net.parameters(), 2e-3, weight_decay=0.05)
-    return net, optimizer, LambdaLR(optimizer, lambda step: warmup_cosine(step, 30, 300)), train_set
+    return net, optimizer, LambdaLR(optimizer, lambda step: warmup_cosine(step, 30, steps)), train_set
 
 
 def order(train_set, rank, world):
@@ -87,7 +87,7 @@ def hand(model, precision, steps):
     from torch.utils.data import DataLoader
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    net, optimizer, lr_scheduler, train_set = ingredients(model)
+    net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     if world > 1:
         dist.init_process_group("gloo")
         net = DistributedDataParallel(net)
@@ -118,7 +118,7 @@ def fabric(model, precision, steps):
     made = Fabric(accelerator="cpu", devices=world, precision={"bf16": "bf16-mixed", "fp32": "32-true"}[precision],
                   **strategy)  # fmt: skip
     made.launch()
-    net, optimizer, lr_scheduler, train_set = ingredients(model)
+    net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     net, optimizer = made.setup(net, optimizer)
     samples = order(train_set, made.global_rank, world)
     loader = DataLoader(train_set, BATCH // world, sampler=samples, collate_fn=as_is())
@@ -151,7 +151,7 @@ def trainer(model, precision, steps):
 
             return [sample for _, sample in zip(range(steps * BATCH), Order(len(dataset), BATCH, SEED), strict=False)]
 
-    net, optimizer, lr_scheduler, train_set = ingredients(model)
+    net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -317,7 +317,7 @@ def save(file, result):
     from amp8_common import device_name, versions
 
     packages = ("accelerate", "timm", "transformers", "lightning-fabric")
-    result |= {"command": f"python benchmarks/overhead.py --output {file}", "date": time.strftime("%Y-%m-%d"),
+    result |= {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
                "device": device_name(), "versions": versions(packages), "batch": BATCH}  # fmt: skip
     file.write_text(json.dumps(result, indent=1) + "\n")
 

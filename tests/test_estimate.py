@@ -166,5 +166,5 @@ def test_the_committed_validation():
         len(within) >= 12 and len({row["config"] for row in within}) >= 6 and len({row["model"] for row in within}) >= 3
     )
     for row in made["rows"]:
-        assert row["states_off"] == pytest.approx(row["states_estimated"] / row["states_measured"] - 1)
-        assert row["total_off"] == pytest.approx(row["total_estimated"] / row["peak_measured"] - 1)
+        assert row["states_off"] == pytest.approx(row["states_estimated"] / row["states_measured"] - 1, abs=1e-4)
+        assert row["total_off"] == pytest.approx(row["total_estimated"] / row["peak_measured"] - 1, abs=1e-4)
