@@ -280,7 +280,7 @@ def start_up(args):
     }  # fmt: skip
     rows = []
     for processes in args.processes:
-        turns = [{name: launched(way, "vit_nano", "fp32", processes, 3, how(processes))["start"]
+        turns = [{name: launched(way, "vit_nano", "fp32", processes, WARMUP_STEPS + 2, how(processes))["start"]
                   for name, (way, how) in ways.items()} for _ in range(args.rounds)]  # fmt: skip
         for name in ways:
             times, of_hand = [t[name] for t in turns], [t[name] / t["by hand"] for t in turns]
@@ -317,7 +317,9 @@ def save(file, result):
     from amp8_common import device_name, versions
 
     packages = ("accelerate", "timm", "transformers", "lightning-fabric")
-    result |= {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
+    now = " ".join(["python", *sys.argv])
+    before = result.get("command", now)  # of what the file holds already
+    result |= {"command": now if now in before else f"{before} and {now}", "date": time.strftime("%Y-%m-%d"),
                "device": device_name(), "versions": versions(packages), "batch": BATCH}  # fmt: skip
     file.write_text(json.dumps(result, indent=1) + "\n")
 

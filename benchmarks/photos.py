@@ -21,7 +21,7 @@ from export import load  # noqa: E402
 
 from shared import data  # noqa: E402
 
-RUNS = {"vit": 800, "resnet": 450}  # optimizer steps
+RUNS = {"vit": 800, "resnet": 900}  # optimizer steps
 
 
 def run(recipe, folder, steps, config):

@@ -105,8 +105,8 @@ def python_docs(page=4000):
     for name in sorted(topics):
         pages.append("")
         for paragraph in topics[name].split("\n\n"):
-            if paragraph.strip() and paragraph not in seen:
-                seen.add(paragraph)
+            if (words := paragraph.strip()) and words not in seen:
+                seen.add(words)
                 if len(pages[-1]) > page:
                     pages.append("")
                 pages[-1] += paragraph + "\n\n"
