@@ -61,10 +61,12 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
 def compile_blocks(model):
     """Compiles each block in place, as the file's dynamo_config says; the first one's code serves them all. In place,
     because DDP, FSDP2 and checkpointing go on finding the modules they know."""
-    options = TorchDynamoPlugin().to_kwargs()
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            module.compile(**options)
+    options, names = TorchDynamoPlugin().to_kwargs(), getattr(model, "_no_split_modules", None) or ()
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise Refused("asked for compiled blocks, but the model names none: set _no_split_modules to their class names")
+    for block in blocks:
+        block.compile(**options)
 
 
 def fingerprint(model):

@@ -9,6 +9,8 @@ from accelerate.utils import set_seed
 from conftest import CONFIGS, distance, metrics, record, train, weights
 
 from shared import data, fp8, models, plan, rules
+from shared.args import Refused
+from shared.precision import compile_blocks
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
 EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name and "zero" not in name]  # test_zero
@@ -149,6 +151,18 @@ def test_a_linear_of_another_class_is_named(name, count):
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
                       "the module around it reads its weight directly")  # fmt: skip
+
+
+def test_a_model_that_names_no_blocks_is_not_said_to_be_compiled():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    for names in (None, ["Block"]):
+        if names:
+            model._no_split_modules = names
+        with pytest.raises(Refused, match="the model names none"):
+            compile_blocks(model)
+    model._no_split_modules = ["Linear"]
+    compile_blocks(model)
+    assert model[0]._compiled_call_impl is not None
 
 
 def test_a_model_that_fp8_cannot_touch_is_refused(tmp_path):
