@@ -131,8 +131,8 @@ def main(args):
             # The mean over all tokens of the optimizer step: Accelerate and DDP divide by its number of batches.
             tokens = train_set.count(order.batch(run.batch))
             loss = loss * (run.global_batch_size // args.per_device_train_batch_size) / tokens
+            run.share(loss)
             accelerator.backward(loss)
-            run.losses.append(loss.detach())
             if accelerator.sync_gradients:
                 grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 run.agree(grad_norm)

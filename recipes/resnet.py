@@ -131,8 +131,8 @@ def main(args):
         with accelerator.accumulate(model):
             logits = model(batch["pixel_values"].to(dtype))
             loss = F.cross_entropy(at_least_float32(logits), batch["labels"])
+            run.share(loss)
             accelerator.backward(loss)
-            run.losses.append(loss.detach())
             if accelerator.sync_gradients:
                 grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 run.agree(grad_norm)
