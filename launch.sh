@@ -104,6 +104,7 @@ case ${1-} in
     setup) shift; setup "$@" ;;
     demo)
         shift
+        [[ " $*" != *" --output"?dir* ]] || die "demo names its own folder: ./launch.sh ddp_bf16 vit $*"
         need_python
         out="$root/runs/demo-$(date +%Y%m%d-%H%M%S)"
         "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"

@@ -21,7 +21,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from amp8_common import ROOT, save
+from provenance import ROOT, save
 
 sys.path.insert(0, str(ROOT))
 
@@ -150,7 +150,10 @@ def main():
     for name, row in [*((f"8 simulated, {n}", r) for n, r in simulated.items()), ("4 processes, amp8", processes)]:
         print(f"{name:32} " + "  ".join(f"{100 * row[c]:5.2f}" for c in CORRELATIONS))
     print(f"wire: {wire['of_bf16_hook']:.3f} of a bf16 hook, {wire['of_fp32_ddp']:.3f} of fp32 DDP")
-    save("amp8_comm", {"limits": LIMITS, "simulated_8": simulated, "processes_4": processes, "wire_4": wire})
+    save(
+        ROOT / "results" / "amp8_comm.json",
+        {"limits": LIMITS, "simulated_8": simulated, "processes_4": processes, "wire_4": wire},
+    )
     worst = max(simulated["amp8"][0.9], processes[0.9])
     if worst > LIMITS["error_at_0.9"] or any(wire[key] > LIMITS[key] for key in ("of_bf16_hook", "of_fp32_ddp")):
         raise SystemExit("over a limit")

@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from amp8_common import ROOT, save
+from provenance import ROOT, save
 
 sys.path.insert(0, str(ROOT))
 
@@ -86,7 +86,7 @@ def main():
         row["ratio"] = round(row["peak"] / rows[0]["peak"], 3)
         print(f"{level:5} peak {row['peak'] / 2**30:6.2f} GiB  {row['ratio']:.3f} of {rows[0]['level']}", flush=True)
     if args.depth == 32 and rows[0]["level"] == "bf16":
-        save("amp8_memory", {"limits": LIMITS, "rows": rows}, ["timm"])
+        save(ROOT / "results" / "amp8_memory.json", {"limits": LIMITS, "rows": rows}, ["timm"])
 
 
 if __name__ == "__main__":

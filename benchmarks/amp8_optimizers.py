@@ -15,8 +15,8 @@ import time
 
 import torch
 import torch.nn.functional as F
-from amp8_common import ROOT, save
 from amp8_parity import GPT, byte_gpt
+from provenance import ROOT, save
 
 sys.path.insert(0, str(ROOT))
 
@@ -100,7 +100,9 @@ def main():
         parts = " + ".join(f"{key} {size:.2f}" for key, size in sizes.items() if key != "total")
         print(f"{row:18} {sizes['total']:6.2f} B/param ({parts})  {1e3 * seconds['median_step']:6.1f} ms  ", end="")
         print(f"loss {found['validation_loss']:.4f}", flush=True)
-    save("amp8_optimizers", {"steps": args.steps, "width": args.width, "rows": rows}, ["torchao"])
+    save(
+        ROOT / "results" / "amp8_optimizers.json", {"steps": args.steps, "width": args.width, "rows": rows}, ["torchao"]
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from amp8_common import ROOT, save
+from provenance import ROOT, save
 from torch import nn
 
 sys.path.insert(0, str(ROOT))
@@ -148,7 +148,7 @@ def main():
     args = parser.parse_args()
     tasks = {task: {"steps": STEPS[task], "levels": compare(task, STEPS[task], args.seeds)} for task in args.tasks}
     if args.tasks == list(TASKS) and len(args.seeds) >= 3:
-        save("amp8_parity", {"seeds": args.seeds, "tasks": tasks}, ["timm", "scikit-learn"])
+        save(ROOT / "results" / "amp8_parity.json", {"seeds": args.seeds, "tasks": tasks}, ["timm", "scikit-learn"])
     if not all(row["passes"] for task in tasks.values() for row in task["levels"].values()):
         raise SystemExit("a level is further from bf16 than bf16's own seeds")
 

@@ -16,7 +16,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from amp8_common import ROOT, save
+from provenance import ROOT, save
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,7 +140,7 @@ def main():
             table[row] = torch.load(os.path.join(folder, "found.pt"), weights_only=True)
         cells = [", ".join(value) or "-" for key, value in table[row].items() if key != "bytes"]
         print(f"{row:9} | " + " | ".join(cells) + f" | {table[row]['bytes']['total']:.2f}", flush=True)
-    save("amp8_table", {"ranks": 2, "rows": table}, ["timm"])
+    save(ROOT / "results" / "amp8_table.json", {"ranks": 2, "rows": table}, ["timm"])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from provenance import save
+
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = "single_fp8 single_fp8_ao_rowwise single_fp8_ao_rowwise_with_gw_hp single_fp8_te single_fp8_te_current " \
           "single_fp8_te_block single_fp8_msamp_o1 single_fp8_msamp_o2 single_fp8_msamp_o3"  # fmt: skip
@@ -63,16 +65,7 @@ def main():
         print(f"{config:34} loss {row['mean']:.4f} (spread {row['spread']:.4f})  accuracy {row['accuracy']:.4f}  "
               f"{'agrees' if row['agrees_with_bf16'] else 'DIFFERS'}", flush=True)  # fmt: skip
     if args.output:
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": records[0]["device_name"],
-            "versions": records[0]["versions"],
-            "steps": args.steps,
-            "rows": rows,
-        }
-        args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.output, {"steps": args.steps, "rows": rows}, run=records[0])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,6 @@ path, in a bf16 model, because it does not see CPU autocast; its ratio is to the
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +16,7 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
+from provenance import save
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from amp8 import emulate  # noqa: E402
@@ -95,21 +92,7 @@ def main():
             )
         )
     if args.output:
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": cpu_name(),
-            "threads": args.threads,
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "torchao", "timm")},
-            "rows": rows,
-        }
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def cpu_name():
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    return names[0].split(":")[1].strip() if names else platform.processor()
+        save(args.output, {"rows": rows}, ("torchao", "timm"))
 
 
 if __name__ == "__main__":

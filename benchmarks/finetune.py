@@ -13,8 +13,9 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = {  # options beside --model
@@ -89,16 +90,7 @@ def main():
                      "spread": max(final) - min(final), "options": ROWS[name]})  # fmt: skip
         print(f"{name:40} {rows[-1]['mean']:.4f} (max - min {rows[-1]['spread']:.4f})", flush=True)
     if args.output:
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": records[0]["device_name"],
-            "versions": records[0]["versions"],
-            "steps": args.steps,
-            "rows": rows,
-        }
-        args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.output, {"steps": args.steps, "rows": rows}, run=records[0])
         try:
             plot(rows, args.output.with_suffix(".svg"))
         except ImportError:

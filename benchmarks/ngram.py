@@ -12,10 +12,10 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -74,11 +74,7 @@ def main():
     loss = record["final"]["metrics"]["eval_loss"]
     print(f"gpt {loss:.4f}, {args.order}-gram {losses[args.order]:.4f} nats per byte")
     if args.output:
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": record["device_name"],
-            "versions": record["versions"],
+        figures = {
             "dataset": args.dataset,
             "training_bytes": len(train.tokens),
             "held_out_bytes": int(held_out.counts.sum()),
@@ -86,8 +82,7 @@ def main():
             "gpt": {"loss": loss, "args": {key: record["args"][key] for key in ("model", "max_steps", "learning_rate")},
                     "train_seconds_about": record["throughput"]["step_seconds_median"] * record["args"]["max_steps"]},
         }  # fmt: skip
-        args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.output, figures, run=record)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ least. `apart` is the largest distance of a logit from torch's fp32.
 """
 
 import argparse
-import json
 import logging
 import sys
 import tempfile
@@ -16,12 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tools")]
 from export import held_out, load  # noqa: E402
-
-from shared.run import cpu_name, versions  # noqa: E402
 
 
 def milliseconds(call, inputs, calls):
@@ -78,17 +76,7 @@ def main():
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     rows = [row for run in args.runs for row in measure(run, args.batches, args.calls)]
     if args.output:
-        from importlib import metadata
-
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": cpu_name() + ", one thread",
-            "versions": versions() | {name: metadata.version(name) for name in ("onnx", "onnxscript", "onnxruntime")},
-            "rows": rows,
-        }
-        args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.output, {"threads": 1, "rows": rows}, ("timm", "onnx", "onnxscript", "onnxruntime"))
 
 
 if __name__ == "__main__":

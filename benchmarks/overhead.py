@@ -256,7 +256,7 @@ def main():
                         f"{wall['median']:.3f} ({wall['min']:.3f} to {wall['max']:.3f}), CPU time {cpu['median']:.3f}"
                     )
                     print(f"  {way:8} {said}", flush=True)
-                save(args.output, result)
+                keep(args.output, result)
     if args.start:
         result["start"], result["parts"] = start_up(args), parts(args.rounds)
         for row in result["start"]:
@@ -264,7 +264,7 @@ def main():
                 f"start-up, {row['way']} x{row['processes']}: {row['seconds']:.1f} s, {row['of_hand']:.2f} of by hand"
             )
         print(result["parts"])
-    save(args.output, result)
+    keep(args.output, result)
 
 
 def start_up(args):
@@ -311,17 +311,18 @@ def parts(rounds):
     return found
 
 
-def save(file, result):
+def keep(file, result):
+    """Of several commands on one file, all are named."""
     if file is None:
         return
-    from amp8_common import device_name, versions
+    from provenance import command, save
 
-    packages = ("accelerate", "timm", "transformers", "lightning-fabric")
-    now = " ".join(["python", *sys.argv])
-    before = result.get("command", now)  # of what the file holds already
-    result |= {"command": now if now in before else f"{before} and {now}", "date": time.strftime("%Y-%m-%d"),
-               "device": device_name(), "versions": versions(packages), "batch": BATCH}  # fmt: skip
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    before = result.pop("command", command())
+    said = before if command() in before else f"{before} and {command()}"
+    for stale in ("date", "device", "versions"):
+        result.pop(stale, None)
+    save(file, result | {"command": said, "batch": BATCH}, ("accelerate", "timm", "transformers", "lightning-fabric"))
+    result["command"] = said
 
 
 if __name__ == "__main__":

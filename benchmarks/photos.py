@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tools")]
@@ -78,15 +79,7 @@ def main():
         rows.append(row)
         print(row, flush=True)
     if args.output:
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": record["device_name"],
-            "versions": record["versions"],
-            "rows": rows,
-        }
-        args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.output, {"rows": rows}, run=record)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ compared: two processes of one machine say nothing of it.
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
+
+from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ("single_fp32", "single_bf16", "single_fp16", "ddp_bf16", "zero1_bf16", "zero2_bf16", "fsdp_bf16_noreshard",
@@ -33,24 +33,23 @@ def run(config, steps, folder):
         "bytes_per_parameter": evidence["bytes_per_parameter"], "share_per_process": evidence.get("share_per_process"),
         "wire_bytes_per_step": evidence["wire_bytes_per_step"], "final": made["final"],
     }  # fmt: skip
-    return row, {key: made[key] for key in ("versions", "device_name", "git_commit")}
+    return row, made
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_steps", type=int, default=60, help="optimizer steps of each run")
     args = parser.parse_args()
-    result = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "runs": {}}
+    rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for config in CONFIGS:
-            result["runs"][config], where = run(config, args.max_steps, Path(folder))
-            result |= where
-            made = result["runs"][config]
+            rows[config], record = run(config, args.max_steps, Path(folder))
+            made = rows[config]
             each = made["share_per_process"] or {"optimizer": 1}
             print(f"| `{config}` | {made['processes']} | {made['bytes_per_parameter']['total']:.1f} | "
                   f"{each['optimizer']:.2f} | {made['wire_bytes_per_step'] / 2**20:.2f} | "
                   f"{made['final']['metrics']['eval_loss']:.3f} |", flush=True)  # fmt: skip
-    (ROOT / "results" / "strategies.json").write_text(json.dumps(result, indent=1) + "\n")
+    save(ROOT / "results" / "strategies.json", {"git_commit": record["git_commit"], "runs": rows}, run=record)
 
 
 if __name__ == "__main__":

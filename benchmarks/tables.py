@@ -24,10 +24,10 @@ def read(name):
 
 
 def came_from(made):
-    versions = ", ".join(
-        f"{name} {version}" for name, version in made["versions"].items() if version and name != "cuda"
-    )
-    return f"`{made['command']}` ({made['device']}; {versions}; {made['date']})"
+    """The command, and where and with what it ran: the first versions, all are in the file."""
+    versions = [f"{name} {version}" for name, version in made["versions"].items() if version and name != "cuda"]
+    shown = ", ".join(versions[:4])
+    return f"`{made['command']}` ({made['device']}; {shown}; {made['date']})"
 
 
 def comparison(made):
@@ -70,17 +70,15 @@ def overhead(made):
 
 
 def estimates(made):
-    heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off"]
+    heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off",
+             "peak as glibc leaves it"]  # fmt: skip
+    keys = ("states_estimated", "states_measured", "total_estimated", "peak_measured", "peak_by_default")
     rows = []
     for row in made["rows"]:
         what = f"{row['model']}, {row['dataset']}, {row['per_device_train_batch_size']}"
-        mib = {
-            key: f"{row[key] / 2**20:,.0f}"
-            for key in ("states_estimated", "states_measured", "total_estimated", "peak_measured")
-        }
-        rows.append([f"`{row['config']}`", what, f"{mib['states_estimated']}, {mib['states_measured']}",
-                     f"{row['states_off']:+.1%}", f"{mib['total_estimated']}, {mib['peak_measured']}",
-                     f"{row['total_off']:+.1%}"])  # fmt: skip
+        states, counted, total, peak, by_default = (f"{row[key] / 2**20:,.0f}" for key in keys)
+        rows.append([f"`{row['config']}`", what, f"{states}, {counted}", f"{row['states_off']:+.1%}",
+                     f"{total}, {peak}", f"{row['total_off']:+.1%}", by_default])  # fmt: skip
     within = sum(row["within"] for row in made["rows"])
     text = f"{came_from(made)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all:"
     return f"{text}\n\n{report.table(heads, rows)}"
@@ -143,10 +141,58 @@ def amp8_optimizers(made):
     return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
 
 
+def demo(made):
+    rows = [[f"`{row['command']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['seconds']:.1f}"]
+            for row in made["rows"]]  # fmt: skip
+    heads = ["command", "steps", "held-out accuracy", "seconds, from command to end"]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
+def photos(made):
+    rows = [
+        [f"`{row['recipe']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['balanced_accuracy']:.4f}",
+         f"{row['seconds']:.0f}"]
+        for row in made["rows"]
+    ]  # fmt: skip
+    heads = ["recipe", "steps", "accuracy", "mean of the classes' accuracies", "seconds"]
+    return f"`photos`, held-out patches: {came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
+def gpt(made):
+    order, loss = max(made["ngram_loss"].items(), key=lambda item: int(item[0]))
+    return (f"`gpt`, {made['gpt']['args']['max_steps']} steps on `{made['dataset']}`: held-out loss "
+            f"{made['gpt']['loss']:.4f} nats per byte; a {order}-gram with back-off on the same split {loss:.4f}. "
+            + came_from(made))  # fmt: skip
+
+
+def finetune(made):
+    rows = [[row["start"], f"{row['mean']:.4f}", f"{row['spread']:.4f}"] for row in made["rows"]]
+    picture = "![Held-out accuracy by step, pretrained and from scratch](results/finetune_textures.svg)"
+    text = f"Fine-tuning: `textures` from a `vit_nano` trained on `photos`, {made['steps']} steps, three seeds: "
+    text += f"{came_from(made)}:\n\n{report.table(['start', 'accuracy, mean', 'max - min'], rows)}"
+    return f"{text}\n\n{picture}"
+
+
+def onnx_latency(made):
+    rows = [
+        [f"`{row['model']}`", row["engine"], row["dtype"], f"{row['bytes'] / 1e6:.2f}", f"{row['apart']:.0e}",
+         f"{row['milliseconds_batch_1']:.2f}", f"{row['milliseconds_batch_32']:.1f}"]
+        for row in made["rows"]
+    ]  # fmt: skip
+    heads = ["model", "engine", "dtype", "MB", "logits apart from torch's fp32", "ms, batch 1", "ms, batch 32"]
+    text = f"Exported models, fastest of 50 calls: {came_from(made)}:"
+    return f"{text}\n\n{report.table(heads, rows)}"
+
+
 TABLES = {
     COMPARISON: comparison,
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
+    "results/demo.json": demo,
+    "results/photos.json": photos,
+    "results/gpt_python_docs.json": gpt,
+    "results/finetune_textures.json": finetune,
+    "results/onnx_latency.json": onnx_latency,
     "results/emulation.json": emulation,
     "results/fp8_digits.json": fp8_digits,
     "results/amp8_memory.json": amp8_memory,

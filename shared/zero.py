@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from shared.args import Refused
 
+BUCKET = 50_000_000  # elements of gradient summed at once. The default, ten times that, takes gigabytes of any GPU
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default would be 100,000.
 
 
@@ -38,7 +39,7 @@ def plugin(plan, grad_scaler):
     if plan.strategy != "zero1":  # kept in parts, fp32 costs 2/N bytes more; stage 1 would keep all of it
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     config["zero_force_ds_cpu_optimizer"] = False  # offloading would make every optimizer Adam, an SGD too
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
+    config["zero_optimization"] |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
     if plan.precision == "fp16":
         power = math.log2(grad_scaler.get("init_scale", 65536.0))
         if power % 1 or grad_scaler.get("growth_factor", 2.0) != 2 or grad_scaler.get("backoff_factor", 0.5) != 0.5:

@@ -17,9 +17,9 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   single          4 P             4 P             -               8 P           -
   ddp             4 P             4 P             -               8 P           4 P, its buckets
   fsdp, hsdp      4 P/N           4 P/N           -               8 P/N         gathered blocks, gradients on their way
-  zero1           2 P (fp32 4 P)  2 P (4 P)       4 P/N           8 P/N         its buckets
+  zero1           2 P (fp32 4 P)  2 P/N (4 P/N)   4 P/N           8 P/N         its buckets
   zero2           2 P (4 P)       4 P/N           4 P/N           8 P/N         its buckets
-  zero3           2 P/N (4 P/N)   4 P/N           4 P/N           8 P/N         gathered blocks, its buckets
+  zero3           2 P/N (4 P/N)   4 P/N           4 P/N           8 P/N         2 P gathered, its buckets
   msamp o1 | o2   2 P             1 P             -               8 P | 3 P     of converted weights; the rest as above
   msamp o3        1 P             1 P/N           2 P/N           3 P/N
 
@@ -51,7 +51,7 @@ STATES = CLASSES[:4]
 # What a CPU process takes however small its model is: torch's compiler, which the first optimizer step imports, oneDNN,
 # gloo. Bytes, of benchmarks/estimate.py; a test compares.
 RUNTIME = {"single": 191047956, "several": 211317740}
-BUCKET = 500_000_000  # elements of DeepSpeed's reduce and gather buckets; no more than the model has
+LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
 class Enough(Exception):
@@ -232,8 +232,11 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
         def due(self, every):
             return False
 
+        def share(self, loss):
+            pass
+
         def agree(self, grad_norm):
-            self.losses.clear()
+            pass
 
         def stepped(self):
             pass
@@ -299,17 +302,14 @@ def traced(module, argv, asked, seen):
     cast = asked["strategy"] in ("fsdp", "hsdp", "tp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
     key = ("fp32", None, None, "bfloat16") if cast else (
         asked["precision"], asked["backend"], asked["level"], None)  # fmt: skip
-    plain = (
-        key[0] if key[0] != "fp8" else "bf16",
-        None,
-        None,
-        key[3],
-    )  # FP8 layers inside checkpoints take long to trace
+    plain = (key[0] if key[0] != "fp8" else "bf16", None, None, key[3])  # FP8 inside checkpoints takes long to trace
     for wanted, checkpointed in ((key, False), (plain, True)):
         if (wanted, checkpointed) not in seen:
             precision, backend, level, dtype = wanted
             words = [*argv, "--dtype", dtype] if dtype else argv
             options = asked["fp8_options"] if backend in ("te", "msamp") else {}
+            what = [precision, backend, level, dtype and f"cast to {dtype}", checkpointed and "checkpointed"]
+            print("tracing", *filter(None, what), file=sys.stderr, flush=True)  # of a large model, a minute each
             seen[wanted, checkpointed] = trace(module, words, precision, backend, level, options, checkpointed)
     return seen[key, False], seen[plain, True]
 
@@ -318,13 +318,14 @@ def estimate(asked, plain, checkpointed, cpu):
     """Bytes per process by class."""
     strategy, n = asked["strategy"], asked["shards"]
     compute = 4 if asked["precision"] == "fp32" else 2
-    here = plain
-    elements, blocks = here["parameters"], here["blocks"]
-    itemsize = here["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
-    fp32 = 4 / itemsize if itemsize == 2 and strategy != "single" and strategy != "ddp" else 1
-    weights, optimizer = here["weights"] * fp32, here["optimizer"] * fp32
-    gradient, in_fp8 = here["gradients"]["ordinary"] * fp32, here["gradients"]["fp8"]
-    master = here["master"]
+    from shared.zero import BUCKET
+
+    elements, blocks = plain["parameters"], plain["blocks"]
+    itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
+    fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
+    weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
+    gradient, in_fp8 = plain["gradients"]["ordinary"] * fp32, plain["gradients"]["fp8"]
+    master = plain["master"]
     largest = max(blocks, default=elements)
     gathered = (elements - sum(blocks) + 2 * largest) * compute  # this block and the next, and what is in no block
     communication = 0
@@ -332,7 +333,7 @@ def estimate(asked, plain, checkpointed, cpu):
     if strategy == "ddp":
         communication = gradient
         if asked["level"] == "o3" and asked["backend"] == "msamp":
-            levels = here["levels"]["optimizer"]
+            levels = plain["levels"]["optimizer"]
             optimizer += levels / n - levels
             master, left = master / n, gradient + in_fp8 / n
     elif strategy in ("fsdp", "hsdp", "tp"):
@@ -341,8 +342,11 @@ def estimate(asked, plain, checkpointed, cpu):
     elif strategy.startswith("zero"):
         own = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
         master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / own
-        left = compute * elements if strategy == "zero1" else 4 * elements / n  # summed in fp32 where kept in parts
-        communication = min(BUCKET, elements) * compute + (gathered if strategy == "zero3" else 0)
+        left = (compute if strategy == "zero1" else 4) * elements / n
+        # Of gradients on their way: the bucket's buffer, what it is cast to, and what is cut from that.
+        bucket, cast = min(BUCKET, elements), 4 if compute == 2 else 0
+        each = 8 + 4 / n if strategy == "zero3" else 2 * compute + cast
+        communication = bucket * each + (compute * min(LIVE, elements) if strategy == "zero3" else 0)
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 

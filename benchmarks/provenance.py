@@ -1,0 +1,46 @@
+"""What every benchmark writes beside its figures: how, when, where and with what they were measured."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def device_name():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    name = model[0] if model else platform.machine()
+    return f"CPU: {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def versions(packages=()):
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    return found | {package: importlib.metadata.version(package) for package in packages}
+
+
+def command():
+    return " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+
+
+def save(file, figures, packages=(), run=None):
+    """Writes the figures to a JSON file; what they hold of the four already is kept.
+
+    run: the run.json of a run that they are of, if another process computed; else `packages` are named beside torch.
+    """
+    made = {"command": command(), "date": datetime.date.today().isoformat()}
+    if run is None:
+        made |= {"device": device_name(), "versions": versions(packages)}
+    else:
+        made |= {"device": run["device_name"], "versions": run["versions"]}
+    file = pathlib.Path(file)
+    file.parent.mkdir(exist_ok=True, parents=True)
+    file.write_text(json.dumps(made | figures, indent=1) + "\n")
+    print(f"wrote {file}")
