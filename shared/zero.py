@@ -33,6 +33,9 @@ def plugin(plan, grad_scaler):
 
     quiet()
     made = DeepSpeedPlugin(gradient_clipping=0.0)  # the recipe's max_grad_norm, see `keep_right`
+    # Whatever zero3_init_flag says, transformers would hear of stage 3 from it, and build its models in parts and in 16
+    # bit: not from the weights that the other strategies start from, and offloaded of a dtype of its own.
+    made.set_deepspeed_weakref = lambda: None
     config = made.deepspeed_config
     config["communication_data_type"] = "fp32"  # sums of gradients over processes, as in the other strategies
     if plan.strategy != "zero1":  # kept in parts, fp32 costs 2/N bytes more; stage 1 would keep all of it

@@ -137,6 +137,14 @@ def test_offloaded_it_is_the_same_training(whole, tmp_path):
     assert losses(run) == pytest.approx(losses(whole("zero3_bf16")), rel=1e-3)  # its gradient norm is rounded elsewhere
 
 
+def test_transformers_models_start_from_the_same_weights(tmp_path):
+    """Were it told of stage 3, transformers would build them in parts, and offloaded they would compute in fp32."""
+    argv = ("--dataset", ROOT / "README.md", "--sequence_length", 32, "--max_steps", 3, "--logging_steps", 1, "--save_steps", 0)
+    runs = [train(config, tmp_path / config, *argv, name="gpt") for config in ("ddp_bf16", "zero3_bf16_offload")]
+    assert len({record(run)["evidence"]["initial_weights"] for run in runs}) == 1
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.01)
+
+
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path):
     run = train("zero2_bf16", tmp_path / "run", *STEPS, before=poison(6, rank_hit=1), code=1)
     log = (tmp_path / "run.log").read_text()
