@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import json
 import math
-import shutil
+import os
+import signal
 
 import pytest
 import torch
@@ -75,14 +76,36 @@ def test_each_process_holds_its_part(whole, stage):
     assert losses(whole(f"zero{stage}_bf16")) == pytest.approx(losses(whole("ddp_bf16")), rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, stage):
-    run = whole(f"zero{stage}_bf16")
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "checkpoint-8")
-    train(f"zero{stage}_bf16", again, *STEPS, *LATEST)
-    assert "checkpoint-4 at step 4" in (tmp_path / "again.log").read_text()
+def told_to_stop(step, rank_hit):
+    """Before the run: one rank alone gets SIGTERM while it is at an optimizer step."""
+
+    def before(rank):
+        from shared.run import Run
+
+        agree = Run.agree
+
+        def patched(self, grad_norm):
+            if self.step + 1 == step and rank == rank_hit:
+                os.kill(os.getpid(), signal.SIGTERM)
+            agree(self, grad_norm)
+
+        Run.agree = patched
+
+    return before
+
+
+RESUMED = [*(f"zero{stage}_bf16" for stage in (1, 2, 3)),
+           *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16_offload", "zero2_fp8", "zero3_fp8", "zero3_fp8_te"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", RESUMED)
+def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, config):
+    run = whole(config)
+    again = train(config, tmp_path / "again", *STEPS, "--save_steps", 0, before=told_to_stop(5, rank_hit=1), code=143)
+    assert record(again)["status"] == "preempted" and record(again)["error"] is None
+    assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5"]
+    train(config, again, *STEPS, *LATEST)
+    assert "checkpoint-5 at step 5" in (tmp_path / "again.log").read_text()
     assert metrics(again) == metrics(run) and distance(again, run) == 0
     line = export.export(again, tmp_path / "out.safetensors", step=8)
     assert "from checkpoint-8 (2 files)" in line
