@@ -236,13 +236,20 @@ def tensors(parameters, zero):
 @torch.no_grad()
 def restore(parameters, zero, parts):
     """Puts `tensors` back, bit for bit, and makes the 16-bit weights from the masters again."""
-    parameters = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    from deepspeed.runtime.zero import GatheredParameters
+
     keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
     for i, flat in enumerate(masters(zero)):
         for key in keys:
             counter = parts.get(f"optimizer/group{i}/{key}")
             zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
     for name, parameter in parameters:
+        if not parameter.requires_grad:
+            with GatheredParameters([parameter], modifier_rank=0):  # nothing to gather below stage 3
+                if dist.get_rank() == 0:
+                    parameter.copy_(parts[f"model/{name}"].view_as(parameter))
+                dist.broadcast(parameter.data, 0)
+            continue
         fragment(zero, parameter, masters(zero)).copy_(parts[f"model/{name}"])
         for key, flats in states(zero).items():
             if flats[0].dim():
@@ -264,7 +271,7 @@ def gathered(parameter):
     """The whole 16-bit value; under stage 3 every process must ask."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
         return parameter.detach().clone()

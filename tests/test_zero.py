@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -117,6 +118,29 @@ def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_
     assert max(sizes) < 0.6 * sum(sizes)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_weights_are_those_of_the_checkpoint(whole, tmp_path, stage):
+    """They come from another run's folder, and by the time of the resume that run has trained on."""
+    argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--freeze", 2, "--pretrained")
+    start = shutil.copytree(whole("zero2_bf16"), tmp_path / "start")
+    run = train(f"zero{stage}_bf16", tmp_path / "run", *argv, "--model", start)
+    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "model"))
+    shutil.copy(whole("ddp_bf16") / "model" / "model.safetensors", start / "model")
+    train(f"zero{stage}_bf16", again, *argv, "--model", start, *LATEST)
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    before, frozen = weights(whole("zero2_bf16")), "blocks.1.mlp.fc1.weight"
+    assert weights(run)[frozen].equal(before[frozen].bfloat16()) and not weights(start)[frozen].equal(before[frozen])
+
+
+def test_batch_norm_s_averages_are_those_of_the_checkpoint(tmp_path):
+    argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1)
+    run = train("zero3_bf16", tmp_path / "run", *argv, name="resnet")
+    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "model"))
+    train("zero3_bf16", again, *argv, *LATEST, name="resnet")
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    assert any(name.endswith("running_mean") for name in weights(run))
+
+
 def save_as_deepspeed_does(folder):
     """Before the run: at its end the engine writes a checkpoint of its own, too."""
 
@@ -162,7 +186,8 @@ def test_offloaded_it_is_the_same_training(whole, tmp_path):
 
 def test_transformers_models_start_from_the_same_weights(tmp_path):
     """Were it told of stage 3, transformers would build them in parts, and offloaded they would compute in fp32."""
-    argv = ("--dataset", ROOT / "README.md", "--sequence_length", 32, "--max_steps", 3, "--logging_steps", 1, "--save_steps", 0)
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    argv = ("--dataset", ROOT / "README.md", "--sequence_length", 32, *STEPS, "--max_steps", 3)
     runs = [train(config, tmp_path / config, *argv, name="gpt") for config in ("ddp_bf16", "zero3_bf16_offload")]
     assert len({record(run)["evidence"]["initial_weights"] for run in runs}) == 1
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.01)
