@@ -46,7 +46,12 @@ class Plan:
         them.
         """
         import torch
-        from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, GradScalerKwargs
+        from accelerate.utils import (
+            DataLoaderConfiguration,
+            FullyShardedDataParallelPlugin,
+            GradScalerKwargs,
+            InitProcessGroupKwargs,
+        )
 
         exported = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps))
         if exported != gradient_accumulation_steps:  # Accelerate would let the environment win, silently
@@ -57,7 +62,7 @@ class Plan:
         kwargs = {
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "dataloader_config": DataLoaderConfiguration(non_blocking=True),
-            "kwargs_handlers": [],
+            "kwargs_handlers": [InitProcessGroupKwargs(timeout=patience())] if self.num_processes > 1 else [],
         }
         options = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
         scaling = key_values(grad_scaler, options)
@@ -170,12 +175,21 @@ def resolve():
     )
     if cpu:  # DeepSpeed, where it is installed, would tell every run that there is no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if plan.num_processes > 1:  # the groups that FSDP2 and DeepSpeed make of processes take the defaults
+        from torch.distributed import distributed_c10d
+
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
     if plan.rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan
 
 
-PATIENCE = datetime.timedelta(minutes=10)  # of a collective whose peer is gone; gloo's own would be 30, NCCL's is 10
+def patience():
+    """How long a collective waits for a process that does not answer. Torch's own: gloo 30 minutes, NCCL 10."""
+    seconds = os.environ.get("COLLECTIVE_TIMEOUT", "600")
+    if not seconds.isdigit() or not int(seconds):
+        raise Refused(f"COLLECTIVE_TIMEOUT={seconds}: seconds, a whole number from 1 on")
+    return datetime.timedelta(seconds=int(seconds))
 
 
 def rehearse(plan):
@@ -191,8 +205,8 @@ def rehearse(plan):
     if plan.strategy.startswith("zero"):
         from shared import zero
 
-        return zero.rehearse(PATIENCE)
-    PartialState(cpu=True, timeout=PATIENCE)
+        return zero.rehearse(patience())
+    PartialState(cpu=True, timeout=patience())
     if plan.strategy in ("fsdp", "hsdp"):
         PartialState._shared_state["device"] = torch.device("cpu")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -391,9 +391,13 @@ def launch(main, arguments):
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        if "by peer" in str(problem):  # gloo: another process is gone, and has said why
-            error = "another process of this run ended"
-            plan.say(f"error: {error}", sys.stderr)
+        said = str(problem)
+        if "by peer" in said or "Timed out waiting" in said:  # gloo: another process is gone, or the way to it
+            seconds = f"{plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
+            error = "another process of this run ended" if "by peer" in said else (
+                f"no answer from another process in {seconds}: it, its machine or the link is gone")  # fmt: skip
+            if os.environ.get("LOCAL_RANK") == "0":  # on each machine
+                print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
     try:

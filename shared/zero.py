@@ -34,6 +34,9 @@ def plugin(plan, grad_scaler):
 
     quiet()
     made = DeepSpeedPlugin(gradient_clipping=0.0)  # the recipe's max_grad_norm, see `keep_right`
+    # Whatever zero3_init_flag says, transformers would hear of stage 3 from it, and build its models in parts and in 16
+    # bit: not from the weights that the other strategies start from, and offloaded of a dtype of its own.
+    made.set_deepspeed_weakref = lambda: None
     config = made.deepspeed_config
     config["communication_data_type"] = "fp32"  # sums of gradients over processes, as in the other strategies
     if plan.strategy != "zero1":  # kept in parts, fp32 costs 2/N bytes more; stage 1 would keep all of it
@@ -234,13 +237,20 @@ def tensors(parameters, zero):
 @torch.no_grad()
 def restore(parameters, zero, parts):
     """Puts `tensors` back, bit for bit, and makes the 16-bit weights from the masters again."""
-    parameters = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    from deepspeed.runtime.zero import GatheredParameters
+
     keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
     for i, flat in enumerate(masters(zero)):
         for key in keys:
             counter = parts.get(f"optimizer/group{i}/{key}")
             zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
     for name, parameter in parameters:
+        if not parameter.requires_grad:
+            with GatheredParameters([parameter], modifier_rank=0):  # nothing to gather below stage 3
+                if dist.get_rank() == 0:
+                    parameter.copy_(parts[f"model/{name}"].view_as(parameter))
+                dist.broadcast(parameter.data, 0)
+            continue
         fragment(zero, parameter, masters(zero)).copy_(parts[f"model/{name}"])
         for key, flats in states(zero).items():
             if flats[0].dim():
@@ -262,7 +272,7 @@ def gathered(parameter):
     """The whole 16-bit value; under stage 3 every process must ask."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
         return parameter.detach().clone()

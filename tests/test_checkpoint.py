@@ -229,8 +229,13 @@ def test_pruning_keeps_the_newest(tmp_path):
     }
 
 
-def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path):
-    """The limit on file size stands for the full disk: the second checkpoint cannot be written."""
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("fsdp_fp32", (0, 1)), pytest.param("zero3_bf16", (1,), marks=pytest.mark.slow)]
+)
+def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, config, ranks):
+    """The limit on file size stands for the full disk: the second checkpoint cannot be written, by all or by one."""
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 
     def fill(rank):
         import resource
@@ -238,7 +243,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path):
         write = checkpoint.save
 
         def save(accelerator, folder, *rest):
-            if folder.name != "checkpoint-3":
+            if folder.name != "checkpoint-3" and rank in ranks:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
             try:
@@ -249,7 +254,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path):
         checkpoint.save = save
 
     argv = ("--max_steps", 7, "--save_steps", 3, "--save_total_limit", 1)
-    run = train("fsdp_fp32", tmp_path / "run", *argv, before=fill, code=1)
+    run = train(config, tmp_path / "run", *argv, before=fill, code=1)
     log = (tmp_path / "run.log").read_text()
     assert "checkpoint-6 could not be written" in log and "1 checkpoints could not be written" in log
     [only] = checkpoint.list_checkpoints(run)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, record, train, weights
+from conftest import ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file, save_file
 
 from shared import checkpoint, models
@@ -130,6 +130,19 @@ def test_its_logits_are_the_run_s_where_no_fp8_package_can_be_imported(trained, 
             # 359 held-out samples: rounding may move a few over the edge between two classes
             assert loss == pytest.approx(wanted["eval_loss"], abs=5e-3 if loose else 1e-5), config
             assert accuracy == pytest.approx(wanted["accuracy"], abs=5 / 359 if loose else 1e-9), config
+
+
+def test_hsdp_is_resumed_bit_for_bit_and_one_group_of_its_ranks_is_the_whole_model(tmp_path):
+    run = train("hsdp_bf16", tmp_path / "run", *STEPS)
+    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-6", "model"))
+    train("hsdp_bf16", again, *STEPS, "--resume_from_checkpoint", "latest")
+    assert "checkpoint-3 at step 3" in (tmp_path / "again.log").read_text()
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    assert len(list((again / "checkpoint-6").glob("rank*.safetensors"))) == 4
+    line = tool.export(again, tmp_path / "checkpoint.safetensors", step=6)
+    assert "from checkpoint-6 (2 files)" in line and "55 tensors, 202,058 values" in line
+    saved = load_file(tmp_path / "checkpoint.safetensors")
+    assert all(saved[name].equal(value) for name, value in weights(run).items())
 
 
 def test_a_stopped_run_gives_its_newest_sound_checkpoint(copied, run_tool):

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from conftest import ROOT, alive, distance, metrics, record, train
 
+from shared import checkpoint
+
 OPTIONS = ("--logging_steps", "1", "--save_steps", "10", "--eval_steps", "0", "--resume_from_checkpoint", "latest")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
 
@@ -54,13 +56,13 @@ class Machines:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def launch(self, rank, config, *argv):
+    def launch(self, rank, config, *argv, options=()):
         """`accelerate launch` on one of them, as the README has it; its output goes to node<rank>.log."""
         command = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"',
                    f"node{rank}", sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                    f"accelerate_configs/{config}.yml", "--num_machines", "2", "--num_processes", "2", "--machine_rank",
                    str(rank), "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", "--rdzv_backend", "c10d",
-                   "--max_restarts", "3", "--monitor_interval", "1", "recipes/vit.py", *argv]  # fmt: skip
+                   "--max_restarts", "3", "--monitor_interval", "1", *options, "recipes/vit.py", *argv]  # fmt: skip
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
         log = open(self.folder / f"node{rank}.log", "a")
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -99,8 +101,7 @@ def machines(tmp_path):
         yield made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp_fp32", "zero2_bf16"])
+@pytest.mark.parametrize("config", ["ddp_fp32", pytest.param("zero2_bf16", marks=pytest.mark.slow)])
 def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tmp_path, config):
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
@@ -138,6 +139,56 @@ def test_a_link_that_is_down_for_20_seconds_is_waited_for(machines, tmp_path):
     assert machines.wait() == [0, 0], machines.log(0)[-3000:]
     assert machines.log(0).count("asked: ") == 1
     assert metrics(run) == metrics(one) and distance(run, one) == 0
+
+
+@pytest.mark.slow
+def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_path, monkeypatch):
+    """The workers end after COLLECTIVE_TIMEOUT. Then the launchers do: machine 0's, having waited join_timeout for the
+    other to come back; the other's when its kernel gives up the connection to machine 0, here after six attempts."""
+    monkeypatch.setenv("COLLECTIVE_TIMEOUT", "10")
+    steps = ("--max_steps", "200", *OPTIONS)
+    one = train("ddp_fp32", tmp_path / "one", *steps)
+    run = tmp_path / "run"
+    for rank, name in enumerate(machines.names):
+        ip("netns", "exec", name, "sysctl", "-w", "net.ipv4.tcp_retries2=6")
+        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps, options=("--rdzv_conf", "join_timeout=20"))
+    until_step(run, 25)
+    machines.cable("down")
+    codes = machines.wait(90)
+    assert codes == [1, 1], [machines.log(rank)[-3000:] for rank in (0, 1)]
+    for rank in (0, 1):
+        assert machines.log(rank).count("error: no answer from another process in 10 s (COLLECTIVE_TIMEOUT)") == 1
+        assert 'recipes/vit.py", line' not in machines.log(rank)  # no traceback of a worker
+    made = record(run)
+    assert made["status"] == "failed" and "no answer" in made["error"]
+    folders = checkpoint.list_checkpoints(run)
+    assert len(folders) == 2 and not any(map(checkpoint.unsound, folders)) and not list(run.glob("*.tmp"))
+    machines.cable("up")
+    for rank in (0, 1):
+        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    assert machines.wait() == [0, 0], machines.log(0)[-3000:]
+    assert metrics(run) == metrics(one) and distance(run, one) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16", "hsdp_bf16", "zero3_bf16"])
+def test_a_process_that_falls_silent_is_waited_for_as_long_as_was_said(tmp_path, config):
+    """Also in the groups that FSDP2 and DeepSpeed make themselves, which would wait for 30 minutes."""
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+
+    def silent(rank):
+        from shared.run import Run
+
+        due = Run.due
+        Run.due = lambda self, every: time.sleep(15 * (rank == 1 and self.step == 3)) or due(self, every)
+
+    argv = ("--max_steps", 8, "--save_steps", 2)
+    run = train(config, tmp_path / "run", *argv, before=silent, env={"COLLECTIVE_TIMEOUT": "5"}, code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("error: no answer from another process in 5 s (COLLECTIVE_TIMEOUT)") == 1, log[-3000:]
+    assert "Traceback" not in log and record(run)["final"] is None
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-2"]
 
 
 @pytest.mark.slow

@@ -197,6 +197,19 @@ def test_a_hostfile_is_read(tmp_path):
     assert rules.problems_of_hostfile(section, 3) == []
 
 
+def test_check_knows_the_machines_of_a_launch():
+    options = "--num_machines 2 --num_processes 3 --machine_rank 2 --main_process_ip 127.0.0.1 --rdzv_backend c10d"
+    result = launched(
+        "./launch.sh", "check", "ddp_bf16", *options.split(), "--max_restarts", "3", "--monitor_interval", "1"
+    )
+    lines = result.stdout.splitlines()
+    assert result.returncode == 2 and len(lines) == 4, result.stdout + result.stderr
+    for line, part in zip(
+        lines, ("3 processes on 2", "machine_rank 2", "name for itself", "--main_process_port"), strict=True
+    ):
+        assert part in line
+
+
 def test_a_port_in_use_is_named():
     import socket
 
@@ -257,6 +270,16 @@ def test_gradient_accumulation_is_said_in_one_place(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     with pytest.raises(Refused, match="2, but the launcher exports 8"):
         plan.Plan(None, "single", 1, "fp32", "cpu").kwargs(gradient_accumulation_steps=2)
+
+
+def test_the_collective_timeout_reaches_the_process_group(monkeypatch):
+    monkeypatch.setenv("COLLECTIVE_TIMEOUT", "7")
+    [handler] = plan.Plan(None, "ddp", 2, "fp32", "cuda").kwargs()["kwargs_handlers"]
+    assert handler.timeout.total_seconds() == 7
+    for text in ("0", "-1", "1.5", "ten"):
+        monkeypatch.setenv("COLLECTIVE_TIMEOUT", text)
+        with pytest.raises(Refused, match=f"COLLECTIVE_TIMEOUT={text}: seconds"):
+            plan.patience()
 
 
 def test_recipes_name_no_precision():

@@ -5,7 +5,9 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -75,14 +77,36 @@ def test_each_process_holds_its_part(whole, stage):
     assert losses(whole(f"zero{stage}_bf16")) == pytest.approx(losses(whole("ddp_bf16")), rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, stage):
-    run = whole(f"zero{stage}_bf16")
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "checkpoint-8")
-    train(f"zero{stage}_bf16", again, *STEPS, *LATEST)
-    assert "checkpoint-4 at step 4" in (tmp_path / "again.log").read_text()
+def told_to_stop(step, rank_hit):
+    """Before the run: one rank alone gets SIGTERM while it is at an optimizer step."""
+
+    def before(rank):
+        from shared.run import Run
+
+        agree = Run.agree
+
+        def patched(self, grad_norm):
+            if self.step + 1 == step and rank == rank_hit:
+                os.kill(os.getpid(), signal.SIGTERM)
+            agree(self, grad_norm)
+
+        Run.agree = patched
+
+    return before
+
+
+RESUMED = [*(f"zero{stage}_bf16" for stage in (1, 2, 3)),
+           *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16_offload", "zero2_fp8", "zero3_fp8", "zero3_fp8_te"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", RESUMED)
+def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, config):
+    run = whole(config)
+    again = train(config, tmp_path / "again", *STEPS, "--save_steps", 0, before=told_to_stop(5, rank_hit=1), code=143)
+    assert record(again)["status"] == "preempted" and record(again)["error"] is None
+    assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5"]
+    train(config, again, *STEPS, *LATEST)
+    assert "checkpoint-5 at step 5" in (tmp_path / "again.log").read_text()
     assert metrics(again) == metrics(run) and distance(again, run) == 0
     line = export.export(again, tmp_path / "out.safetensors", step=8)
     assert "from checkpoint-8 (2 files)" in line
@@ -92,6 +116,29 @@ def test_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, stage)
     sizes = [entry["bytes"] for name, entry in json.loads((run / "checkpoint-8" / checkpoint.MANIFEST).read_text()).items()
              if name.startswith("rank")]  # fmt: skip
     assert max(sizes) < 0.6 * sum(sizes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_weights_are_those_of_the_checkpoint(whole, tmp_path, stage):
+    """They come from another run's folder, and by the time of the resume that run has trained on."""
+    argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--freeze", 2, "--pretrained")
+    start = shutil.copytree(whole("zero2_bf16"), tmp_path / "start")
+    run = train(f"zero{stage}_bf16", tmp_path / "run", *argv, "--model", start)
+    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "model"))
+    shutil.copy(whole("ddp_bf16") / "model" / "model.safetensors", start / "model")
+    train(f"zero{stage}_bf16", again, *argv, "--model", start, *LATEST)
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    before, frozen = weights(whole("zero2_bf16")), "blocks.1.mlp.fc1.weight"
+    assert weights(run)[frozen].equal(before[frozen].bfloat16()) and not weights(start)[frozen].equal(before[frozen])
+
+
+def test_batch_norm_s_averages_are_those_of_the_checkpoint(tmp_path):
+    argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1)
+    run = train("zero3_bf16", tmp_path / "run", *argv, name="resnet")
+    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "model"))
+    train("zero3_bf16", again, *argv, *LATEST, name="resnet")
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    assert any(name.endswith("running_mean") for name in weights(run))
 
 
 def save_as_deepspeed_does(folder):
@@ -135,6 +182,15 @@ def test_in_fp32_it_is_ddp_and_zero_to_fp32_says_the_same(ddp, tmp_path, stage):
 def test_offloaded_it_is_the_same_training(whole, tmp_path):
     run = train("zero3_bf16_offload", tmp_path / "run", *STEPS)
     assert losses(run) == pytest.approx(losses(whole("zero3_bf16")), rel=1e-3)  # its gradient norm is rounded elsewhere
+
+
+def test_transformers_models_start_from_the_same_weights(tmp_path):
+    """Were it told of stage 3, transformers would build them in parts, and offloaded they would compute in fp32."""
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    argv = ("--dataset", ROOT / "README.md", "--sequence_length", 32, *STEPS, "--max_steps", 3)
+    runs = [train(config, tmp_path / config, *argv, name="gpt") for config in ("ddp_bf16", "zero3_bf16_offload")]
+    assert len({record(run)["evidence"]["initial_weights"] for run in runs}) == 1
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.01)
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path):
