@@ -38,7 +38,7 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
         if plan.precision != "fp32":
             zero.cast_inputs(model, DTYPES.get(plan.precision, torch.bfloat16))
     if plan.strategy == "tp":
-        tp.split(accelerator, model, optimizer)
+        tp.split(accelerator, model, optimizer, beginning)
     linear = sum(map(fp8.is_linear, model.modules())) + fp8.converted(model)[0]  # TE's blocks are both
     skipped = []
     if plan.precision == "fp8":

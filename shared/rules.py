@@ -259,8 +259,8 @@ def problems_of_meshes(asked):
     if "tp" in sizes and strategy in ("fsdp", "hsdp"):
         return [f"tensor parallel with FSDP2 ({words}) fails between Accelerate 1.15 and transformers 5: use hsdp_bf16"]
     if strategy == "tp" and len(sizes) > 1:
-        return [f"tensor parallel beside data parallel ({words}) is refused by Accelerate without FSDP2: set "
-                "parallelism_config_tp_size alone, or use hsdp_bf16"]  # fmt: skip
+        return [f"tensor parallel beside data parallel ({words}): without FSDP2 Accelerate refuses it, or sums no "
+                "gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"]  # fmt: skip
     if strategy == "tp" and asked["precision"] == "fp16":
         return ["tp in fp16: torch's gradient scaler does not take split and whole gradients together, use tp_bf16"]
     if strategy == "tp" and asked["precision"] == "fp8":  # tried: torchao fails, amp8 finds none, emulated TE is bf16

@@ -1,10 +1,11 @@
 """Tensor parallel: every process has a part of each large layer, and all compute one batch together.
 
-transformers knows how its models are split (`tp_plan`), and brings the collectives with it. Here they are split after
-they were built, so that they begin with the weights of any other run of the seed. What every process has whole, the
-norms, stays the same everywhere: what comes out of a split layer, forwards and backwards, is the sum over all of them.
+transformers knows how its models are split (`tp_plan`) and brings the collectives. Here they are split after they were
+built, so that they begin with the weights of any other run of the seed. What every process has whole, the norms, stays
+the same on all: what comes out of a split layer, forwards and backwards, is a sum over all of them.
 """
 
+from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from shared.args import Refused
@@ -15,33 +16,33 @@ KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
 
 def check(model, size):
     """Raises Refused where `model` cannot be split over `size` processes."""
-    name, config, plan = type(model).__name__, getattr(model, "config", None), getattr(model, "tp_plan", None)
+    name, plan = type(model).__name__, getattr(model, "tp_plan", None)
     if not plan:
         raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py and llama_nano, or fsdp_bf16")
     if unknown := sorted(set(plan.values()) - KNOWN):
         raise Refused(f"{name} is split by {', '.join(unknown)}, which is not tested here: use fsdp_bf16")
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if any(count % size for count in heads):
-        raise Refused(
-            f"{name} has {heads[0]} attention heads and {heads[1]} of keys and values, which {size} processes cannot "
-            "share evenly: another --model, or another parallelism_config_tp_size"
-        )
+    heads = model.config.num_attention_heads
+    pairs = getattr(model.config, "num_key_value_heads", heads)
+    if heads % size or pairs % size:
+        raise Refused(f"{name} has {heads} attention heads and {pairs} of keys and values, which {size} processes do "
+                      "not share evenly: another --model, or another parallelism_config_tp_size")  # fmt: skip
 
 
-def split(accelerator, model, optimizer):
+def split(accelerator, model, optimizer, fingerprint):
     """Leaves each process its part of the model, under the optimizer too; `accelerator.prepare` comes after it."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = accelerator.torch_device_mesh["tp"]
     check(model, mesh.size())
+    if len(set(gather_object([fingerprint]))) > 1:  # each cuts its part out of its own
+        raise Refused("the processes have built models of different weights: set_seed must come before, with one seed")
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
     plan = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
     apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name in whole or name in modules})
     model.tie_weights(recompute_mapping=False)  # a head that shares the embedding's weight shares its part
     model._tp_size = mesh.size()  # as if transformers had split it while loading: Accelerate asks
-    parts = dict(model.named_parameters())
-    now = {id(whole[name]): parts[name] for name in parts}
+    now = {id(whole[name]): part for name, part in model.named_parameters()}
     for group in optimizer.param_groups:
         group["params"] = [now[id(parameter)] for parameter in group["params"]]
         group |= {"fused": False, "foreach": False}  # torch's kernels for many tensors take parts or wholes, not both

@@ -148,7 +148,7 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
         ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, CPU, "use_cpu: true makes Accelerate run one"),
         (TP | {"num_processes": 4}, GPU, "tp 2 is for 2 processes, not 4: --num_processes 2"),
         (TP | {"num_processes": 4, "parallelism_config": TP["parallelism_config"] | {"parallelism_config_dp_replicate_size": 2}},
-         GPU, "tensor parallel beside data parallel (dp_replicate 2 x tp 2) is refused by Accelerate without FSDP2"),
+         GPU, "tensor parallel beside data parallel (dp_replicate 2 x tp 2): without FSDP2 Accelerate refuses it"),
         (TP | {"mixed_precision": "fp16"}, GPU, "gradient scaler does not take split and whole gradients together"),
         (TP | {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, GPU, "no FP8 layer here takes a weight that is split"),
         (ZERO | {"parallelism_config": {"parallelism_config_tp_size": 2}}, GPU, "for hsdp and tp files, this one is zero2"),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, 
 
 from shared import checkpoint, models, tp
 from shared.args import Refused
-from tools import estimate, export
+from tools import export
 
 TEXT = ROOT / "shared" / "rules.py"
 DATA = ("--dataset", TEXT, "--sequence_length", 32, "--per_device_eval_batch_size", 48)
@@ -127,8 +128,8 @@ def test_the_parity_can_fail(tmp_path):
     def apart(rank):
         split = tp.split
 
-        def drifting(accelerator, model, optimizer):
-            split(accelerator, model, optimizer)
+        def drifting(accelerator, model, *others):
+            split(accelerator, model, *others)
             with torch.no_grad():
                 model.model.norm.weight += 1e-6 * rank
 
@@ -210,6 +211,13 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
     llama.tp_plan = llama.tp_plan | {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
     with pytest.raises(Refused, match="is split by replicated_with_grad_allreduce, which is not tested here"):
         tp.check(llama, 2)
+
+    def other_seeds(rank):
+        module = sys.modules["gpt"]
+        module.set_seed = lambda seed: torch.manual_seed(seed + rank)
+
+    train("tp_bf16", tmp_path / "seeds", *STEPS, name="gpt", before=other_seeds, code=2)
+    assert "refused: the processes have built models of different weights" in (tmp_path / "seeds.log").read_text()
     train("tp_bf16", tmp_path / "vit", "--max_steps", 2, code=2)
     log = (tmp_path / "vit.log").read_text()
     assert "refused: VisionTransformer has no plan for tensor parallel" in log and "Traceback" not in log
@@ -239,18 +247,19 @@ def test_torch_s_kernels_for_many_tensors_take_no_mixture():
         dist.destroy_process_group()
 
 
-def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole, capsys):
-    words = ("--model", "llama_nano", "--dataset", str(TEXT), "--sequence_length", "32")
-    assert estimate.main(["--memory", "8GB", "--json", "tp_bf16", "--", "gpt", *words]) == 0
-    guess = json.loads(capsys.readouterr().out)["configs"]["tp_bf16"]
-    evidence = record(whole[0])["evidence"]
+def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
+    def estimated(*words):
+        return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
+
+    done = estimated("--json", "tp_bf16", "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
+    guess, evidence = json.loads(done.stdout)["configs"]["tp_bf16"], record(whole[0])["evidence"]
     for ours, theirs in {"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"}.items():
         counted = evidence["bytes_per_parameter"][theirs] * evidence["parameters"] / 2
         assert guess[ours] == pytest.approx(counted, rel=0.01), ours
-    assert estimate.main(["--memory", "8GB", "tp_bf16", "--", "vit"]) == 1
-    assert "tp_bf16: VisionTransformer has no plan for tensor parallel" in capsys.readouterr().out
-    assert estimate.main(["--memory", "8GB", "--num_processes", "8", "tp_bf16", "--", "gpt", *words]) == 1
-    assert "tp 2 is for 2 processes, not 8" in capsys.readouterr().out
+    done = estimated("tp_bf16", "--", "vit")
+    assert done.returncode == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in done.stdout
+    done = estimated("--num_processes", "8", "tp_bf16", "--", "vit")
+    assert done.returncode == 1 and "tp 2 is for 2 processes, not 8" in done.stdout
 
 
 def test_accelerate_launch_itself(whole, tmp_path):
