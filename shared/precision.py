@@ -189,9 +189,9 @@ class Evidence:
         for hook in self.hooks:
             hook.remove()
         parameters = [local(parameter) for parameter in self.counted.values()]
-        states, left = {}, {id(p) for p in self.parameters.values()} - {id(p) for p in self.counted.values()}
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items() if id(parameter) not in left else ():
+        states = {}
+        for parameter in self.counted.values():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value) and value.dim():  # the step counters are not worth a line
                     states.setdefault(key, []).append(local(value))
         self.record["dtypes"]["parameters"] = elements(parameters)
