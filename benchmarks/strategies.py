@@ -15,9 +15,9 @@ from pathlib import Path
 from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ("single_fp32", "single_fp32 --dtype bfloat16", "single_bf16", "single_fp16", "ddp_bf16", "zero1_bf16", "zero2_bf16", "fsdp_bf16_noreshard",
-           "zero3_bf16", "zero3_bf16_offload", "fsdp_bf16", "fsdp_bf16_offload", "hsdp_bf16", "zero2_fp8", "zero3_fp8",
-           "zero2_fp8_te", "zero3_fp8_te")  # fmt: skip
+CONFIGS = ("single_fp32", "single_fp32 --dtype bfloat16", "single_bf16", "single_fp16", "ddp_bf16", "zero1_bf16",
+           "zero2_bf16", "fsdp_bf16_noreshard", "zero3_bf16", "zero3_bf16_offload", "fsdp_bf16", "fsdp_bf16_offload",
+           "hsdp_bf16", "zero2_fp8", "zero3_fp8", "zero2_fp8_te", "zero3_fp8_te")  # fmt: skip
 
 
 def run(config, steps, folder):

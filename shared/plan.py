@@ -36,6 +36,7 @@ class Plan:
     ckpt: bool = False  # activation checkpointing: each block's activations are computed again, not kept
     noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
     replicas: int = 1  # hsdp: groups of processes that each hold the whole model
+    split: int = 1  # tp: processes that compute one batch together
     rehearsal: bool = False
     emulated: bool = False
 
@@ -207,7 +208,7 @@ def rehearse(plan):
 
         return zero.rehearse(patience())
     PartialState(cpu=True, timeout=patience())
-    if plan.strategy in ("fsdp", "hsdp"):
+    if plan.strategy in ("fsdp", "hsdp", "tp"):
         PartialState._shared_state["device"] = torch.device("cpu")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared import fp8, zero
+from shared import fp8, tp, zero
 from shared.args import Refused
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,6 +37,8 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
             raise Refused(f"--dtype {str(own)[6:]}: DeepSpeed wants fp32 parameters to begin with, leave it out")
         if plan.precision != "fp32":
             zero.cast_inputs(model, DTYPES.get(plan.precision, torch.bfloat16))
+    if plan.strategy == "tp":
+        tp.split(accelerator, model, optimizer, beginning)
     linear = sum(map(fp8.is_linear, model.modules())) + fp8.converted(model)[0]  # TE's blocks are both
     skipped = []
     if plan.precision == "fp8":
@@ -100,6 +102,9 @@ class Evidence:
         trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         orphans = [name for name, parameter in trainable.items() if id(parameter) not in owned]
         self.sharded = any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in trainable.values())
+        self.counted = self.parameters  # what each process has whole, one of them counts
+        if plan.split > 1 and accelerator.process_index % plan.split:
+            self.counted = {name: p for name, p in self.parameters.items() if isinstance(p, DTensor)}
         self.sharded = self.sharded or (self.zero is not None and plan.num_processes > 1)
         self.own_parts = self.sharded or (plan.backend == "msamp" and plan.num_processes > 1)  # in a checkpoint
         self.record = {
@@ -116,7 +121,7 @@ class Evidence:
             "eval_precision": "bf16" if plan.precision == "fp8" else plan.precision,
         }
         several = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
-        kinds = {"single": ("NO",), "ddp": several, "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
+        kinds = {"single": ("NO",), "ddp": several, "fsdp": ("FSDP",), "hsdp": ("FSDP",), "tp": several}
         kinds = kinds.get(plan.strategy, ("DEEPSPEED",))
         kinds += ("NO",) if plan.num_processes == 1 else ()  # DDP of one process
         kind, processes = accelerator.distributed_type, accelerator.num_processes
@@ -131,7 +136,7 @@ class Evidence:
             raise Refused(f"{linear - len(skipped)} Linear layers should be in FP8, {converted} of {linear} are")
         if orphans:
             raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
-        if plan.strategy in ("fsdp", "hsdp") and plan.num_processes > 1 and not self.sharded:
+        if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
             raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: does the model name its blocks?")
         if self.zero is None:
             self.hooks = [
@@ -167,7 +172,7 @@ class Evidence:
         self.bytes["optimizer"] = sum(map(size, counts["optimizer"].values()))
 
     def before_first_step(self, optimizer, args, kwargs):
-        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        gradients = [local(p.grad) for p in self.counted.values() if p.grad is not None]
         if self.plan.backend == "msamp":  # amp8 keeps FP8 gradients beside the parameter
             beside = [p.amp8_linear.gradient.codes for p in self.parameters.values() if hasattr(p, "amp8_linear")]
             gradients += [codes for codes in beside if codes is not None]
@@ -183,10 +188,10 @@ class Evidence:
     def after_first_step(self, optimizer, args, kwargs):
         for hook in self.hooks:
             hook.remove()
-        parameters = [local(parameter) for parameter in self.parameters.values()]
+        parameters = [local(parameter) for parameter in self.counted.values()]
         states = {}
-        for state in optimizer.state.values():
-            for key, value in state.items():
+        for parameter in self.counted.values():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value) and value.dim():  # the step counters are not worth a line
                     states.setdefault(key, []).append(local(value))
         self.record["dtypes"]["parameters"] = elements(parameters)
@@ -309,20 +314,24 @@ class Wire(TorchDispatchMode):
 
     FACTORS = {"allreduce_": 2, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": 1,
                "reduce_scatter_": 1, "alltoall_base_": 1, "allreduce_coalesced_": 2,
-               "allgather_into_tensor_coalesced_": 1, "reduce_scatter_tensor_coalesced_": 1}  # fmt: skip
+               "allgather_into_tensor_coalesced_": 1, "reduce_scatter_tensor_coalesced_": 1,
+               "all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}  # fmt: skip
 
     def __init__(self):
         super().__init__()
         self.sent = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
+        if DTensor in types:
+            return NotImplemented  # it goes first: its collectives come by here
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.split("::")[1]
-            flat = torch.utils._pytree.tree_leaves(args)
+            flat = torch.utils._pytree.tree_leaves((args, out))
             largest = max((size([t]) for t in flat if isinstance(t, torch.Tensor)), default=0)
             world = next((group.size() for group in map(process_group, flat) if group), dist.get_world_size())
             self.sent += self.FACTORS.get(name, 0) * largest * (world - 1) / world
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 def process_group(value):

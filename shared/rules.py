@@ -59,7 +59,7 @@ FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_use_autocast_during_eval": False,
 }  # fmt: skip
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
-STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
 def on(value):
@@ -95,6 +95,7 @@ def asked(env):
         and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         "sizes": sizes,
         "replicas": sizes["dp_replicate"],
+        "split": sizes["tp"],
         "deepspeed": {
             "nvme": "nvme" in host,
             "file": env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
@@ -215,7 +216,7 @@ def problems(asked, machine):
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
     if strategy.startswith("fsdp") and strategy != "fsdp":
         lines.append("FSDP version 1 is not supported here: set fsdp_version: 2 in fsdp_config")
-    elif strategy not in (*STRATEGIES, "tp"):
+    elif strategy not in STRATEGIES:
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
@@ -257,13 +258,17 @@ def problems_of_meshes(asked):
     words = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if "tp" in sizes and strategy in ("fsdp", "hsdp"):
         return [f"tensor parallel with FSDP2 ({words}) fails between Accelerate 1.15 and transformers 5: use hsdp_bf16"]
-    if "tp" in sizes:
-        return [f"tensor parallel ({words}) is not supported here: Accelerate takes only models that transformers has "
-                "split while loading them; use fsdp_bf16 or hsdp_bf16"]  # fmt: skip
+    if strategy == "tp" and len(sizes) > 1:
+        return [f"tensor parallel beside data parallel ({words}): without FSDP2 Accelerate refuses it, or sums no "
+                "gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"]  # fmt: skip
+    if strategy == "tp" and asked["precision"] == "fp16":
+        return ["tp in fp16: torch's gradient scaler does not take split and whole gradients together, use tp_bf16"]
+    if strategy == "tp" and asked["precision"] == "fp8":  # tried: torchao fails, amp8 finds none, emulated TE is bf16
+        return ["tp in fp8: no FP8 layer here takes a weight that is split: use tp_bf16, or fsdp_fp8"]
     if sizes.keys() & {"cp", "sp"}:
         return [f"parallelism_config {words}: context and sequence parallel are not supported here, use hsdp"]
-    if sizes and strategy not in ("fsdp", "hsdp"):
-        return [f"parallelism_config is for hsdp files, this one is {strategy}: remove it"]
+    if sizes and strategy not in ("fsdp", "hsdp", "tp"):
+        return [f"parallelism_config is for hsdp and tp files, this one is {strategy}: remove it"]
     if strategy == "hsdp" and "dp_shard" not in sizes:
         return ["hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"]
     product = 1

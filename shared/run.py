@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from shared import checkpoint, plan
+from shared import checkpoint, plan, tp
 from shared.args import Refused, parse
 from shared.data import Order
 from shared.precision import Wire, inner, local, named
@@ -69,7 +69,7 @@ class Run:
         self.output_dir = Path(output_dir)
         self.metrics_file = self.output_dir / "metrics.jsonl"
         self.global_batch_size = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * plan_.num_processes
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * (plan_.num_processes // plan_.split)
         )
         accelerator.print(f"asked: {self.recipe} | {plan.describe(plan_)} | global batch {self.global_batch_size}")
         self.step = self.batch = 0  # optimizer steps taken; global batches consumed (more, where fp16 skipped a step)
@@ -149,7 +149,7 @@ class Run:
 
     def batches(self, loader):
         """Micro-batches until `max_steps` optimizer steps are done."""
-        micro, rank, device = 0, self.accelerator.process_index, self.accelerator.device
+        micro, rank, device = 0, self.accelerator.process_index // self.plan.split, self.accelerator.device
         per_step = self.args.gradient_accumulation_steps
         wire = None
         for batch in loader:
@@ -279,6 +279,7 @@ class Run:
             "same": self.same,
             "lr_scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "cuts": tp.cuts(named(self.model.named_parameters())) if self.plan.split > 1 else {},
         }
         parts = checkpoint.tensors(self.model, self.optimizer)
         keep = self.args.save_total_limit

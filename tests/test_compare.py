@@ -217,9 +217,9 @@ def test_assert_close_gives_an_exit_code(runs, tmp_path, capsys):
 
 
 def test_every_config_gets_the_baselines_global_batch():
-    configs = {name: compare.config_file(name) for name in ("single_bf16", "ddp_bf16", "fsdp_fp8")}
+    configs = {name: compare.config_file(name) for name in ("single_bf16", "ddp_bf16", "fsdp_fp8", "tp_bf16")}
     words = ["vit", "--max_steps", "5"]
-    assert compare.batches(configs, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16}
+    assert compare.batches(configs, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32}
     assert compare.batches(configs, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8
     assert compare.batches(configs, [*words, "--per-device-train-batch-size=8"], 2)["ddp_bf16"] == 4
     with pytest.raises(Refused, match="don't divide by the 3 processes of ddp_bf16"):

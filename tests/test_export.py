@@ -186,8 +186,8 @@ def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_pa
     model.write_bytes(model.read_bytes()[:-100])
     code, _, err = run_tool(run)
     assert code == 2 and "model.safetensors cannot be read as safetensors" in err
-    (run / "run.json").write_text(json.dumps(record(run) | {"plan": record(run)["plan"] | {"strategy": "tp"}}))
-    with pytest.raises(Refused, match="checkpoints of tp cannot be exported"):
+    (run / "run.json").write_text(json.dumps(record(run) | {"plan": record(run)["plan"] | {"strategy": "pp"}}))
+    with pytest.raises(Refused, match="checkpoints of pp cannot be exported"):
         tool.export(run, step=6)
 
 

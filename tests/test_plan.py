@@ -25,6 +25,7 @@ DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processe
 FSDP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": FSDP}
 MESH = {"parallelism_config_dp_shard_size": 2}
+TP = DDP | {"parallelism_config": {"parallelism_config_tp_size": 2}}
 ZERO = DDP | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
 
 
@@ -145,14 +146,19 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
          "levels do not combine with fsdp, which wants one dtype per block"),
         (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, CPU, "set dynamo_use_regional_compilation: true"),
         ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, CPU, "use_cpu: true makes Accelerate run one"),
-        (DDP | {"parallelism_config": {"parallelism_config_tp_size": 2}}, GPU, "tensor parallel (tp 2) is not supported here"),
+        (TP | {"num_processes": 4}, GPU, "tp 2 is for 2 processes, not 4: --num_processes 2"),
+        (TP | {"num_processes": 4, "parallelism_config": TP["parallelism_config"] | {"parallelism_config_dp_replicate_size": 2}},
+         GPU, "tensor parallel beside data parallel (dp_replicate 2 x tp 2): without FSDP2 Accelerate refuses it"),
+        (TP | {"mixed_precision": "fp16"}, GPU, "gradient scaler does not take split and whole gradients together"),
+        (TP | {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, GPU, "no FP8 layer here takes a weight that is split"),
+        (ZERO | {"parallelism_config": {"parallelism_config_tp_size": 2}}, GPU, "for hsdp and tp files, this one is zero2"),
         (FSDP | {"num_processes": 4, "parallelism_config": MESH | {"parallelism_config_tp_size": 2}}, GPU,
          "tensor parallel with FSDP2 (dp_shard 2 x tp 2) fails between"),
         (FSDP | {"num_processes": 6, "parallelism_config": MESH | {"parallelism_config_dp_replicate_size": 2}}, GPU,
          "is for 4 processes, not 6: --num_processes 4"),
         (FSDP | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, GPU, "hsdp without"),
         (FSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}}, GPU, "context and sequence parallel"),
-        (DDP | {"parallelism_config": MESH}, GPU, "parallelism_config is for hsdp files, this one is ddp"),
+        (DDP | {"parallelism_config": MESH}, GPU, "parallelism_config is for hsdp and tp files, this one is ddp"),
         (ZERO, GPU | {"packages": []}, "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"),
         (ZERO | {"mixed_precision": "fp16"}, CPU | {"packages": ["deepspeed"]}, "use zero2_bf16"),
         (ZERO | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O3"}}, GPU, "use ddp_fp8_msamp_o3, which shards"),

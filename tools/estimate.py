@@ -17,6 +17,7 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   single          4 P             4 P             -               8 P           -
   ddp             4 P             4 P             -               8 P           4 P, its buckets
   fsdp, hsdp      4 P/N           4 P/N           -               8 P/N         gathered blocks, gradients on their way
+  tp              4 P/N           4 P/N           -               8 P/N         its activations are counted whole
   zero1           2 P (fp32 4 P)  2 P/N (4 P/N)   4 P/N           8 P/N         its buckets
   zero2           2 P (4 P)       4 P/N           4 P/N           8 P/N         its buckets
   zero3           2 P/N (4 P/N)   4 P/N           4 P/N           8 P/N         2 P gathered, its buckets
@@ -175,7 +176,7 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
     from accelerate.state import AcceleratorState, GradientState
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    from shared import fp8
+    from shared import fp8, tp
     from shared.args import parse
     from shared.plan import Plan
     from shared.run import Run
@@ -189,6 +190,7 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
         names = set(getattr(model, "_no_split_modules", None) or ())
         blocks = [m for m in model.modules() if type(m).__name__ in names]
         make_fake(model, optimizer)
+        found["splits"] = lambda size: tp.check(model, size)
         found["blocks"] = [sum(p.numel() for p in block.parameters()) for block in blocks]
         found["trainable"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if backend:
@@ -299,7 +301,7 @@ def of_config(file, num_processes=None):
 
 def traced(module, argv, asked, seen):
     """The trace a config needs, made once: sharded parameters are gathered in the dtype they compute in."""
-    cast = asked["strategy"] in ("fsdp", "hsdp", "tp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
+    cast = asked["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
     key = ("fp32", None, None, "bfloat16") if cast else (
         asked["precision"], asked["backend"], asked["level"], None)  # fmt: skip
     plain = (key[0] if key[0] != "fp8" else "bf16", None, None, key[3])  # FP8 inside checkpoints takes long to trace
@@ -337,6 +339,8 @@ def estimate(asked, plain, checkpointed, cpu):
             optimizer += levels / n - levels
             master, left = master / n, gradient + in_fp8 / n
     elif strategy in ("fsdp", "hsdp", "tp"):
+        if strategy == "tp":
+            plain["splits"](n)  # raises Refused where the model cannot be
         weights, optimizer, left = weights / n, optimizer / n, gradient / n
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
     elif strategy.startswith("zero"):
@@ -421,6 +425,8 @@ def main(argv):
     for file in files or sorted(folder.glob("*.yml")):
         asked = of_config(file, args.num_processes)
         try:
+            if lines := rules.problems_of_meshes(asked):
+                raise Refused(lines[0])
             made[file.stem] = estimate(asked, *traced(module, words[1:], asked, seen), cpu)
         except (Refused, ValueError) as reason:  # nothing in the model that FP8 could be
             refused[file.stem] = str(reason).splitlines()[0]

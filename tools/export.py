@@ -52,8 +52,8 @@ TE_BLOCK = {
     ".layernorm_mlp.fc1_": ".mlp.fc1.",
     ".layernorm_mlp.fc2_": ".mlp.fc2.",
 }
-# Strategies whose checkpoints hold whole tensors, or pieces of dimension 0 or of the flattened tensor.
-READABLE = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+# Strategies whose checkpoints hold whole tensors, or pieces of one dimension or of the flattened tensor.
+READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
 def read(path):
@@ -103,7 +103,8 @@ def plain_state_dict(files):
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
     elif any(name.startswith("model/") for name in parts[0]):
-        tensors = from_checkpoint(parts)
+        state = files[0].with_name(checkpoint.STATE)
+        tensors = from_checkpoint(parts, json.loads(state.read_text())["cuts"] if state.is_file() else {})
     else:
         tensors = parts[0]
     return {
@@ -119,17 +120,18 @@ def timm_name(name):
     return name
 
 
-def from_checkpoint(parts):
+def from_checkpoint(parts, cuts):
     """One file holds all of everything. Several hold FSDP2's pieces: torch.chunk along dimension 0, so that the last
-    are smaller or, of a tensor with fewer rows than ranks, empty; or ZeRO's, flat, which come with the shape. Buffers
-    are whole on every rank."""
+    are smaller or, of a tensor with fewer rows than ranks, empty; or those of tensor parallel, `cuts` says along which
+    dimension, None for what is whole on every rank, as buffers are; or ZeRO's, flat, which come with the shape."""
     tensors = {}
     for key in parts[0]:
         kind, _, name = key.partition("/")
         if kind == "buffer":
             tensors[name] = parts[0][key]
         elif kind == "model":
-            tensors[name] = torch.cat([part[key] for part in parts]) if len(parts) > 1 else parts[0][key]
+            at = cuts.get(name, 0) if len(parts) > 1 else None
+            tensors[name] = parts[0][key] if at is None else torch.cat([part[key] for part in parts], at)
             if f"shape/{name}" in parts[0]:
                 tensors[name] = tensors[name].view(parts[0][f"shape/{name}"].tolist())
     return tensors

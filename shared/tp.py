@@ -1,0 +1,62 @@
+"""Tensor parallel: every process has a part of each large layer, and all compute one batch together.
+
+transformers knows how its models are split (`tp_plan`) and brings the collectives. Here they are split after they were
+built, so that they begin with the weights of any other run of the seed. What every process has whole, the norms, stays
+the same on all: what comes out of a split layer, forwards and backwards, is a sum over all of them.
+"""
+
+from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
+
+from shared.args import Refused
+
+# Kinds of split whose losses, gradients and norms were compared with one process's (tests/test_tp.py).
+KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
+
+
+def check(model, size):
+    """Raises Refused where `model` cannot be split over `size` processes."""
+    name, plan = type(model).__name__, getattr(model, "tp_plan", None)
+    if not plan:
+        raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py and llama_nano, or fsdp_bf16")
+    if unknown := sorted(set(plan.values()) - KNOWN):
+        raise Refused(f"{name} is split by {', '.join(unknown)}, which is not tested here: use fsdp_bf16")
+    heads = model.config.num_attention_heads
+    pairs = getattr(model.config, "num_key_value_heads", heads)
+    if heads % size or pairs % size:
+        raise Refused(f"{name} has {heads} attention heads and {pairs} of keys and values, which {size} processes do "
+                      "not share evenly: another --model, or another parallelism_config_tp_size")  # fmt: skip
+
+
+def split(accelerator, model, optimizer, fingerprint):
+    """Leaves each process its part of the model, under the optimizer too; `accelerator.prepare` comes after it."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh = accelerator.torch_device_mesh["tp"]
+    check(model, mesh.size())
+    if len(set(gather_object([fingerprint]))) > 1:  # each cuts its part out of its own
+        raise Refused("the processes have built models of different weights: set_seed must come before, with one seed")
+    whole, modules = dict(model.named_parameters()), dict(model.named_modules())
+    plan = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
+    apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name in whole or name in modules})
+    model.tie_weights(recompute_mapping=False)  # a head that shares the embedding's weight shares its part
+    model._tp_size = mesh.size()  # as if transformers had split it while loading: Accelerate asks
+    now = {id(whole[name]): part for name, part in model.named_parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [now[id(parameter)] for parameter in group["params"]]
+        group |= {"fused": False, "foreach": False}  # torch's kernels for many tensors take parts or wholes, not both
+    accelerator.gather_for_metrics = lambda seen: seen  # every process has seen every sample
+    accelerator.get_state_dict = gathered
+
+
+def gathered(model):
+    """{name: whole tensor} on the CPU of process 0. Every process calls it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def cuts(parameters):
+    """{name: the dimension in which it is cut, None of what every process has whole}, for who reads a checkpoint."""
+    return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters}

@@ -1,0 +1,271 @@
+"""Tensor parallel: layers are really split, the training is one process's, and every process counts the batch once."""
+
+import json
+import math
+import os
+import signal
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
+
+from shared import checkpoint, models, tp
+from shared.args import Refused
+from tools import export
+
+TEXT = ROOT / "shared" / "rules.py"
+DATA = ("--dataset", TEXT, "--sequence_length", 32, "--per_device_eval_batch_size", 48)
+STEPS = (*DATA, "--max_steps", 6, "--logging_steps", 1, "--save_steps", 3, "--warmup_steps", 2,
+         "--per_device_train_batch_size", 8)  # fmt: skip
+FP64 = (*STEPS, "--dtype", "float64", "--optimizer", "sgd", "--learning_rate", 0.2, "--max_grad_norm", 0.5,
+        "--save_steps", 0, "--max_steps", 4)  # fmt: skip
+
+
+def fp32(folder, name="tp", **more):
+    """No fp32 file is shipped; it shows that nothing but the split differs from one process."""
+    config = yaml.safe_load((CONFIGS / f"{name}_bf16.yml").read_text()) | {"mixed_precision": "no"} | more
+    path = folder / f"{name}_fp32{'_compile' if more else ''}.yml"
+    path.write_text(yaml.dump(config))
+    return path
+
+
+def watch(folder):
+    """Before the run: each rank writes the seed of its first micro-batch, and at the end what it holds."""
+
+    def before(rank):
+        from shared import run
+
+        agree, finish, seeds = run.Run.agree, run.Run.finish, []
+
+        def first(self, norm):
+            seeds.append(torch.initial_seed())
+            agree(self, norm)
+
+        def last(self, evaluation):
+            parts = {name: run.local(p.detach()).clone() for name, p in self.model.named_parameters()}
+            torch.save({"parts": parts, "seeds": seeds, "evaluation": evaluation}, folder / f"rank{rank}.pt")
+            finish(self, evaluation)
+
+        run.Run.agree, run.Run.finish = first, last
+
+    return before
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The shipped config's run, and what its ranks held."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = train("tp_bf16", folder / "run", *STEPS, name="gpt", before=watch(folder))
+    return run, [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def test_each_process_has_its_part_of_the_layers(whole):
+    run, ranks = whole
+    made, final = record(run), weights(run)
+    evidence, total = made["evidence"], sum(tensor.numel() for tensor in final.values())
+    assert made["status"] == "finished" and made["plan"]["strategy"] == "tp" and made["plan"]["split"] == 2
+    split = 0
+    for name, tensor in final.items():
+        parts = [rank["parts"][name] for rank in ranks]
+        if name.endswith("norm.weight"):
+            assert all(part.equal(tensor) for part in parts), name  # the same on all, to the last bit
+        else:
+            at = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+            assert torch.cat(parts, at).equal(tensor) and parts[0].shape == parts[1].shape, name
+            split += tensor.numel()
+    assert split / total == pytest.approx(1, abs=2e-3)
+    share = split / 2 / total + (total - split) / total
+    assert evidence["sharded"] and evidence["optimizer_owns_all"] and evidence["parameters"] == total
+    assert evidence["share_per_process"] == pytest.approx(
+        dict.fromkeys(("weight", "gradient", "optimizer"), share), abs=1e-4
+    )
+    assert evidence["bytes_per_parameter"]["total"] == 16.0  # what each has whole is counted once
+    fp32 = {"float32": total}
+    assert evidence["dtypes"] == {"parameters": fp32, "gradients": fp32, "linear_output": "bfloat16",
+                                  "optimizer_state": {"exp_avg": fp32, "exp_avg_sq": fp32}}  # fmt: skip
+    assert "gpt | tp x2 gloo, sharded | bf16 compute" in run.with_suffix(".log").read_text()
+
+
+def test_the_processes_share_each_batch(whole):
+    run, ranks = whole
+    assert record(run)["global_batch_size"] == 8
+    assert metrics(run)[0]["samples"] == 8
+    assert ranks[0]["seeds"] == ranks[1]["seeds"] and len(set(ranks[0]["seeds"])) == 6  # dropout, of one batch
+    assert ranks[0]["evaluation"] == ranks[1]["evaluation"]
+
+
+def test_what_goes_over_the_wire(whole):
+    """transformers sums what comes out of each split layer forwards, what goes in backwards. Two processes: each sends as
+    many bytes as a sum has, half of what is gathered."""
+    width, layers, tokens, vocabulary = 128, 4, 8 * 32, weights(whole[0])["model.embed_tokens.weight"].shape[0]
+    forwards = (2 * layers * 2 + 4) * width  # attention and MLP in bf16, the embedding in fp32
+    backwards = (5 * layers + 1) * 4 * width  # q, k, v, gate, up; the head
+    expected = tokens * (forwards + backwards + vocabulary * 2 / 2)  # the logits are gathered
+    assert record(whole[0])["evidence"]["wire_bytes_per_step"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_in_float64_it_is_one_process_s_run(tmp_path):
+    """Losses, gradient norms (each parameter once), clipping, accumulation, evaluation, and weights."""
+    two_each = ("--gradient_accumulation_steps", 2)
+    one = train("single_fp32", tmp_path / "one", *FP64, *two_each, name="gpt")
+    two = train(fp32(tmp_path), tmp_path / "two", *FP64, *two_each, name="gpt")
+    assert distance(one, two) < 1e-12
+    assert record(one)["evidence"]["initial_weights"] == record(two)["evidence"]["initial_weights"]
+    assert record(one)["global_batch_size"] == record(two)["global_batch_size"] == 16
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-12), key
+    assert max(row.get("grad_norm", 0) for row in metrics(one)) > 0.5  # clipping was at work
+
+
+@pytest.mark.slow
+def test_the_parity_can_fail(tmp_path):
+    """Norms of which each process sees another part are no longer one model's."""
+
+    def apart(rank):
+        split = tp.split
+
+        def drifting(accelerator, model, *others):
+            split(accelerator, model, *others)
+            with torch.no_grad():
+                model.model.norm.weight += 1e-6 * rank
+
+        tp.split = drifting
+
+    one = train("single_fp32", tmp_path / "one", *FP64, name="gpt")
+    two = train(fp32(tmp_path), tmp_path / "two", *FP64, name="gpt", before=apart)
+    assert distance(one, two) > 1e-9
+
+
+@pytest.mark.slow
+def test_compiled_it_is_one_process_s_compiled_run(tmp_path):
+    dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    one = train(fp32(tmp_path, "single", dynamo_config=dynamo), tmp_path / "one", *FP64, name="gpt")
+    two = train(fp32(tmp_path, "tp", dynamo_config=dynamo), tmp_path / "two", *FP64, name="gpt")
+    assert distance(one, two) < 1e-12 and record(two)["plan"]["compile"]
+
+
+def test_stopped_by_sigterm_and_resumed_it_is_the_same_run(whole, tmp_path):
+    run, _ = whole
+
+    def stop(rank):
+        from shared.run import Run
+
+        stepped = Run.stepped
+
+        def told(self):
+            stepped(self)
+            if rank == 1 and self.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Run.stepped = told
+
+    again = train("tp_bf16", tmp_path / "again", *STEPS, name="gpt", before=stop, code=143)
+    assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5", "checkpoint-3"]
+    manifest = json.loads((again / "checkpoint-5" / checkpoint.MANIFEST).read_text())
+    sizes = [entry["bytes"] for name, entry in manifest.items() if name.startswith("rank")]
+    assert len(sizes) == 2 and max(sizes) < 0.51 * sum(sizes)  # each wrote its own part
+    train("tp_bf16", again, *STEPS, "--resume_from_checkpoint", "latest", name="gpt")
+    assert "checkpoint-5 at step 5" in (tmp_path / "again.log").read_text()
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+
+
+def test_its_checkpoint_is_exported_whole(whole, tmp_path):
+    run, out = whole[0], tmp_path / "out.safetensors"
+    assert "from checkpoint-6 (2 files)" in export.export(run, out, step=6)
+    made, final = export.read(out), weights(run)
+    assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)
+
+
+def test_the_finished_model_is_transformers_own_and_plain(whole):
+    from transformers import AutoModelForCausalLM
+
+    from shared import text
+
+    model = AutoModelForCausalLM.from_pretrained(whole[0] / "model").eval()
+    held_out = text.texts(str(TEXT), 32)[1]
+    rows = held_out.__getitems__(range(len(held_out)))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(rows["input_ids"]).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"]).item()
+    assert record(whole[0])["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-3)
+    assert (whole[0] / "sample.txt").read_text().startswith("The ")
+
+
+def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
+    with torch.device("meta"):
+        gpt2, llama = models.gpt("gpt_nano", 272, 32), models.gpt("llama_nano", 272, 32)
+        vit, small = models.vit("vit_nano", 8, 1, 10), models.gpt("llama_small", 272, 32)
+    tp.check(llama, 2)
+    for model, size, expected in (
+        (vit, 2, "VisionTransformer has no plan for tensor parallel: use recipes/gpt.py and llama_nano"),
+        (gpt2, 2, "GPT2LMHeadModel has no plan for tensor parallel"),
+        (llama, 4, "LlamaForCausalLM has 4 attention heads and 2 of keys and values, which 4 processes"),
+        (small, 2, "LlamaForCausalLM has 12 attention heads and 3 of keys and values, which 2 processes"),
+    ):
+        with pytest.raises(Refused, match=expected):
+            tp.check(model, size)
+    llama.tp_plan = llama.tp_plan | {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
+    with pytest.raises(Refused, match="is split by replicated_with_grad_allreduce, which is not tested here"):
+        tp.check(llama, 2)
+
+    def other_seeds(rank):
+        module = sys.modules["gpt"]
+        module.set_seed = lambda seed: torch.manual_seed(seed + rank)
+
+    train("tp_bf16", tmp_path / "seeds", *STEPS, name="gpt", before=other_seeds, code=2)
+    assert "refused: the processes have built models of different weights" in (tmp_path / "seeds.log").read_text()
+    train("tp_bf16", tmp_path / "vit", "--max_steps", 2, code=2)
+    log = (tmp_path / "vit.log").read_text()
+    assert "refused: VisionTransformer has no plan for tensor parallel" in log and "Traceback" not in log
+
+
+def test_torch_s_kernels_for_many_tensors_take_no_mixture():
+    """Why `split` turns them off: on a GPU the recipes ask for the fused optimizer, which a CPU has too."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        pair = [
+            torch.nn.Parameter(torch.ones(2)),
+            torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()])),
+        ]
+        for parameter in pair:
+            parameter.grad = parameter.detach().clone()
+        for option in ("fused", "foreach"):
+            optimizer = torch.optim.AdamW(pair, **{option: True})
+            with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+                optimizer.step()
+            optimizer.param_groups[0] |= {"fused": False, "foreach": False}
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
+    def estimated(*words):
+        return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
+
+    done = estimated("--json", "tp_bf16", "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
+    guess, evidence = json.loads(done.stdout)["configs"]["tp_bf16"], record(whole[0])["evidence"]
+    for ours, theirs in {"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"}.items():
+        counted = evidence["bytes_per_parameter"][theirs] * evidence["parameters"] / 2
+        assert guess[ours] == pytest.approx(counted, rel=0.01), ours
+    done = estimated("tp_bf16", "--", "vit")
+    assert done.returncode == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in done.stdout
+    done = estimated("--num_processes", "8", "tp_bf16", "--", "vit")
+    assert done.returncode == 1 and "tp 2 is for 2 processes, not 8" in done.stdout
+
+
+def test_accelerate_launch_itself(whole, tmp_path):
+    command = ["accelerate", "launch", "--config_file", "accelerate_configs/tp_bf16.yml", "--main_process_port", "0"]
+    result = launched(*command, "recipes/gpt.py", "--output_dir", str(tmp_path / "run"), *map(str, STEPS))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert distance(tmp_path / "run", whole[0]) == 0
+    assert record(tmp_path / "run")["evidence"] == record(whole[0])["evidence"]
+    assert math.isfinite(record(tmp_path / "run")["final"]["metrics"]["perplexity"])
