@@ -63,7 +63,7 @@ def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=No
     )  # fmt: skip
 
 
-def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=False):
+def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, te_blocks=False):
     """A vision transformer: one of VIT_SIZES with random weights, or any timm model by its own name.
 
     Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). te_blocks: each block is TE's.
@@ -90,6 +90,16 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=Fal
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, torch.nn.ModuleList | torch.nn.Sequential) and len(blocks):
         model._no_split_modules = sorted({type(block).__name__ for block in blocks})
+    return with_dropout(model, dropout)
+
+
+def with_dropout(model, rate):
+    """`model` with this rate wherever it has dropout: all through ViT and GPT-2, Llama's attention, ResNet's head."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = rate
+        for name in {"attention_dropout", "drop_rate"} & vars(module).keys():
+            setattr(module, name, rate)
     return model
 
 
@@ -106,7 +116,7 @@ class BatchNorm(torch.nn.BatchNorm2d):
         return out.to(x.dtype)
 
 
-def resnet(name, image_size, in_chans, num_classes, pretrained=False):
+def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0):
     """A residual network: one of RESNET_SIZES, or timm's resnet18, resnet50, or any other of that family.
 
     Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). For images under 64 pixels the first
@@ -128,7 +138,7 @@ def resnet(name, image_size, in_chans, num_classes, pretrained=False):
         if type(module) is torch.nn.BatchNorm2d:
             module.__class__ = BatchNorm
     model._no_split_modules = sorted({type(block).__name__ for stage in stages(model) for block in stage})
-    return model
+    return with_dropout(model, dropout)
 
 
 def stages(model):
@@ -152,7 +162,7 @@ def average_statistics(model):
         buffer.copy_(mean.view_as(buffer))
 
 
-def gpt(name, vocab_size, sequence_length, pretrained=False):
+def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
     """A causal language model of transformers: one of GPT_SIZES with random weights, or a published one, or a run's.
 
     Takes (batch, tokens) int64, gives an output whose `logits` are (batch, tokens, vocab_size). Its head shares the
@@ -171,7 +181,7 @@ def gpt(name, vocab_size, sequence_length, pretrained=False):
         longest = getattr(model.config, "max_position_embeddings", sequence_length)
         if longest < sequence_length:
             raise Refused(f"--model {name} was made for {longest} tokens: lower --sequence_length {sequence_length}")
-        return model
+        return with_dropout(model, dropout)
     if name not in GPT_SIZES:
         raise Refused(
             f"no model {name!r}: one of {', '.join(GPT_SIZES)}, or a Hub name or run folder with --pretrained"
@@ -180,12 +190,13 @@ def gpt(name, vocab_size, sequence_length, pretrained=False):
     if shape == "gpt2":
         config = transformers.GPT2Config(
             n_positions=sequence_length, n_embd=width, n_layer=depth, n_head=heads,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **common,
         )  # fmt: skip
     else:
         config = transformers.LlamaConfig(
             max_position_embeddings=sequence_length, hidden_size=width, intermediate_size=4 * width,
-            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2), **common,
+            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2),
+            attention_dropout=dropout, **common,
         )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config)
 

@@ -335,6 +335,7 @@ class Run:
         line, file = plan.launch_line()
         text = file.read_text() if file and file.exists() else None
         median = statistics.median(self.times) if self.times else None
+        p90 = statistics.quantiles(self.times, n=10, method="inclusive")[-1] if len(self.times) > 1 else median
         record = {
             "schema_version": 1,
             "recipe": self.recipe,
@@ -357,6 +358,7 @@ class Run:
             "throughput": {
                 "samples_per_second_median": median and self.global_batch_size / median,
                 "step_seconds_median": median,
+                "step_seconds_p90": p90,
                 "steps_measured": len(self.times),
                 "steps_excluded": self.excluded,
             },
