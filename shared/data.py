@@ -107,7 +107,7 @@ class HubImages(torch.utils.data.Dataset):
         self.config = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "crop_pct": 1.0} | {
             key: config[key] for key in ("mean", "std", "interpolation", "crop_pct") if key in config
         }
-        self.left_out = list(left_out)
+        self.left_out = left_out
         self.transform = create_transform(
             (3, image_size, image_size), is_training=train, color_jitter=None,
             scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # a twelfth of 32 pixels shows nothing
@@ -254,13 +254,14 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
         features = next(iter(loaded.values())).features
         raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
     columns = columns["Image"], columns["ClassLabel"]
-    parts, left = [], skip_broken
+    parts, left_out = [], []
     for train, split in zip((True, False), split_of(loaded, name), strict=True):
         split = split.cast_column(columns[0], datasets.Image(decode=False))
         labels_in_range(name, split, columns[1])
-        split, left_out = without_broken(name, split, columns[0], left) if skip_broken else (split, [])
+        if skip_broken:
+            split, broken = without_broken(name, split, columns[0], skip_broken - len(left_out))
+            left_out += broken  # one list, of both splits, which both record
         parts.append(HubImages(split, columns, image_size, config, train, seed, left_out))
-        left -= len(left_out)
     return tuple(parts)
 
 

@@ -50,10 +50,10 @@ def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
     for name in ("train/red/03.png", "test/grey/01.png"):
         (root / name).write_bytes(b"not an image")
     run = train("single_fp32", tmp_path / "run", "--dataset", root, *STEPS, "--skip_broken", 2)
-    about = record(run)["data"]
-    assert [name for name in about["left_out"] if "train/red/03.png" in name] and len(about["left_out"]) == 1
+    of_train, of_held_out = record(run)["data"]["left_out"]
+    assert "train/red/03.png" in of_train and "test/grey/01.png" in of_held_out
     train_set, held_out = data.images(str(root), 32, skip_broken=2)
-    assert (len(train_set), len(held_out)) == (23, 7) and "test/grey/01.png" in held_out.left_out[0]
+    assert (len(train_set), len(held_out)) == (23, 7) and train_set.left_out == held_out.left_out
     with pytest.raises(Refused, match="1 images are broken, --skip_broken allows 0 more: .*test/grey/01.png"):
         data.images(str(root), 32, skip_broken=1)
 
