@@ -18,6 +18,10 @@ from shared.args import Refused
 OFFLINE = "digits, photos, synthetic, textures"
 
 
+class Broken(Refused):
+    """An image that cannot be read. The process that draws it is the only one to know, and says so."""
+
+
 class Images(torch.utils.data.Dataset):
     """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
 
@@ -138,16 +142,16 @@ class HubImages(torch.utils.data.Dataset):
 
 
 def read_image(entry, index):
-    """An RGB image from {"path", "bytes"}, grey and palette ones too; raises Refused with its name."""
+    """An RGB image from {"path", "bytes"}, grey and palette ones too; raises Broken with its name."""
     from PIL import Image
 
     try:
         return Image.open(io.BytesIO(entry["bytes"]) if entry["bytes"] else entry["path"]).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        name = entry["path"] or "an image without a name"
-        raise Refused(
-            f"{name} (index {index}) cannot be read as an image ({str(error).splitlines()[0]}): mend or remove it, or "
-            "let --skip_broken N leave out up to N such images"
+        name, reason = entry["path"] or "an image without a name", str(error).splitlines()[0].split(" <_io")[0]
+        raise Broken(
+            f"{name} (index {index}) cannot be read as an image ({reason}): mend or remove it, or let --skip_broken N "
+            "leave out up to N such images"
         ) from None
 
 
@@ -295,7 +299,10 @@ def no_class_is_empty(folder):
     named = {path.name: path for path in folder.iterdir() if path.is_dir()}
     splits = [named[name] for name in ("train", "test", "validation", "val", "valid") if name in named]
     for split in splits or [folder]:
-        for one in sorted(path for path in split.iterdir() if path.is_dir()):
+        folders = sorted(path for path in split.iterdir() if path.is_dir())
+        if len(folders) < 2:
+            raise Refused(f"{split} has {len(folders)} folders of one class each: at least two are needed")
+        for one in folders:
             if not any(path.suffix.lower() in ImageFolder.EXTENSIONS for path in one.rglob("*")):
                 raise Refused(f"{one} is a class without images: put some in, or remove the folder")
     if len(splits) > 1:

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 from shared import checkpoint, plan
 from shared.args import Refused, parse
-from shared.data import Order
+from shared.data import Broken, Order
 from shared.precision import Wire, inner, local, named
 
 WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's counting; the next one counts wire bytes
@@ -386,8 +386,8 @@ def launch(main, arguments):
             error, code = f"{Run.current.failed_saves} checkpoints could not be written", 1
             plan.say(f"error: {error}", sys.stderr)
     except Refused as refused:
-        error, code = str(refused).rsplit("Refused: ", 1)[-1].strip(), refused.exit_code  # of a loader's process too
-        for line in error.splitlines() if may_speak() else ():
+        error, code = str(refused).rsplit("Broken: ", 1)[-1].strip(), refused.exit_code  # of a loader's process too
+        for line in error.splitlines() if isinstance(refused, Broken) or may_speak() else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     except Stopped as stopped:
         code = stopped.exit_code

@@ -66,9 +66,11 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
     vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
     folder) whose tokenizer is used instead.
     """
-    train, held_out = documents(name)
-    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train["text"], vocab_size)
-    return tuple(cut(part["text"], tokenizer, sequence_length, packing) for part in (train, held_out))
+    train, held_out = ([text for text in part["text"][:] if text] for part in documents(name))
+    if not train or not held_out:
+        raise Refused(f"--dataset {name} has no text to {'train on' if held_out else 'hold out'}")
+    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train, vocab_size)
+    return tuple(cut(part, tokenizer, sequence_length, packing) for part in (train, held_out))
 
 
 def documents(name):
@@ -174,8 +176,6 @@ def cut(documents, tokenizer, length, packing):
     # Each document begins and ends at an end of text; in the stream one stands for both.
     ends = [tokenizer.eos_token_id]
     parts = [torch.tensor(ends + (ids if packing else ids + ends), dtype=torch.int32) for ids in encoded]
-    if not parts:
-        raise Refused("a split of the dataset holds no text")
     sizes = torch.tensor([len(part) for part in parts])
     if packing:
         parts.append(torch.tensor(ends, dtype=torch.int32))
