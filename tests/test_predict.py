@@ -157,6 +157,34 @@ def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, ca
     assert early.lm_head.weight is early.get_input_embeddings().weight
 
 
+def test_an_encoder_says_the_class_that_evaluation_gave_and_exports(tmp_path, monkeypatch, capsys):
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words = ("dull", "bright", "grey")
+    (tmp_path / "set.csv").write_text("label,text\n" + "".join(f"{i % 3},{words[i % 3]} {i}\n" for i in range(240)))
+    argv = ("--dataset", tmp_path / "set.csv", "--sequence_length", 16, "--vocab_size", 0, "--max_steps", 12)
+    run = train("single_fp8_msamp_o2", tmp_path / "run", *argv, "--warmup_steps", 2, name="bert")
+    model, made, _ = export.load(run)
+    _, held_out = text.labelled(str(tmp_path / "set.csv"), 16)
+    rows = held_out.__getitems__(range(len(held_out)))
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids, mask).logits
+    right = (logits.argmax(-1) == rows["labels"]).double().mean()
+    assert made["final"]["metrics"]["accuracy"] == right.item() > 0.5
+    for index in (0, 1, 2):
+        prompt = held_out.tokenizer.decode(ids[index][mask[index].bool()]).removeprefix(text.END)
+        monkeypatch.setattr(sys, "argv", ["predict.py", str(run), "--prompt", prompt])
+        predict.main()
+        assert capsys.readouterr().out.split("\t")[0] == held_out.classes[logits[index].argmax()]
+    assert "checked on 16" in export.to_onnx(run)
+    session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
+    with torch.no_grad():
+        wanted = model(ids[:5], mask[:5]).logits
+    [found] = session.run(None, {"input_ids": ids[:5].numpy(), "attention_mask": mask[:5].numpy()})
+    assert (torch.from_numpy(found) - wanted).abs().max() < 1e-4
+
+
 def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatch, capsys):
     run, evaluated = trained("single_bf16")
 
