@@ -143,12 +143,30 @@ def amp8_optimizers(made):
     return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
 
 
+def finetune(made):
+    rows = [[row["start"], f"{row['mean']:.4f}", f"{row['spread']:.4f}"] for row in made["rows"]]
+    picture = "![Held-out accuracy over the steps, each start, three seeds](results/finetune_textures.svg)"
+    return f"{came_from(made)}:\n\n{report.table(['start', 'accuracy, mean', 'max - min'], rows)}\n\n{picture}"
+
+
+def onnx_latency(made):
+    rows = [
+        [f"`{row['model']}`", row["engine"], row["dtype"], f"{row['bytes'] / 1e6:.2f}", f"{row['apart']:.0e}",
+         f"{row['milliseconds_batch_1']:.2f}", f"{row['milliseconds_batch_32']:.1f}"]
+        for row in made["rows"]
+    ]  # fmt: skip
+    heads = ["model", "engine", "dtype", "MB", "logits apart from torch's fp32", "ms, batch 1", "ms, batch 32"]
+    return f"{came_from(made)}; fastest of 50 calls:\n\n{report.table(heads, rows)}"
+
+
 TABLES = {
     COMPARISON: comparison,
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
     "results/emulation.json": emulation,
     "results/fp8_digits.json": fp8_digits,
+    "results/finetune_textures.json": finetune,
+    "results/onnx_latency.json": onnx_latency,
     "results/amp8_memory.json": amp8_memory,
     "results/amp8_parity.json": amp8_parity,
     "results/amp8_comm.json": amp8_comm,

@@ -276,6 +276,7 @@ def load(name, offline, *args, **kwargs):
     try:
         return datasets.load_dataset(*args, **kwargs)
     except Exception as error:
+        error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
 
@@ -314,12 +315,15 @@ def no_class_is_empty(folder):
 
 def labels_in_range(name, split, column):
     """Hub sets mark unlabelled test images by -1; a loss would index with it."""
-    labels, count = np.asarray(split[column][:]), split.features[column].num_classes
-    wrong = np.flatnonzero((labels < 0) | (labels >= count))
+    labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
+    wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))
+    if count < 2:
+        raise Refused(f"--dataset {name} has {count} class: nothing is to be told apart")
     if len(wrong):
+        first = split[column][int(wrong[0])]
         raise Refused(
-            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {labels[wrong[0]]} at index "
-            f"{wrong[0]} of {split.split or 'a split'}; there are classes 0 to {count - 1}"
+            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {first} at index {wrong[0]} of "
+            f"{split.split or 'a split'}; there are classes 0 to {count - 1}"
         )
 
 

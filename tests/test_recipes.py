@@ -313,6 +313,11 @@ def test_texts_with_classes_of_a_table_of_the_hub_and_of_pairs(tmp_path):
                          (ROOT / "results/fp8_digits.json", 'a text and one named "label" are needed')):  # fmt: skip
         with pytest.raises(Refused, match=reason):
             text.labelled(str(name), 16)
+    for rows, reason in ((b"a,caf\xe9\nb,x\n", "can't decode byte 0xe9"), (b"a,x\n" * 9, "has 1 class"),
+                         (b"a,x\nb,y\n,z\n" * 9, "labels are out of range, the first is None at index")):  # fmt: skip
+        (tmp_path / "one.csv").write_bytes(b"label,text\n" + rows)
+        with pytest.raises(Refused, match=f"one.csv.*{reason}"):
+            text.labelled(str(tmp_path / "one.csv"), 16)
 
 
 def test_a_published_encoder_brings_its_tokenizer(tmp_path):
