@@ -216,6 +216,8 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
     rows = [line.split("\t") for line in out.splitlines()]
     assert code == 0 and len(rows) == 13 and rows[0][0] == str(one)
     assert all(0.25 <= float(row[2]) <= 1 and row[1].startswith("class") for row in rows)
+    found = [[line.split("\t")[1] for line in call(run, path)[1].splitlines()] for path in (folder / "test", one)]
+    assert found == [[f"class{label}" for label in evaluated], [f"class{evaluated[12 + 5]}"]]
     (tmp_path / "broken.png").write_bytes(b"no image")
     for argv, reason in (
         ((run,), "give it image files"),
