@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -393,7 +394,7 @@ def launch(main, arguments):
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        if "by peer" in str(problem):  # gloo: another process is gone, and has said why
+        if re.search("by peer|signal: Terminated", str(problem)):  # of gloo, of a loader: another process is gone
             error = "another process of this run ended"
             plan.say(f"error: {error}", sys.stderr)
         else:
