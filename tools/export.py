@@ -109,7 +109,8 @@ def plain_state_dict(files):
     return {
         timm_name(name): tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
         for name, tensor in tensors.items()
-        if ".fp8_" not in f".{name}" and not name.endswith("_extra_state")  # scales and histories of FP8 layers
+        # without scales and histories of FP8 layers, and rotary frequencies, which transformers makes itself
+        if ".fp8_" not in f".{name}" and not name.endswith(("_extra_state", "inv_freq"))
     }
 
 
