@@ -167,7 +167,7 @@ def gpt(made):
 
 def finetune(made):
     rows = [[row["start"], f"{row['mean']:.4f}", f"{row['spread']:.4f}"] for row in made["rows"]]
-    picture = "![Held-out accuracy by step, pretrained and from scratch](results/finetune_textures.svg)"
+    picture = "![Held-out accuracy over the steps, each start, three seeds](results/finetune_textures.svg)"
     text = f"Fine-tuning: `textures` from a `vit_nano` trained on `photos`, {made['steps']} steps, three seeds: "
     text += f"{came_from(made)}:\n\n{report.table(['start', 'accuracy, mean', 'max - min'], rows)}"
     return f"{text}\n\n{picture}"
@@ -184,10 +184,48 @@ def onnx_latency(made):
     return f"{text}\n\n{report.table(heads, rows)}"
 
 
+TECHNIQUES = (  # what it was called, and the config that it is here
+    ("fp32, apex O0", "single_fp32"),
+    ("AMP in fp16, apex O1", "single_fp16"),
+    ("AMP in bf16", "single_bf16"),
+    ("apex O2, naive AMP: fp16 weights, fp32 masters (GPU only)", "zero1_fp16"),
+    ("half precision throughout, apex O3; in fp16 it ends in nan, and the run stops", "single_fp32 --dtype bfloat16"),
+    ("nn.DataParallel, DDP by spawn, launch or torchrun", "ddp_bf16"),
+    ("DDP with ZeroRedundancyOptimizer, ZeRO-1", "zero1_bf16"),
+    ("ZeRO-2", "zero2_bf16"),
+    ("ZeRO-2 without DeepSpeed", "fsdp_bf16_noreshard"),
+    ("ZeRO-3", "zero3_bf16"),
+    ("ZeRO-3, offloaded", "zero3_bf16_offload"),
+    ("FSDP (version 1), fairscale", "fsdp_bf16"),
+    ("FSDP with CPU offload", "fsdp_bf16_offload"),
+    ("FSDP, HYBRID_SHARD", "hsdp_bf16"),
+    ("ZeRO with FP8", "zero2_fp8"),
+    ("the same", "zero3_fp8"),
+    ("the same", "zero2_fp8_te"),
+    ("the same", "zero3_fp8_te"),
+)
+
+
+def strategies(made):
+    heads = ["technique", "config", "processes", "bytes per parameter, all processes", "optimizer state per process",
+             "MiB sent per step and process", "held-out loss"]  # fmt: skip
+    rows = []
+    for technique, config in TECHNIQUES:
+        row = made["runs"].get(config)
+        cells = ["not run"] * 5
+        if row:
+            share, loss = row["share_per_process"] or {"optimizer": 1}, row["final"]["metrics"]["eval_loss"]
+            cells = [str(row["processes"]), f"{row['bytes_per_parameter']['total']:.1f}", f"{share['optimizer']:.2f}",
+                     f"{row['wire_bytes_per_step'] / 2**20:.2f}", f"{loss:.3f}"]  # fmt: skip
+        rows.append([technique, f"`{config}`", *cells])
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
 TABLES = {
     COMPARISON: comparison,
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
+    "results/strategies.json": strategies,
     "results/demo.json": demo,
     "results/photos.json": photos,
     "results/gpt_python_docs.json": gpt,

@@ -39,6 +39,7 @@ class Arguments:
     pretrained: bool = False  # start from the weights and tokenizer of --model, a Hub name or the folder of a run
     freeze: int = 0  # so many first blocks, and what is before them, stay as they are
     layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
+    dropout: float = 0.0  # while training, wherever the model has dropout
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
@@ -70,8 +71,7 @@ def evaluate(run, model, loader):
         with torch.no_grad(), evaluation(model):
             logits = model(batch["input_ids"]).logits
         loss = F.cross_entropy(at_least_float32(logits).transpose(1, 2), batch["labels"], reduction="none").sum(1)
-        count = (batch["labels"] >= 0).sum(1)
-        seen.append(run.accelerator.gather_for_metrics((loss, count)))
+        seen.append(run.accelerator.gather_for_metrics((loss, (batch["labels"] >= 0).sum(1))))
         run.stop_if_asked()
     losses, counts = (torch.cat(values) for values in zip(*seen, strict=True))
     assert len(counts) == len(loader.dataset), f"evaluated {len(counts)} samples of {len(loader.dataset)}"
@@ -101,7 +101,7 @@ def main(args):
         known = models.model_folder(args.model) if args.pretrained else None
         train_set, eval_set = text.texts(args.dataset, args.sequence_length, args.vocab_size, args.packing, known)
     dtype = getattr(torch, args.dtype)
-    model = models.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained).to(dtype)
+    model = models.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained, args.dropout).to(dtype)
 
     fused = accelerator.device.type == "cuda"
     groups = models.groups(model, args)

@@ -6,8 +6,7 @@
     python recipes/resnet.py --max_steps 20
 
 What is trained is here; how it is trained (precision, processes, sharding) is in the YAML and nowhere else.
-Batch norm normalizes each process's micro-batch by itself (DDP's default): unlike the other recipes, this one trains a
-little differently on another number of processes or micro-batches. Its running averages are those of all processes.
+Batch norm normalizes each process's micro-batch by itself, as DDP does; its running averages are of all processes.
 """
 
 import math
@@ -39,6 +38,7 @@ class Arguments:
     pretrained: bool = False  # start from timm's weights of that name, or where --model is a run's folder, from its
     freeze: int = 0  # so many first blocks, and what is before them, stay as they are
     layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
+    dropout: float = 0.0  # while training, wherever the model has dropout
     skip_broken: int = 0  # leave out up to so many images that cannot be read
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
@@ -104,7 +104,7 @@ def main(args):
         train_set, eval_set = data.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
-    model = models.resnet(args.model, *shape, args.pretrained).to(dtype)
+    model = models.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
 
     fused = accelerator.device.type == "cuda"
     groups = models.groups(model, args)

@@ -37,6 +37,7 @@ class Arguments:
     pretrained: bool = False  # start from timm's weights of that name, or where --model is a run's folder, from its
     freeze: int = 0  # so many first blocks, and what is before them, stay as they are
     layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
+    dropout: float = 0.0  # while training, wherever the model has dropout
     skip_broken: int = 0  # leave out up to so many images that cannot be read
     te_blocks: bool = False  # each block one te.TransformerLayer, on a GPU with TransformerEngine
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
@@ -103,7 +104,7 @@ def main(args):
         train_set, eval_set = data.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
-    model = models.vit(args.model, *shape, args.pretrained, args.te_blocks).to(dtype)
+    model = models.vit(args.model, *shape, args.pretrained, args.dropout, args.te_blocks).to(dtype)
 
     fused = accelerator.device.type == "cuda"
     groups = models.groups(model, args)

@@ -18,6 +18,10 @@ from shared.args import Refused
 OFFLINE = "digits, photos, synthetic, textures"
 
 
+class Broken(Refused):
+    """An image that cannot be read. The process that draws it is the only one to know, and says so."""
+
+
 class Images(torch.utils.data.Dataset):
     """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
 
@@ -107,7 +111,7 @@ class HubImages(torch.utils.data.Dataset):
         self.config = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "crop_pct": 1.0} | {
             key: config[key] for key in ("mean", "std", "interpolation", "crop_pct") if key in config
         }
-        self.left_out = list(left_out)
+        self.left_out = left_out
         self.transform = create_transform(
             (3, image_size, image_size), is_training=train, color_jitter=None,
             scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # a twelfth of 32 pixels shows nothing
@@ -138,16 +142,16 @@ class HubImages(torch.utils.data.Dataset):
 
 
 def read_image(entry, index):
-    """An RGB image from {"path", "bytes"}, grey and palette ones too; raises Refused with its name."""
+    """An RGB image from {"path", "bytes"}, grey and palette ones too; raises Broken with its name."""
     from PIL import Image
 
     try:
         return Image.open(io.BytesIO(entry["bytes"]) if entry["bytes"] else entry["path"]).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        name = entry["path"] or "an image without a name"
-        raise Refused(
-            f"{name} (index {index}) cannot be read as an image ({str(error).splitlines()[0]}): mend or remove it, or "
-            "let --skip_broken N leave out up to N such images"
+        name, reason = entry["path"] or "an image without a name", str(error).splitlines()[0].split(" <_io")[0]
+        raise Broken(
+            f"{name} (index {index}) cannot be read as an image ({reason}): mend or remove it, or let --skip_broken N "
+            "leave out up to N such images"
         ) from None
 
 
@@ -254,13 +258,14 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
         features = next(iter(loaded.values())).features
         raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
     columns = columns["Image"], columns["ClassLabel"]
-    parts, left = [], skip_broken
+    parts, left_out = [], []
     for train, split in zip((True, False), split_of(loaded, name), strict=True):
         split = split.cast_column(columns[0], datasets.Image(decode=False))
         labels_in_range(name, split, columns[1])
-        split, left_out = without_broken(name, split, columns[0], left) if skip_broken else (split, [])
+        if skip_broken:
+            split, broken = without_broken(name, split, columns[0], skip_broken - len(left_out))
+            left_out += broken  # one list, of both splits, which both record
         parts.append(HubImages(split, columns, image_size, config, train, seed, left_out))
-        left -= len(left_out)
     return tuple(parts)
 
 
@@ -271,6 +276,7 @@ def load(name, offline, *args, **kwargs):
     try:
         return datasets.load_dataset(*args, **kwargs)
     except Exception as error:
+        error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
 
@@ -294,7 +300,10 @@ def no_class_is_empty(folder):
     named = {path.name: path for path in folder.iterdir() if path.is_dir()}
     splits = [named[name] for name in ("train", "test", "validation", "val", "valid") if name in named]
     for split in splits or [folder]:
-        for one in sorted(path for path in split.iterdir() if path.is_dir()):
+        folders = sorted(path for path in split.iterdir() if path.is_dir())
+        if len(folders) < 2:
+            raise Refused(f"{split} has {len(folders)} folders of one class each: at least two are needed")
+        for one in folders:
             if not any(path.suffix.lower() in ImageFolder.EXTENSIONS for path in one.rglob("*")):
                 raise Refused(f"{one} is a class without images: put some in, or remove the folder")
     if len(splits) > 1:
@@ -306,12 +315,15 @@ def no_class_is_empty(folder):
 
 def labels_in_range(name, split, column):
     """Hub sets mark unlabelled test images by -1; a loss would index with it."""
-    labels, count = np.asarray(split[column][:]), split.features[column].num_classes
-    wrong = np.flatnonzero((labels < 0) | (labels >= count))
+    labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
+    wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))
+    if count < 2:
+        raise Refused(f"--dataset {name} has {count} class: nothing is to be told apart")
     if len(wrong):
+        first = split[column][int(wrong[0])]
         raise Refused(
-            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {labels[wrong[0]]} at index "
-            f"{wrong[0]} of {split.split or 'a split'}; there are classes 0 to {count - 1}"
+            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {first} at index {wrong[0]} of "
+            f"{split.split or 'a split'}; there are classes 0 to {count - 1}"
         )
 
 

@@ -36,6 +36,8 @@ GPT_SIZES = {  # shape, width, depth, heads; GPT-2's shape in GPT-3's sizes, Lla
     "llama_small": ("llama", 768, 12, 12),
     "llama_1b": ("llama", 2048, 16, 32),  # 1.2B parameters with a vocabulary of 128,256
 }
+BERT_SIZES = {"bert_nano": (128, 4, 4), "bert_small": (512, 4, 8), "bert_base": (768, 12, 12)}  # width, depth, heads
+TRANSFORMERS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForSequenceClassification"}  # whose recipes these are
 
 
 def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=None, **_):
@@ -63,7 +65,7 @@ def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=No
     )  # fmt: skip
 
 
-def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=False):
+def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, te_blocks=False):
     """A vision transformer: one of VIT_SIZES with random weights, or any timm model by its own name.
 
     Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). te_blocks: each block is TE's.
@@ -90,6 +92,16 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, te_blocks=Fal
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, torch.nn.ModuleList | torch.nn.Sequential) and len(blocks):
         model._no_split_modules = sorted({type(block).__name__ for block in blocks})
+    return with_dropout(model, dropout)
+
+
+def with_dropout(model, rate):
+    """`model` with this rate wherever it has dropout: all through ViT and GPT-2, Llama's attention, ResNet's head."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = rate
+        for name in {"attention_dropout", "drop_rate"} & vars(module).keys():
+            setattr(module, name, rate)
     return model
 
 
@@ -106,7 +118,7 @@ class BatchNorm(torch.nn.BatchNorm2d):
         return out.to(x.dtype)
 
 
-def resnet(name, image_size, in_chans, num_classes, pretrained=False):
+def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0):
     """A residual network: one of RESNET_SIZES, or timm's resnet18, resnet50, or any other of that family.
 
     Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). For images under 64 pixels the first
@@ -128,7 +140,7 @@ def resnet(name, image_size, in_chans, num_classes, pretrained=False):
         if type(module) is torch.nn.BatchNorm2d:
             module.__class__ = BatchNorm
     model._no_split_modules = sorted({type(block).__name__ for stage in stages(model) for block in stage})
-    return model
+    return with_dropout(model, dropout)
 
 
 def stages(model):
@@ -152,7 +164,7 @@ def average_statistics(model):
         buffer.copy_(mean.view_as(buffer))
 
 
-def gpt(name, vocab_size, sequence_length, pretrained=False):
+def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
     """A causal language model of transformers: one of GPT_SIZES with random weights, or a published one, or a run's.
 
     Takes (batch, tokens) int64, gives an output whose `logits` are (batch, tokens, vocab_size). Its head shares the
@@ -163,15 +175,9 @@ def gpt(name, vocab_size, sequence_length, pretrained=False):
     common = {"vocab_size": vocab_size, "use_cache": False, "tie_word_embeddings": True}
     common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's business
     if pretrained:
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise Refused(f"--model {name}: no pretrained weights ({str(error).splitlines()[0]})") from None
+        model = published(transformers.AutoModelForCausalLM, name, sequence_length)
         model.config.use_cache = False
-        longest = getattr(model.config, "max_position_embeddings", sequence_length)
-        if longest < sequence_length:
-            raise Refused(f"--model {name} was made for {longest} tokens: lower --sequence_length {sequence_length}")
-        return model
+        return with_dropout(model, dropout)
     if name not in GPT_SIZES:
         raise Refused(
             f"no model {name!r}: one of {', '.join(GPT_SIZES)}, or a Hub name or run folder with --pretrained"
@@ -180,14 +186,50 @@ def gpt(name, vocab_size, sequence_length, pretrained=False):
     if shape == "gpt2":
         config = transformers.GPT2Config(
             n_positions=sequence_length, n_embd=width, n_layer=depth, n_head=heads,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **common,
         )  # fmt: skip
     else:
         config = transformers.LlamaConfig(
             max_position_embeddings=sequence_length, hidden_size=width, intermediate_size=4 * width,
-            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2), **common,
+            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2),
+            attention_dropout=dropout, **common,
         )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def published(kind, name, sequence_length, **kwargs):
+    """A model with the weights of the Hub's `name`, or of the run in that folder, for so many tokens."""
+    try:
+        model = kind.from_pretrained(model_folder(name), dtype=torch.float32, **kwargs)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--model {name}: no pretrained weights ({str(error).splitlines()[0]})") from None
+    longest = getattr(model.config, "max_position_embeddings", sequence_length)
+    if longest < sequence_length:
+        raise Refused(f"--model {name} was made for {longest} tokens: lower --sequence_length {sequence_length}")
+    return model
+
+
+def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropout=0.0):
+    """An encoder of transformers under a head for classes: one of BERT_SIZES, a published one, or a run's.
+
+    Takes (batch, tokens) int64 input_ids and attention_mask, gives an output whose `logits` are (batch, num_classes).
+    """
+    import transformers
+
+    kind, head = transformers.AutoModelForSequenceClassification, {"num_labels": num_classes}
+    if pretrained:  # a head for other classes gives way to a new one
+        model = published(kind, name, sequence_length, ignore_mismatched_sizes=True, **head)
+    elif name not in BERT_SIZES:
+        raise Refused(f"no model {name!r}: {', '.join(BERT_SIZES)}, or a Hub name or run folder with --pretrained")
+    else:
+        width, depth, heads = BERT_SIZES[name]
+        model = kind.from_config(transformers.BertConfig(
+            vocab_size=vocab_size, max_position_embeddings=sequence_length, hidden_size=width, num_hidden_layers=depth,
+            num_attention_heads=heads, intermediate_size=4 * width, **head,
+        ))  # fmt: skip
+    blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    model._no_split_modules = [type(blocks[0]).__name__]
+    return with_dropout(model, dropout)
 
 
 def own_run(name):
@@ -213,12 +255,14 @@ def of_timm(name, pretrained, sizes, **kwargs):
 def as_recorded(record, folder):
     """The model of the run in `folder`, whose record this is, with random weights."""
     args, about = record["args"], record["data"]
-    if record["recipe"] == "gpt":
-        from transformers import AutoConfig, AutoModelForCausalLM
+    if record["recipe"] in TRANSFORMERS:
+        import transformers
 
         if Path(folder, "model", "config.json").is_file():
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(Path(folder, "model")))
-        return gpt(args["model"], about["vocab_size"], about["sequence_length"])
+            config = transformers.AutoConfig.from_pretrained(Path(folder, "model"))
+            return getattr(transformers, TRANSFORMERS[record["recipe"]]).from_config(config)
+        build, classes = (bert, [len(about["classes"])]) if record["recipe"] == "bert" else (gpt, [])
+        return build(args["model"], about["vocab_size"], about["sequence_length"], *classes)
     if before := own_run(args["model"]):
         return as_recorded(before | {"data": about}, args["model"])
     shape = about["image_size"], about["in_chans"], about["num_classes"]

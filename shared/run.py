@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -32,7 +33,7 @@ from tqdm.auto import tqdm
 
 from shared import checkpoint, plan, tp
 from shared.args import Refused, parse
-from shared.data import Order
+from shared.data import Broken, Order
 from shared.precision import Wire, inner, local, named
 
 WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's counting; the next one counts wire bytes
@@ -336,6 +337,7 @@ class Run:
         line, file = plan.launch_line()
         text = file.read_text() if file and file.exists() else None
         median = statistics.median(self.times) if self.times else None
+        p90 = statistics.quantiles(self.times, n=10, method="inclusive")[-1] if len(self.times) > 1 else median
         record = {
             "schema_version": 1,
             "recipe": self.recipe,
@@ -358,6 +360,7 @@ class Run:
             "throughput": {
                 "samples_per_second_median": median and self.global_batch_size / median,
                 "step_seconds_median": median,
+                "step_seconds_p90": p90,
                 "steps_measured": len(self.times),
                 "steps_excluded": self.excluded,
             },
@@ -385,19 +388,19 @@ def launch(main, arguments):
             error, code = f"{Run.current.failed_saves} checkpoints could not be written", 1
             plan.say(f"error: {error}", sys.stderr)
     except Refused as refused:
-        error, code = str(refused).rsplit("Refused: ", 1)[-1].strip(), refused.exit_code  # of a loader's process too
-        for line in error.splitlines() if may_speak() else ():
+        error, code = str(refused).rsplit("Broken: ", 1)[-1].strip(), refused.exit_code  # of a loader's process too
+        for line in error.splitlines() if isinstance(refused, Broken) or may_speak() else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     except Stopped as stopped:
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        said = str(problem)
-        if "by peer" in said or "Timed out waiting" in said:  # gloo: another process is gone, or the way to it
-            seconds = f"{plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
-            error = "another process of this run ended" if "by peer" in said else (
-                f"no answer from another process in {seconds}: it, its machine or the link is gone")  # fmt: skip
-            if os.environ.get("LOCAL_RANK") == "0":  # on each machine
+        gone = re.search("by peer|signal: Terminated", error)  # of gloo, of a loader: another process has ended
+        if gone or "Timed out waiting" in error:
+            waited = f"in {plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
+            silent = f"no answer from another process {waited}: it, its machine or the link is gone"
+            error = "another process of this run ended" if gone else silent
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # on each machine
                 print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()

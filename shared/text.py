@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from shared.args import Refused
-from shared.data import load, split_of
+from shared.data import labels_in_range, load, split_of
 from shared.fp8 import evaluation
 
 END = "<|endoftext|>"
@@ -22,10 +22,11 @@ class Text(torch.utils.data.Dataset):
     """Sequences of one token array, (n, length) int64 input_ids and labels, which are the tokens that come next.
 
     tokens: all of them, one array. starts, counts: where each sequence begins, how many labels it has (the rest is
-    padding).
+    padding). classes, classes_of: names of classes, and each sequence's, where that is what is learned.
     """
 
-    def __init__(self, tokens, starts, counts, length, tokenizer):
+    def __init__(self, tokens, starts, counts, length, tokenizer, classes=None, classes_of=None):
+        self.classes, self.classes_of = classes, classes_of if classes else torch.empty(0)
         self.tokens, self.starts, self.counts, self.length, self.tokenizer = tokens, starts, counts, length, tokenizer
         self.vocab_size = -(-len(tokenizer) // 16) * 16  # a multiple of 16, as FP8 needs; the last few are never used
 
@@ -37,11 +38,10 @@ class Text(torch.utils.data.Dataset):
         at = self.starts[indices, None] + torch.arange(self.length + 1)
         tokens = self.tokens[at.clamp(max=len(self.tokens) - 1)].long()
         padding = torch.arange(self.length) >= self.counts[indices, None]
-        end = self.tokenizer.eos_token_id
-        return {
-            "input_ids": tokens[:, :-1].masked_fill(padding, end),
-            "labels": tokens[:, 1:].masked_fill(padding, -100),
-        }
+        ids = tokens[:, :-1].masked_fill(padding, self.tokenizer.eos_token_id)
+        if self.classes:
+            return {"input_ids": ids, "attention_mask": (~padding).long(), "labels": self.classes_of[indices]}
+        return {"input_ids": ids, "labels": tokens[:, 1:].masked_fill(padding, -100)}
 
     def count(self, indices):
         """Labels in these sequences, without loading them: the tokens that a loss over them is the mean of."""
@@ -50,14 +50,66 @@ class Text(torch.utils.data.Dataset):
     def fingerprint(self):
         """sha256 of every token and of where sequences begin."""
         digest = hashlib.sha256(f"{self.length} {self.vocab_size}".encode())
-        for part in (self.tokens, self.starts, self.counts):
+        for part in (self.tokens, self.starts, self.counts, self.classes_of):
             digest.update(part.numpy())
         return digest.hexdigest()
 
     def about(self):
         """What `run.json` says of the data, and inference needs."""
         return {"sequence_length": self.length, "vocab_size": self.vocab_size, "sequences": len(self),
-                "labels": self.counts.sum().item()}  # fmt: skip
+                "labels": self.counts.sum().item(), "classes": self.classes}  # fmt: skip
+
+
+def encode(tokenizer, columns, length):
+    """Token ids of texts, or of pairs, with what a published encoder has around them; for our own, END before each."""
+    if tokenizer.cls_token is None:
+        columns = [[END + END.join(row) for row in zip(*columns, strict=True)]]
+    return tokenizer(*columns, truncation=True, max_length=length)["input_ids"]
+
+
+def labelled(name, sequence_length, vocab_size=0, pretrained=None):
+    """(training set, held-out set): python_packages, a .csv or .json file, or a Hub dataset, maybe "name:part".
+
+    The class is the column "label"; the text is the first column of strings, or where there are two, the pair.
+    """
+    kind = Path(name).suffix[1:].removesuffix("l")
+    if name == "python_packages":
+        loaded = python_packages()
+    elif kind in ("csv", "json"):
+        loaded = load(name, "python_packages", kind, data_files=name)
+    else:
+        loaded = load(name, "python_packages", *name.split(":"))
+    features = next(iter(loaded.values())).features
+    strings = [key for key, kind in features.items() if "string" in str(getattr(kind, "dtype", ""))]
+    columns = [key for key in strings if key != "label"][:2]
+    if "label" not in features or not columns:
+        raise Refused(f'--dataset {name} has columns {", ".join(features)}; a text and one named "label" are needed')
+    if not hasattr(features["label"], "names"):
+        loaded = loaded.class_encode_column("label")
+    if "test" in loaded and set(loaded["test"]["label"]) == {-1}:
+        del loaded["test"]  # GLUE keeps its answers
+    parts = split_of(loaded, name)
+    rows = [[[text or "" for text in part[column][:]] for column in columns] for part in parts]
+    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(sum(rows[0], []), vocab_size)
+    tokenizer.eos_token, sets = tokenizer.eos_token or tokenizer.pad_token, []
+    for columns, part in zip(rows, parts, strict=True):
+        labels_in_range(name, part, "label")
+        ids = [torch.tensor(one, dtype=torch.int32) for one in encode(tokenizer, columns, sequence_length)]
+        counts = torch.tensor([len(one) for one in ids])
+        sets.append(Text(torch.cat(ids), counts.cumsum(0) - counts, counts, sequence_length, tokenizer,
+                         part.features["label"].names, torch.tensor(part["label"][:])))  # fmt: skip
+    return tuple(sets)
+
+
+def python_packages(size=400):
+    """Pieces of ten packages of the standard library; the class is the package."""
+    import datasets
+
+    names = "asyncio email http importlib json logging multiprocessing unittest urllib xml".split()
+    wholes = [(name, whole) for name in names for whole in files(Path(sysconfig.get_paths()["stdlib"], name))]
+    pieces = {whole[at : at + size]: name for name, whole in wholes for at in range(0, len(whole), size)}  # each once
+    both = {"text": list(pieces), "label": list(pieces.values())}
+    return datasets.DatasetDict(train=datasets.Dataset.from_dict(both))
 
 
 def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
@@ -66,9 +118,13 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
     vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
     folder) whose tokenizer is used instead.
     """
-    train, held_out = documents(name)
-    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train["text"], vocab_size)
-    return tuple(cut(part["text"], tokenizer, sequence_length, packing) for part in (train, held_out))
+    train, held_out = ([text for text in part["text"][:] if text] for part in documents(name))
+    if not train or not held_out:
+        raise Refused(f"--dataset {name} has no text to {'train on' if held_out else 'hold out'}")
+    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train, vocab_size)
+    if tokenizer.eos_token_id is None:
+        raise Refused(f"--model {pretrained}: its tokenizer has no end of text, which separates documents")
+    return tuple(cut(part, tokenizer, sequence_length, packing) for part in (train, held_out))
 
 
 def documents(name):
@@ -163,8 +219,6 @@ def tokenizer_of(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise Refused(f"--model {name}: no tokenizer ({str(error).splitlines()[0]})") from None
-    if tokenizer.eos_token_id is None:
-        raise Refused(f"--model {name}: its tokenizer has no end of text, which separates documents")
     return tokenizer
 
 
@@ -174,8 +228,6 @@ def cut(documents, tokenizer, length, packing):
     # Each document begins and ends at an end of text; in the stream one stands for both.
     ends = [tokenizer.eos_token_id]
     parts = [torch.tensor(ends + (ids if packing else ids + ends), dtype=torch.int32) for ids in encoded]
-    if not parts:
-        raise Refused("a split of the dataset holds no text")
     sizes = torch.tensor([len(part) for part in parts])
     if packing:
         parts.append(torch.tensor(ends, dtype=torch.int32))
@@ -202,13 +254,15 @@ def continuation(model, tokenizer, prompt, length, context, seed=0):
 
 
 def leave(run, model, dataset, prompt="The "):
-    """After a run's end: sample.txt, and what `from_pretrained` needs beside the weights. Every rank calls it."""
-    with evaluation(model):
-        sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
+    """After a run's end: a sample of what it goes on with, and what `from_pretrained` needs. Every rank calls it."""
+    if prompt:
+        with evaluation(model):
+            sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
+        run.accelerator.print(f"sample: {sample}", flush=True)
     if not run.main:
         return
-    print(f"sample: {sample}", flush=True)
-    (run.output_dir / "sample.txt").write_text(sample + "\n")
+    if prompt:
+        (run.output_dir / "sample.txt").write_text(sample + "\n")
     plain = model.module if hasattr(model, "module") else model
     plain.config.save_pretrained(run.output_dir / "model")
     dataset.tokenizer.save_pretrained(run.output_dir / "model")

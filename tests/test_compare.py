@@ -165,6 +165,9 @@ def test_the_numbers_are_the_records(runs, full):
     assert o2["bytes_per_parameter"]["total"] < 7 < rows["single_bf16"]["bytes_per_parameter"]["total"]
     rate = rows["single_bf16"]["measures"]["samples_per_second"]["mean"]
     assert rows["single_bf16"]["samples_per_unit_of_price"] == pytest.approx(rate * 1800)
+    times = [one["throughput"] for one in made]
+    assert all(0 < one["step_seconds_median"] <= one["step_seconds_p90"] for one in times)
+    assert o2["step_seconds_p90"] == pytest.approx(sum(one["step_seconds_p90"] for one in times) / 3)
 
 
 def test_emulated_speed_is_marked_and_not_ranked(full):

@@ -34,6 +34,23 @@ def test_of_two_processes_one_speaks(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_the_process_that_draws_a_broken_image_says_so(tmp_path, workers):
+    """Of the second half of the first batch: rank 0 does not see it."""
+    from conftest import Ranks
+
+    root = make(tmp_path / "set", counts=(("train", 32), ("test", 4)))
+    drawn = data.Order(32, 16, 0).batch(0)[8:].tolist()
+    paths = [path for label in ("grey", "red") for path in sorted((root / "train" / label).iterdir())]
+    for index in drawn:
+        paths[index].write_bytes(b"no image")
+    argv = ["--output_dir", str(tmp_path / "run"), "--dataset", str(root), *map(str, STEPS)]
+    ranks = Ranks("ddp_fp32", [*argv, "--dataloader_num_workers", str(workers)])
+    assert ranks.wait() == [1, 2]
+    [line] = [line for line in ranks.text().splitlines() if line.startswith("refused: ")]
+    assert f"{paths[drawn[0]]} (index {drawn[0]})" in line and "Traceback" not in ranks.text()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_image_is_named(tmp_path, workers):
     broken = make(tmp_path / "set") / "train" / "red" / "03.png"
     broken.write_bytes(broken.read_bytes()[:100])
@@ -50,10 +67,10 @@ def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
     for name in ("train/red/03.png", "test/grey/01.png"):
         (root / name).write_bytes(b"not an image")
     run = train("single_fp32", tmp_path / "run", "--dataset", root, *STEPS, "--skip_broken", 2)
-    about = record(run)["data"]
-    assert [name for name in about["left_out"] if "train/red/03.png" in name] and len(about["left_out"]) == 1
+    of_train, of_held_out = record(run)["data"]["left_out"]
+    assert "train/red/03.png" in of_train and "test/grey/01.png" in of_held_out
     train_set, held_out = data.images(str(root), 32, skip_broken=2)
-    assert (len(train_set), len(held_out)) == (23, 7) and "test/grey/01.png" in held_out.left_out[0]
+    assert (len(train_set), len(held_out)) == (23, 7) and train_set.left_out == held_out.left_out
     with pytest.raises(Refused, match="1 images are broken, --skip_broken allows 0 more: .*test/grey/01.png"):
         data.images(str(root), 32, skip_broken=1)
 
@@ -66,6 +83,8 @@ def test_an_empty_class_is_named(tmp_path):
         data.images(str(root), 32)
     (root / "train" / "blue" / "notes.txt").unlink()
     (root / "train" / "blue").rmdir()
+    with pytest.raises(Refused, match=r"set/train/red has 0 folders of one class each"):
+        data.images(str(root / "train" / "red"), 32)
     (root / "test" / "violet").mkdir()
     Image.new("L", (9, 9)).save(root / "test" / "violet" / "a.png")
     with pytest.raises(Refused, match="differ in classes: violet"):
@@ -117,6 +136,9 @@ def test_text_that_is_not_utf_8_is_named(tmp_path):
         text.texts(str(tmp_path), 16)
     with pytest.raises(Refused, match="holds no text"):
         text.files(tmp_path / "none")
+    (tmp_path / "c.txt").write_text("x")
+    with pytest.raises(Refused, match=r"c\.txt has no text to train on"):
+        text.texts(str(tmp_path / "c.txt"), 16)
     with pytest.raises(Refused, match="leaves nothing to learn"):
         text.train_tokenizer(["abc"], 200)
 

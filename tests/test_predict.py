@@ -16,6 +16,13 @@ import export  # noqa: E402
 import predict  # noqa: E402
 
 CONFIGS = ("single_bf16", "ddp_fp8", "ddp_fp8_te", "single_fp8_msamp_o2")
+SLOW = ("single_fp8_msamp_o1", "single_fp8_msamp_o3", "fsdp_fp8", "zero3_fp8", "zero3_bf16", "hsdp_bf16")
+RUNS = [  # of a resnet FP8 touches the head alone, and that only where its classes are a multiple of 16
+    *(("vit", config) for config in CONFIGS),
+    ("resnet", "ddp_bf16"),
+    *(pytest.param("vit", config, marks=pytest.mark.slow) for config in SLOW),
+    *(pytest.param("resnet", config, marks=pytest.mark.slow) for config in ("fsdp_bf16", "zero3_bf16", "hsdp_bf16")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +42,10 @@ def folder(tmp_path_factory):
     return root
 
 
-def keep_predictions(folder, rank):
+def keep_predictions(folder, name, rank):
     """Before a run: every rank writes down the classes that its last evaluation computed, batch by batch."""
-    import vit
-
-    evaluate, cross_entropy = vit.evaluate, vit.F.cross_entropy
+    module = sys.modules[name]
+    evaluate, cross_entropy = module.evaluate, module.F.cross_entropy
 
     def kept(run, model, loader):
         seen = []
@@ -48,29 +54,30 @@ def keep_predictions(folder, rank):
             seen.append((logits.argmax(-1), labels))
             return cross_entropy(logits, labels, **kwargs)
 
-        vit.F.cross_entropy = noted
+        module.F.cross_entropy = noted
         try:
             return evaluate(run, model, loader)
         finally:
-            vit.F.cross_entropy = cross_entropy
+            module.F.cross_entropy = cross_entropy
             torch.save(seen, f"{folder}/seen{rank}.pt")
 
-    vit.evaluate = kept
+    module.evaluate = kept
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, folder):
-    """config -> (run, its evaluation's class of each held-out sample, in their order)."""
+    """config, recipe -> (run, its evaluation's class of each held-out sample, in their order)."""
     root = tmp_path_factory.mktemp("runs")
 
     @functools.cache
-    def of(config):
-        out = root / config
-        kept = root / f"{config}-kept"
+    def of(config, name="vit"):
+        out = root / f"{name}-{config}"
+        kept = root / f"{name}-{config}-kept"
         kept.mkdir()
         argv = ("--dataset", folder, "--image_size", 32, "--max_steps", 25, "--save_steps", 0, "--warmup_steps", 5)
         argv += ("--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 8, "--learning_rate", 0.002)
-        train(config, out, *argv, before=functools.partial(keep_predictions, kept))
+        train(config, out, *argv, name=name,
+              before=functools.partial(keep_predictions, kept, name))  # fmt: skip
         batches = [torch.load(kept / f"seen{rank}.pt") for rank in range(record(out)["plan"]["num_processes"])]
         in_turn = [batch for together in zip(*batches, strict=True) for batch in together]
         return out, torch.cat([found for found, _ in in_turn])[:48].tolist()
@@ -78,9 +85,9 @@ def trained(tmp_path_factory, folder):
     return of
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, pytest.param("fsdp_fp8", marks=pytest.mark.slow)])
-def test_every_held_out_sample_gets_the_class_that_evaluation_gave_it(trained, folder, config):
-    run, evaluated = trained(config)
+@pytest.mark.parametrize(("name", "config"), RUNS)
+def test_every_held_out_sample_gets_the_class_that_evaluation_gave_it(trained, folder, name, config):
+    run, evaluated = trained(config, name)
     model, made, _ = export.load(run)
     paths = sorted((folder / "test").rglob("*.png"))  # as `datasets` orders them
     found = predict.classes(model, made, paths)
@@ -90,11 +97,11 @@ def test_every_held_out_sample_gets_the_class_that_evaluation_gave_it(trained, f
     assert 0.3 < sum(right) / 48 and len(set(evaluated)) > 1  # it has learned something, and errs
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, config):
+@pytest.mark.parametrize(("name", "config"), RUNS)
+def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, name, config):
     ort = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    run, _ = trained(config)
+    run, _ = trained(config, name)
     output = tmp_path / "model.onnx"
     line = export.to_onnx(run, output)
     assert "checked on 16 held-out samples" in line and list(tmp_path.iterdir()) == [output]
@@ -130,12 +137,19 @@ def test_onnx_that_differs_is_not_written(trained, tmp_path, monkeypatch):
     assert held_out and not list(tmp_path.iterdir())
 
 
-def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("gpt_nano", "single_fp8_msamp_o2"),
+        *(pytest.param("llama_nano", config, marks=pytest.mark.slow) for config in ("ddp_fp8", "ddp_fp8_te", *SLOW)),
+    ],
+)
+def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, capsys, kind, config):
     ort = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     argv = ("--dataset", ROOT / "shared", "--sequence_length", 32, "--max_steps", 8, "--save_steps", 4)
-    run = train("single_fp8_msamp_o2", tmp_path / "run", *argv, "--model", "gpt_nano", name="gpt")
-    model, _, _ = export.load(run)
+    run = train(config, tmp_path / "run", *argv, "--model", kind, name="gpt")
+    model, made, _ = export.load(run)
     line = export.to_onnx(run)
     assert "checked on 16" in line
     session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
@@ -150,11 +164,39 @@ def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, ca
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1] and outs[0].startswith("import ") and len(outs[0]) > 10
     tokenizer = text.tokenizer_of(str(run / "model"))
-    with torch.autocast("cpu", torch.bfloat16):
+    with predict.as_evaluated(model, made, torch.device("cpu")):
         assert outs[0] == text.continuation(model, tokenizer, "import ", 12, 32) + "\n"
     early, _, source = export.load(run, 4)
     assert source == "checkpoint-4" and not early.lm_head.weight.equal(model.lm_head.weight)
     assert early.lm_head.weight is early.get_input_embeddings().weight
+
+
+def test_an_encoder_says_the_class_that_evaluation_gave_and_exports(tmp_path, monkeypatch, capsys):
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words = ("dull", "bright", "grey")
+    (tmp_path / "set.csv").write_text("label,text\n" + "".join(f"{i % 3},{words[i % 3]} {i}\n" for i in range(240)))
+    argv = ("--dataset", tmp_path / "set.csv", "--sequence_length", 16, "--vocab_size", 0, "--max_steps", 12)
+    run = train("single_fp8_msamp_o2", tmp_path / "run", *argv, "--warmup_steps", 2, name="bert")
+    model, made, _ = export.load(run)
+    _, held_out = text.labelled(str(tmp_path / "set.csv"), 16)
+    rows = held_out.__getitems__(range(len(held_out)))
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids, mask).logits
+    right = (logits.argmax(-1) == rows["labels"]).double().mean()
+    assert made["final"]["metrics"]["accuracy"] == right.item() > 0.5
+    for index in (0, 1, 2):
+        prompt = held_out.tokenizer.decode(ids[index][mask[index].bool()]).removeprefix(text.END)
+        monkeypatch.setattr(sys, "argv", ["predict.py", str(run), "--prompt", prompt])
+        predict.main()
+        assert capsys.readouterr().out.split("\t")[0] == held_out.classes[logits[index].argmax()]
+    assert "checked on 16" in export.to_onnx(run)
+    session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
+    with torch.no_grad():
+        wanted = model(ids[:5], mask[:5]).logits
+    [found] = session.run(None, {"input_ids": ids[:5].numpy(), "attention_mask": mask[:5].numpy()})
+    assert (torch.from_numpy(found) - wanted).abs().max() < 1e-4
 
 
 def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatch, capsys):
@@ -174,6 +216,8 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
     rows = [line.split("\t") for line in out.splitlines()]
     assert code == 0 and len(rows) == 13 and rows[0][0] == str(one)
     assert all(0.25 <= float(row[2]) <= 1 and row[1].startswith("class") for row in rows)
+    found = [[line.split("\t")[1] for line in call(run, path)[1].splitlines()] for path in (folder / "test", one)]
+    assert found == [[f"class{label}" for label in evaluated], [f"class{evaluated[12 + 5]}"]]
     (tmp_path / "broken.png").write_bytes(b"no image")
     for argv, reason in (
         ((run,), "give it image files"),

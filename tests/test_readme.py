@@ -169,8 +169,17 @@ def test_grammar_is_the_codes():
 
 def test_datasets_models_and_extras_are_the_codes():
     listed = TEXT[TEXT.index("## Data and models") :]
-    sizes = (*models.VIT_SIZES, *models.RESNET_SIZES, *models.GPT_SIZES)
-    for name in ("digits", "photos", "textures", "synthetic", "python_docs", "python_source", *sizes):
+    sizes = (*models.VIT_SIZES, *models.RESNET_SIZES, *models.GPT_SIZES, *models.BERT_SIZES)
+    for name in (
+        "digits",
+        "photos",
+        "textures",
+        "synthetic",
+        "python_docs",
+        "python_source",
+        "python_packages",
+        *sizes,
+    ):
         assert f"`{name}`" in listed
     assert {"photos", "dev"} <= set(re.findall(r"--extra ([a-z]+)", TEXT)) <= EXTRAS.keys()
 

@@ -11,6 +11,7 @@ import yaml
 from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
 
 from shared import data, models, rules, text
+from shared.args import Refused
 
 STEPS = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0)
 HERE = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": ["torchao", "deepspeed"]}
@@ -23,6 +24,7 @@ CHOSEN = {
     "vit": ("fsdp_bf16_ckpt",),  # the other configs are test_configs.py's and test_fp8.py's
     "resnet": ("fsdp_bf16", "single_fp8_msamp_o2"),
     "gpt": ("fsdp_fp8", "single_fp8_te", "ddp_fp16"),
+    "bert": ("ddp_fp8", "fsdp_bf16"),
 }
 
 
@@ -30,6 +32,16 @@ def matrix():
     for name, chosen in CHOSEN.items():
         for config in ALL:
             yield pytest.param(name, config, marks=() if config in chosen else pytest.mark.slow)
+
+
+def reviews(folder, count=80):
+    """A .csv of short texts in three classes, told apart by a word."""
+    words = {"bad": "dull", "good": "bright", "so-so": "grey"}
+    rows = [
+        (label, f"It was {words[label]} on day {i}, {'and ' * (i % 7)}so on") for i in range(count) for label in words
+    ]
+    (folder / "reviews.csv").write_text("label,text\n" + "".join(f'{label},"{one}"\n' for label, one in rows))
+    return folder / "reviews.csv"
 
 
 @pytest.mark.parametrize(("name", "config"), list(matrix()))
@@ -44,7 +56,8 @@ def test_rehearses(tmp_path, name, config):
         train(config, tmp_path / "run", *STEPS, name=name, code=2)
         assert "has no plan for tensor parallel: use recipes/gpt.py" in (tmp_path / "run.log").read_text()
         return
-    small = ("--dataset", ROOT / "shared", "--sequence_length", 32) if name == "gpt" else ()
+    small = ("--sequence_length", 32) if name in ("gpt", "bert") else ()
+    small += {"gpt": ("--dataset", ROOT / "shared"), "bert": ("--dataset", reviews(tmp_path))}.get(name, ())
     run = train(config, tmp_path / "run", *STEPS, *small, name=name)
     made, asked = record(run), rules.grammar(config)
     assert made["status"] == "finished" and made["recipe"] == name
@@ -59,15 +72,17 @@ def test_rehearses(tmp_path, name, config):
 
 
 SIBLINGS = {  # lines of each recipe that the others do not have word for word: what it is made of, and no more
-    "vit": r"image|pixel|hit|accuracy|dataset: str|model: str|pretrained: bool|skip_broken|te_blocks|vit|shape|config = |"
+    "vit": r"learning_rate: float|image|pixel|hit|accuracy|dataset: str|model: str|pretrained: bool|skip_broken|te_blocks|vit|shape|config = |"
     r"losses|loss = F\.cross_entropy\(at_least_float32\(logits\), batch|from shared import",
-    "resnet": r"residual|resnet|[Bb]atch norm|little differently|average_statistics",
+    "resnet": r"residual|resnet|[Bb]atch norm|average_statistics",
     "gpt": r"token|vocab_size|gpt|packing|model: str|pretrained: bool|dataset: str|from shared import|perplexity|seen|logits = |"
     r"loss = F\.cross|count|loss = loss|losses|known = |text\.",
+    "bert": r"token|vocab_size|bert|encoder|model: str|pretrained: bool|dataset: str|import.* text |f1|seen|logits|labels|"
+    r"loss = F\.cross|losses|known = |text\.|shape = |F1|learning_rate: float",
 }
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt"])
+@pytest.mark.parametrize("name", ["resnet", "gpt", "bert"])
 def test_siblings_share_their_lines(name):
     """A line that one recipe has and another lacks must be about what that recipe trains; the loop is one loop."""
     pages = [(ROOT / "recipes" / f"{each}.py").read_text().splitlines() for each in ("vit", name)]
@@ -78,12 +93,12 @@ def test_siblings_share_their_lines(name):
     for each, lines in zip(("vit", name), own, strict=True):
         drifted = [line for line in lines if not re.search(SIBLINGS[each], line)]
         assert not drifted, f"only in recipes/{each}.py:\n" + "\n".join(drifted)
-    assert len(own[0]) + len(own[1]) <= {"resnet": 20, "gpt": 70}[name]
+    assert len(own[0]) + len(own[1]) <= {"resnet": 20, "gpt": 70, "bert": 60}[name]
 
 
 def test_each_recipe_is_150_lines_at_most():
     pages = list((ROOT / "recipes").glob("*.py"))
-    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt"}
+    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt", "bert"}
     assert all(len(page.read_text().splitlines()) <= 150 for page in pages)
 
 
@@ -267,13 +282,78 @@ def test_resnet_on_small_images_keeps_its_resolution():
     assert models.resnet("resnet18", 224, 3, 10).conv1.stride == (2, 2)
 
 
-def test_a_resumed_gpt_run_is_the_same_run(ragged, tmp_path):
-    argv = ("--dataset", ragged, "--sequence_length", 32, "--max_steps", 6, "--logging_steps", 1, "--save_steps", 3)
-    whole = train("ddp_bf16", tmp_path / "whole", *argv, "--save_total_limit", 3, name="gpt")
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_a_resumed_run_of_texts_is_the_same_run(ragged, tmp_path, name):
+    argv = ("--dataset", ragged if name == "gpt" else reviews(tmp_path), "--sequence_length", 32, "--dropout", 0.1)
+    argv += ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 3)
+    whole = train("ddp_bf16", tmp_path / "whole", *argv, "--save_total_limit", 3, name=name)
     part = tmp_path / "part"
     shutil.copytree(whole, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
-    train("ddp_bf16", part, *argv, "--resume_from_checkpoint", "latest", name="gpt")
+    train("ddp_bf16", part, *argv, "--resume_from_checkpoint", "latest", name=name)
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+
+
+def test_texts_with_classes_of_a_table_of_the_hub_and_of_pairs(tmp_path):
+    import datasets
+
+    train_set, held_out = text.labelled(str(reviews(tmp_path)), 32)
+    assert train_set.classes == ["bad", "good", "so-so"] and (len(train_set), len(held_out)) == (216, 24)
+    row = held_out.__getitems__([0])
+    kept = row["attention_mask"].bool()
+    said = held_out.tokenizer.decode(row["input_ids"][kept])
+    assert {"bad": "dull", "good": "bright", "so-so": "grey"}[held_out.classes[row["labels"]]] in said
+    assert said.startswith(text.END) and (row["input_ids"][~kept] == held_out.tokenizer.eos_token_id).all()
+    classes = datasets.ClassLabel(names=["no", "yes"])
+    both = {"sentence1": ["a", "b", "c"], "sentence2": ["d", "e", None], "idx": [1, 2, 3]}
+    for split, labels in (("train", [0, 1, 1]), ("validation", [1, 0, 0]), ("test", [-1, -1, -1])):  # as GLUE's
+        rows = datasets.Dataset.from_dict(both | {"label": labels}).cast_column("label", classes)
+        rows.to_parquet(tmp_path / "glue" / f"{split}-00000-of-00001.parquet")
+    train_set, held_out = text.labelled(str(tmp_path / "glue"), 16)
+    assert held_out.classes_of.tolist() == [1, 0, 0] and train_set.fingerprint() != held_out.fingerprint()
+    row = train_set.__getitems__([0])
+    assert train_set.tokenizer.decode(row["input_ids"][row["attention_mask"].bool()]) == f"{text.END}a{text.END}d"
+    rows.to_parquet(tmp_path / "glue" / "validation-00000-of-00001.parquet")
+    for name, reason in ((tmp_path / "glue", "3 labels are out of range"), (tmp_path, "reach|data file|label"),
+                         (ROOT / "results/fp8_digits.json", 'a text and one named "label" are needed')):  # fmt: skip
+        with pytest.raises(Refused, match=reason):
+            text.labelled(str(name), 16)
+    for rows, reason in ((b"a,caf\xe9\nb,x\n", "can't decode byte 0xe9"), (b"a,x\n" * 9, "has 1 class"),
+                         (b"a,x\nb,y\n,z\n" * 9, "labels are out of range, the first is None at index")):  # fmt: skip
+        (tmp_path / "one.csv").write_bytes(b"label,text\n" + rows)
+        with pytest.raises(Refused, match=f"one.csv.*{reason}"):
+            text.labelled(str(tmp_path / "one.csv"), 16)
+
+
+def test_a_published_encoder_brings_its_tokenizer(tmp_path):
+    """One saved as on the Hub: [CLS] and [SEP] around texts, no end of text, a head of two classes."""
+    import transformers
+
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] it was dull bright grey on day and so , 1 2 3 4".split()
+    transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(tmp_path / "hub")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=24, **sizes)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "hub")
+    argv = ("--dataset", reviews(tmp_path), "--model", tmp_path / "hub", "--pretrained", *STEPS)
+    train("single_fp32", tmp_path / "long", *argv, name="bert", code=2)
+    assert "was made for 24 tokens: lower --sequence_length 128" in (tmp_path / "long.log").read_text()
+    run = train("fsdp_bf16", tmp_path / "run", *argv, "--sequence_length", 24, name="bert")
+    assert weights(run)["classifier.weight"].shape == (3, 32)
+    tokenizer = text.tokenizer_of(str(run / "model"))
+    [ids] = text.encode(tokenizer, [["it was dull"]], 24)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["[CLS]", "it", "was", "dull", "[SEP]"]
+    with pytest.raises(Refused, match="has no end of text"):
+        text.texts(str(ROOT / "shared"), 24, pretrained=str(tmp_path / "hub"))
+
+
+def test_an_encoder_goes_on_from_a_run_with_another_head(tmp_path):
+    argv = ("--dataset", reviews(tmp_path), "--sequence_length", 32, *STEPS)
+    run = train("single_fp32", tmp_path / "run", *argv, "--vocab_size", 0, name="bert")
+    two = tmp_path / "two.csv"
+    two.write_text("label,text\n" + "".join(f"{i % 2},text {i}\n" for i in range(60)))
+    argv = ("--dataset", two, *argv[2:], "--model", run, "--pretrained", "--learning_rate", 1e-9)
+    found, before = weights(train("single_fp32", tmp_path / "other", *argv, name="bert")), weights(run)
+    assert found["classifier.weight"].shape == (2, 128) and before["classifier.weight"].shape == (3, 128)
+    assert all(torch.allclose(found[name], before[name], atol=1e-6) for name in before if "classifier" not in name)
 
 
 def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):

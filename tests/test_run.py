@@ -1,13 +1,15 @@
 """What a run does when training itself goes wrong, and the noise it makes."""
 
+import functools
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from conftest import distance, metrics, recipe, record, train, weights
 
-from shared import args
+from shared import args, models
 
 QUICK = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 2)
 
@@ -149,6 +151,24 @@ def test_dropout_differs_between_ranks_and_weights_do_not():
     first, second = masks(0), masks(1)
     assert not first[0].equal(second[0]) and not first[0].equal(first[1])
     assert all(a.equal(b) for a, b in zip(first, masks(0), strict=True))
+
+
+def test_dropout_reaches_every_model_and_a_resumed_run_draws_the_same(tmp_path):
+    for build, x in ((models.vit, torch.randn(4, 1, 8, 8)), (models.resnet, torch.randn(4, 1, 8, 8)),
+                     *((functools.partial(models.gpt, name, 32), torch.arange(16)[None]) for name in ("gpt_nano", "llama_nano"))):  # fmt: skip
+        shape = (16,) if x.dim() == 2 else (f"{build.__name__}_nano", 8, 1, 10)
+        for rate in (0.0, 0.5):
+            model = build(*shape, dropout=rate).train()
+            torch.nn.init.normal_(getattr(model, "head", torch.nn.Linear(1, 1)).weight)
+            first, second = ((out if torch.is_tensor(out) else out.logits) for out in (model(x), model(x)))
+            assert first.equal(second) == (rate == 0), build
+    argv = (*QUICK, "--dropout", 0.2)
+    whole = train("ddp_fp32", tmp_path / "whole", *argv, "--save_total_limit", 3)
+    plain = train("ddp_fp32", tmp_path / "plain", *QUICK)
+    assert metrics(plain)[2]["loss"] != metrics(whole)[2]["loss"]
+    shutil.copytree(whole, tmp_path / "part", ignore=shutil.ignore_patterns("checkpoint-[46]", "model"))
+    part = train("ddp_fp32", tmp_path / "part", *argv, "--resume_from_checkpoint", "latest")
+    assert metrics(part) == metrics(whole) and distance(part, whole) == 0
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not(tmp_path):

@@ -187,6 +187,7 @@ def row_of(name, runs, seeds):
     evidence = record["evidence"]
     numbers = [measures(run) for run in runs]
     utilization = [run["record"]["gpu_utilization_mean"] for run in runs]
+    p90 = [run["record"]["throughput"].get("step_seconds_p90") for run in runs]
     return row | {
         "truth": evidence["truth"],
         "emulated": record["plan"]["emulated"],
@@ -201,6 +202,7 @@ def row_of(name, runs, seeds):
         "bytes_per_parameter": evidence["bytes_per_parameter"],
         "wire_bytes_per_step": evidence["wire_bytes_per_step"],
         "gpu_utilization": statistics.mean(utilization) if None not in utilization else None,
+        "step_seconds_p90": statistics.mean(p90) if None not in p90 else None,
         "estimate": None,
         "curves": curves(runs),
     }

@@ -110,7 +110,8 @@ def plain_state_dict(files):
     return {
         timm_name(name): tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
         for name, tensor in tensors.items()
-        if ".fp8_" not in f".{name}" and not name.endswith("_extra_state")  # scales and histories of FP8 layers
+        # without scales and histories of FP8 layers, and rotary frequencies, which transformers makes itself
+        if ".fp8_" not in f".{name}" and not name.endswith(("_extra_state", "inv_freq"))
     }
 
 
@@ -202,28 +203,33 @@ def load(run, step=None):
 
 
 def held_out(run, record, count):
-    """The model's inputs of some held-out samples of the run's dataset."""
+    """The model's inputs of some held-out samples of the run's dataset; of an encoder tokens and their mask."""
     from shared import data, models, text
 
     args = record["args"]
-    if record["recipe"] == "gpt":
+    if record["recipe"] in ("gpt", "bert"):
         known = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
-        _, part = text.texts(args["dataset"], args["sequence_length"], args["vocab_size"], args["packing"], known)
-        return part.__getitems__(range(min(count, len(part))))["input_ids"]
+        what = args["dataset"], args["sequence_length"], args["vocab_size"]
+        _, part = (
+            text.labelled(*what, known) if record["recipe"] == "bert" else text.texts(*what, args["packing"], known)
+        )
+        rows = part.__getitems__(range(min(count, len(part))))
+        return (rows["input_ids"], rows["attention_mask"]) if record["recipe"] == "bert" else rows["input_ids"]
     config = models.data_config(args["model"], args["pretrained"])
     _, part = data.images(args["dataset"], args["image_size"], config, args["seed"], args["skip_broken"])
     return part.__getitems__(range(min(count, len(part))))["pixel_values"]
 
 
 class Logits(torch.nn.Module):
-    """A language model as a plain function of its tokens."""
+    """A model of transformers as a plain function of its tokens, and of an encoder's mask."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids):
-        return self.model(input_ids=input_ids, use_cache=False).logits
+    def forward(self, input_ids, attention_mask=None):
+        more = {"use_cache": False} if attention_mask is None else {"attention_mask": attention_mask}
+        return self.model(input_ids=input_ids, **more).logits
 
 
 def to_onnx(run, output=None, step=None, samples=16):
@@ -236,13 +242,14 @@ def to_onnx(run, output=None, step=None, samples=16):
         raise Refused(f"ONNX needs the package {error.name}: ./launch.sh setup --extra onnx") from None
     model, record, source = load(run, step)
     output, inputs = output or run / "export.onnx", held_out(run, record, samples)
-    batch, name = {0: torch.export.Dim("batch")}, "pixel_values"
-    if record["recipe"] == "gpt":
-        model, name = Logits(model).eval(), "input_ids"
-        batch[1] = torch.export.Dim("tokens", max=inputs.shape[1])
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    batch, names, shorter = {0: torch.export.Dim("batch")}, ["pixel_values"], None
+    if record["recipe"] in ("gpt", "bert"):
+        model, names = Logits(model).eval(), ["input_ids", "attention_mask"][: len(inputs)]
+        batch[1], shorter = torch.export.Dim("tokens", max=inputs[0].shape[1]), inputs[0].shape[1] // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    program = torch.onnx.export(model, (inputs[:2],), dynamo=True, dynamic_shapes=(batch,), input_names=[name],
-                                output_names=["logits"], verbose=False)  # fmt: skip
+    program = torch.onnx.export(model, tuple(one[:2] for one in inputs), dynamo=True, verbose=False, input_names=names,
+                                dynamic_shapes=(batch,) * len(inputs), output_names=["logits"])  # fmt: skip
     temporary = output.with_name(output.name + ".tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -250,10 +257,11 @@ def to_onnx(run, output=None, step=None, samples=16):
         onnx.checker.check_model(temporary)
         session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
         worst = 0.0
-        for part in (inputs, inputs[:1], inputs[1:, : inputs.shape[1] // 2] if name == "input_ids" else inputs[1:]):
+        for rows, columns in ((slice(None), None), (slice(1), None), (slice(1, None), shorter)):
+            part = [one[rows, :columns] for one in inputs]
             with torch.no_grad():
-                wanted = model(part)
-            [logits] = session.run(None, {session.get_inputs()[0].name: part.numpy()})
+                wanted = model(*part)
+            [logits] = session.run(None, {name: one.numpy() for name, one in zip(names, part, strict=True)})
             worst = max(worst, (torch.from_numpy(logits) - wanted).abs().max().item())
         if not worst <= 1e-4:
             raise Refused(f"onnxruntime's logits are {worst:.1e} away from torch's: {output} is not written")
@@ -263,7 +271,7 @@ def to_onnx(run, output=None, step=None, samples=16):
     finally:
         temporary.unlink(missing_ok=True)
     return (
-        f"{output}: {output.stat().st_size:,} bytes, from {source}; checked on {len(inputs)} held-out samples: "
+        f"{output}: {output.stat().st_size:,} bytes, from {source}; checked on {len(inputs[0])} held-out samples: "
         f"onnxruntime's logits are within {worst:.1e} of torch's"
     )
 

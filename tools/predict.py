@@ -1,4 +1,4 @@
-"""What a trained model says: the class of each image, or how a text goes on.
+"""What a trained model says: the class of each image, or of a text, or how a text goes on.
 
     ./launch.sh predict runs/vit-... photo.jpg folder/      one line each: file, class, probability
     ./launch.sh predict runs/gpt-... --prompt "import "
@@ -94,7 +94,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("inputs", type=Path, nargs="*", help="image files, and folders of them")
-    parser.add_argument("--prompt", help="for a language model: the text to go on with")
+    parser.add_argument("--prompt", help="the text to go on with, or to find the class of")
     parser.add_argument("--tokens", type=int, default=100, help="how many to add to the prompt")
     parser.add_argument("--seed", type=int, default=0, help="of the tokens drawn")
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
@@ -104,18 +104,24 @@ def main():
     device = found or torch.device("cpu")
     try:
         model, record, _ = load(args.run, args.checkpoint)
-        if record["recipe"] == "gpt":
+        if record["recipe"] in ("gpt", "bert"):
             from shared import text
 
             if args.prompt is None or args.inputs:
-                raise Refused(f"{args.run} is a language model: give it --prompt TEXT and no files")
+                raise Refused(f"{args.run} was trained on texts: give it --prompt TEXT and no files")
             tokenizer = text.tokenizer_of(str(args.run / "model"))
             context = contextlib.nullcontext()
             if args.precision == "evaluated":
                 context = as_evaluated(model, record, device)
             with context:
-                length = record["data"]["sequence_length"]
-                print(text.continuation(model.to(device), tokenizer, args.prompt, args.tokens, length, args.seed))
+                length, model = record["data"]["sequence_length"], model.to(device)
+                if record["recipe"] == "gpt":
+                    print(text.continuation(model, tokenizer, args.prompt, args.tokens, length, args.seed))
+                    return
+                ids = torch.tensor(text.encode(tokenizer, [[args.prompt]], length), device=device)
+                with torch.no_grad():
+                    row = model(ids).logits[0].float().softmax(-1)
+                print(f"{record['data']['classes'][row.argmax()]}\t{row.max():.4f}")
             return
         paths = list(files_of(args.inputs))
         if not paths or args.prompt is not None:

@@ -74,14 +74,15 @@ def tables(made):
         results.append(cells)
     yield "Results", heads, results
 
-    heads = ["config", "step, ms", "samples/s", "against the baseline", "GPU utilisation"]
+    heads = ["config", "step, ms", "90%, ms", "samples/s", "against the baseline", "GPU utilisation"]
     heads += ["samples per unit of price"] if made["price_per_hour"] else []
     costs = []
     for row in sound:
         m = row["measures"]
-        cells = [shown(row), number(1000 * m["step_seconds"]["mean"]), number(m["samples_per_second"]["mean"])]
-        gpu = row["gpu_utilization"]
-        cells += [judged(m["samples_per_second"]), "-" if gpu is None else f"{gpu:.0f}%"]
+        p90, gpu = row.get("step_seconds_p90"), row["gpu_utilization"]
+        cells = [shown(row), number(1000 * m["step_seconds"]["mean"]), number(p90 and 1000 * p90)]
+        cells += [number(m["samples_per_second"]["mean"]), judged(m["samples_per_second"])]
+        cells += ["-" if gpu is None else f"{gpu:.0f}%"]
         cells += [number(row.get("samples_per_unit_of_price"))] if made["price_per_hour"] else []
         costs.append(cells)
     yield "Speed", heads, costs
@@ -124,8 +125,8 @@ def notes(made):
         )
     if made["steps_measured"]:
         yield (
-            f"Step times are medians over {made['steps_measured']} steps per run; the first {made['steps_excluded']} "
-            "(warm-up, compilation), evaluation and checkpoints are not in them."
+            f"Step times are medians, and what 90% stay below, over {made['steps_measured']} steps per run; the first "
+            f"{made['steps_excluded']} (warm-up, compilation), evaluation and checkpoints are not in them."
         )
     if made["versions"]:
         versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items() if v)
@@ -172,7 +173,7 @@ def spreadsheet(made, file):
     for row in made["rows"]:
         line = {key: row[key] for key in ("config", "control", "error")} | {"seeds": " ".join(map(str, row["seeds"]))}
         for key in ("truth", "emulated", "num_processes", "linear_converted", "linear_total", "wire_bytes_per_step",
-                    "gpu_utilization", "samples_per_unit_of_price"):  # fmt: skip
+                    "step_seconds_p90", "gpu_utilization", "samples_per_unit_of_price"):  # fmt: skip
             line[key] = row.get(key)
         for name, found in row.get("measures", {}).items():
             line |= {f"{name}_{key}": found.get(key) for key in ("mean", "spread", "difference", "verdict")}
