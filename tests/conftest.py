@@ -29,6 +29,10 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from shared import plan, rules  # noqa: E402
 
+# The first backward decides for good whether forks may compute gradients: on tensors of this CPU they may, but not if it
+# was one that tools/estimate.py traces.
+torch.ones(1, requires_grad=True).sum().backward()
+
 
 @functools.cache
 def recipe(name):
