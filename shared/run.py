@@ -5,6 +5,7 @@ A run leaves `run.json` (what it was and what it was proved to be), `metrics.jso
 samples: a resumed run is the same run, bit for bit, with no generator state to save.
 """
 
+import contextlib
 import ctypes
 import json
 import math
@@ -152,26 +153,22 @@ class Run:
         """Micro-batches until `max_steps` optimizer steps are done."""
         micro, rank, device = 0, self.accelerator.process_index // self.plan.split, self.accelerator.device
         per_step = self.args.gradient_accumulation_steps
-        wire = None
+        self.wire = None
         for batch in loader:
             if self.step >= self.args.max_steps:
                 break
             if micro == 0:
                 self.window_begins = True
                 counting = self.plan.num_processes > 1 and not self.plan.compile and self.evidence.counts_wire()
-                wire = Wire() if counting else None  # a dispatch mode would keep compiled blocks from running as such
+                # A dispatch mode would keep compiled blocks from running as such.
+                self.wire = Wire() if counting else None
             seed = (self.args.seed << 40) + (self.batch << 20) + (micro << 14) + rank
             torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms: it asks every kind of device
             if device.type != "cpu":
                 torch.get_device_module(device).manual_seed(seed)
-            if wire is None:
+            with self.wire or contextlib.nullcontext():
                 yield batch
-            else:
-                with wire:
-                    yield batch
             micro = (micro + 1) % per_step
-            if wire is not None and micro == 0:
-                self.evidence.record["wire_bytes_per_step"] = round(wire.sent)
         self.window_begins = True
 
     def due(self, every):
@@ -229,6 +226,8 @@ class Run:
 
     def stepped(self):
         """After the optimizer step: count, time, log, and write the checkpoint that is due."""
+        if self.wire is not None:  # before a checkpoint sends anything
+            self.evidence.record["wire_bytes_per_step"] = round(self.wire.sent)
         self.batch += 1
         self.window_begins = False
         skipped = self.accelerator.optimizer_step_was_skipped

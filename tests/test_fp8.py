@@ -75,13 +75,13 @@ def told_to_stop_at(step):
     def before(rank):
         from shared.run import Run
 
-        agree = Run.agree
+        share = Run.share
 
-        def agree_and_stop(self, grad_norm):
+        def share_and_stop(self, loss):
             Run.told_to_stop = self.step + 1 == step
-            agree(self, grad_norm)
+            share(self, loss)
 
-        Run.agree = agree_and_stop
+        Run.share = share_and_stop
 
     return before
 

@@ -143,7 +143,7 @@ def test_dropout_differs_between_ranks_and_weights_do_not():
     def masks(rank):
         run = SimpleNamespace(
             accelerator=SimpleNamespace(process_index=rank, device=torch.device("cpu")), step=0, batch=7,
-            plan=SimpleNamespace(num_processes=1),
+            plan=SimpleNamespace(num_processes=1, split=1),
             args=SimpleNamespace(gradient_accumulation_steps=2, max_steps=1, seed=3),
         )  # fmt: skip
         return [torch.rand(100) for _ in Run.batches(run, range(4))]

@@ -78,19 +78,19 @@ def test_each_process_holds_its_part(whole, stage):
 
 
 def told_to_stop(step, rank_hit):
-    """Before the run: one rank alone gets SIGTERM while it is at an optimizer step."""
+    """Before the run: one rank alone gets SIGTERM before a backward."""
 
     def before(rank):
         from shared.run import Run
 
-        agree = Run.agree
+        share = Run.share
 
-        def patched(self, grad_norm):
+        def patched(self, loss):
             if self.step + 1 == step and rank == rank_hit:
                 os.kill(os.getpid(), signal.SIGTERM)
-            agree(self, grad_norm)
+            share(self, loss)
 
-        Run.agree = patched
+        Run.share = patched
 
     return before
 
