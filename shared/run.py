@@ -38,6 +38,7 @@ from shared.data import Broken, Order
 from shared.precision import Wire, inner, local, named
 
 WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's counting; the next one counts wire bytes
+AGREE_SECONDS = 0.1  # at most so long, or one step, until all ranks know that one was told to stop
 # Options that don't change what is computed; a resumed run may differ in them.
 FREE = {"output_dir", "resume_from_checkpoint", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
         "report_to", "dataloader_num_workers", "per_device_eval_batch_size"}  # fmt: skip
@@ -80,6 +81,7 @@ class Run:
         self.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.checkpoint = self.earlier_state = None
         self.opened, self.stopping, self.peak = False, False, None
+        self.next_exchange, self.paced = 0, (time.perf_counter(), self.batch)
         reset_peak_memory(accelerator.device)
         self.memory_before = resident_bytes() if accelerator.device.type == "cpu" else 0
         self.find_checkpoint()
@@ -176,37 +178,56 @@ class Run:
         return bool(every) and self.window_begins and self.step > 0 and self.step % every == 0
 
     def share(self, loss):
-        """Before each backward: with the last micro-batch, every rank's losses, and whether it was told to stop, go to
-        all ranks while the backward computes. Waiting for them afterwards would cost a step of a few ms a tenth."""
+        """Before each backward. With the last micro-batch the losses of all ranks, and whether one was told to stop, go
+        to all while the backward computes: when they are logged, else every AGREE_SECONDS or every step, whichever is
+        longer. At each step of 8 ms it would take a tenth of it."""
         self.losses.append(loss.detach())
-        if not self.accelerator.sync_gradients:
-            return
-        stop = torch.tensor(float(Run.told_to_stop)).to(loss.device, non_blocking=True)
-        mine = torch.stack([*self.losses, stop]).double()
-        self.count, self.shared, self.exchange = len(self.losses), mine, None
-        self.losses.clear()
-        if self.plan.num_processes > 1:
-            self.shared = mine.new_empty(mine.numel() * self.plan.num_processes)
-            self.exchange = dist.all_gather_into_tensor(self.shared, mine, async_op=True)
+        if self.accelerator.sync_gradients:
+            step, every = self.step + 1, self.args.logging_steps
+            logged = step == self.args.max_steps or (every and step % every == 0)
+            self.everyone = self.exchange() if logged or self.batch >= self.next_exchange else None
+
+    def exchange(self):
+        """Begins to collect losses, whether told to stop, seconds per step of all ranks: (flat tensor, its work)."""
+        now, (before, batch) = time.perf_counter(), self.paced
+        self.paced = now, self.batch
+        rest = torch.tensor([Run.told_to_stop, (now - before) / max(1, self.batch - batch)], dtype=torch.float64)
+        losses = torch.stack(self.losses).double()
+        mine = torch.cat([losses, rest.to(losses.device, non_blocking=True)])
+        if self.plan.num_processes == 1:
+            return mine, None
+        everyone = mine.new_empty(mine.numel() * self.plan.num_processes)
+        return everyone, dist.all_gather_into_tensor(everyone, mine, async_op=True)
 
     def agree(self, grad_norm):
         """Before the optimizer step, all ranks at once: is everything finite, was anyone told to stop? The norm is that
-        of all ranks' gradients already."""
+        of all ranks' gradients, so that each of them sees by it when another's loss is not finite."""
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        if self.exchange is not None:
-            self.exchange.wait()
-        norm = grad_norm.detach().to(self.shared.device).double().view(1)
-        *ranks, norm = torch.cat([self.shared, norm]).tolist()  # the step's one wait for the device
-        ranks = [ranks[at : at + self.count + 1] for at in range(0, len(ranks), self.count + 1)]
-        losses = [sum(row[:-1]) / self.count for row in ranks]
-        self.stopping = any(row[-1] for row in ranks)
-        self.loss, self.grad_norm = sum(losses) / len(losses), norm
+        norm = grad_norm.detach().to(self.losses[0].device).double()
+        if self.everyone is None:
+            *losses, norm_value = torch.stack([*self.losses, norm]).tolist()  # the step's one wait for the device
+            ranks = [[*losses, 0.0, 0.0]]
+            if not math.isfinite(norm_value):
+                self.everyone = self.exchange()
+        count = len(self.losses)
+        self.losses.clear()
+        if self.everyone is not None:
+            everyone, work = self.everyone
+            if work is not None:
+                work.wait()
+            *values, norm_value = torch.cat([everyone, norm.view(1)]).tolist()  # the same
+            ranks = [values[at : at + count + 2] for at in range(0, len(values), count + 2)]
+            self.stopping = any(row[-2] for row in ranks)
+            timed = self.excluded >= WARMUP_STEPS
+            self.next_exchange = self.batch + max(1, int(timed * AGREE_SECONDS / max(row[-1] for row in ranks)))
+        losses = [sum(row[:count]) / count for row in ranks]
+        self.loss, self.grad_norm = sum(losses) / len(losses), norm_value
         finite = all(map(math.isfinite, losses))
         scaler = self.accelerator.scaler
-        if finite and (abs(norm) < float("inf") or (scaler is not None and scaler.get_scale() > 2**-14)):
+        if finite and (math.isfinite(norm_value) or (scaler is not None and scaler.get_scale() > 2**-14)):
             return  # with a gradient scaler an overflow is its business: it skips the step and lowers the scale
-        what = f"gradient norm {norm}" if finite else f"loss {losses} (one per rank)"
+        what = f"gradient norm {norm_value}" if finite else f"loss {losses} (one per rank)"
         newest = next(iter(checkpoint.list_checkpoints(self.output_dir)), "none")
         raise Diverged(
             f"step {self.step + 1}: {what} is not finite; nothing was updated. Newest checkpoint: {newest}. "

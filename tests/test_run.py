@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -46,6 +47,20 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path, con
 
     held = load_file(run / "checkpoint-4" / "rank0.safetensors")
     assert all(tensor.isfinite().all() for tensor in held.values())
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "ddp_fp8_msamp_o3"])
+def test_also_between_two_times_that_the_ranks_agree(tmp_path, config):
+    def before(rank):
+        from shared import run
+
+        run.AGREE_SECONDS = 1000
+        poison(6, rank_hit=1)(rank)
+
+    run = train(config, tmp_path / "run", *QUICK, "--logging_steps", 0, before=before, code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert re.search(r"error: step 6: loss \[\d\.\d+, nan\]", log) and "Traceback" not in log
+    assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_gradient_overflow_under_fp16_skips_the_step_everywhere(tmp_path):

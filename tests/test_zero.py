@@ -81,6 +81,7 @@ def told_to_stop(step, rank_hit):
     """Before the run: one rank alone gets SIGTERM before a backward."""
 
     def before(rank):
+        from shared import run
         from shared.run import Run
 
         share = Run.share
@@ -90,7 +91,7 @@ def told_to_stop(step, rank_hit):
                 os.kill(os.getpid(), signal.SIGTERM)
             share(self, loss)
 
-        Run.share = patched
+        Run.share, run.AGREE_SECONDS = patched, 0
 
     return before
 
