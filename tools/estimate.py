@@ -51,7 +51,7 @@ CLASSES = ("weights", "gradients", "master", "optimizer", "activations", "commun
 STATES = CLASSES[:4]
 # What a CPU process takes however small its model is: torch's compiler, which the first optimizer step imports, oneDNN,
 # gloo. Bytes, of benchmarks/estimate.py; a test compares.
-RUNTIME = {"single": 191047956, "several": 211317740}
+RUNTIME = {"single": 191818004, "several": 210514924}
 LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
