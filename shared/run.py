@@ -416,7 +416,7 @@ def launch(main, arguments):
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
         gone = re.search("by peer|signal: Terminated", error)  # of gloo, of a loader: another process has ended
-        if gone or "Timed out waiting" in error:
+        if gone or re.search("Timed out waiting|Application timeout", error):
             waited = f"in {plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
             silent = f"no answer from another process {waited}: it, its machine or the link is gone"
             error = "another process of this run ended" if gone else silent
