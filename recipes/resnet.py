@@ -115,7 +115,7 @@ def main(args):
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_cosine(step, args.warmup_steps, args.max_steps)
     )
-    loading = {"collate_fn": data.as_is, "num_workers": args.dataloader_num_workers, "pin_memory": fused}
+    loading = data.loading(args.dataloader_num_workers, pin_memory=fused)
     order = run.order(train_set)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -155,9 +156,25 @@ def read_image(entry, index):
         ) from None
 
 
+def loading(num_workers, pin_memory):
+    """Options of the DataLoaders."""
+    return {
+        "collate_fn": as_is,
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "worker_init_fn": outlive_sigterm,
+    }
+
+
 def as_is(batch):
     """The datasets above return whole batches: nothing is left to collate."""
     return batch
+
+
+def outlive_sigterm(worker_id):
+    """Slurm and Docker tell every process to stop. The training process then writes a checkpoint, in steps that still
+    need data; a loader's process ends when that one does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def images(name, image_size=None, config=None, seed=0, skip_broken=0):

@@ -79,20 +79,24 @@ def test_sigterm_to_one_worker(uninterrupted, tmp_path, config, victim):
 
 
 @pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher(tmp_path, config, number):
-    """Whatever the launcher dies of, its workers write one complete checkpoint and nobody survives."""
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.kill, signal.SIGTERM), (os.kill, signal.SIGKILL), (os.killpg, signal.SIGTERM)]
+)
+def test_a_signal_to_the_launcher(tmp_path, config, send, number):
+    """Whatever the launcher dies of, alone or with all its processes (as from Slurm), those that train write one
+    complete checkpoint, also where others load their data, and nobody survives."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yml"]
     command += ["--main_process_port", str(free_port()), "recipes/vit.py", "--output_dir", str(out)]
     command += ["--max_steps", "100000", "--save_steps", "0", "--logging_steps", "1", "--eval_steps", "0"]
+    command += ["--dataloader_num_workers", "1"]
     log = open(tmp_path / "log", "w+")
-    launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     end = time.time() + 120
     while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 3:
         assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    launcher.send_signal(number)
+    send(launcher.pid, number)
     launcher.wait(60)
     end = time.time() + 30
     while alive(str(out)) and time.time() < end:
