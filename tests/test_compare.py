@@ -244,6 +244,13 @@ def test_mistakes_are_one_line(argv, why):
         compare.main(argv)
 
 
+def test_options_that_the_recipe_does_not_take_end_it_at_once(tmp_path):
+    argv = ["single_bf16", "single_fp32", "--output_dir", str(tmp_path), "--", "vit", "--max_step", "4"]
+    with pytest.raises(Refused, match="vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help"):
+        compare.main(argv)
+    assert [path.name for path in tmp_path.iterdir()] == ["single_bf16-seed0.log"]
+
+
 def start(folder):
     env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
     words = ["./launch.sh", "compare", "single_fp32", "single_bf16", "fsdp_fp16", "--seeds", "1", "--control", "0",

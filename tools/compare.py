@@ -458,6 +458,8 @@ def launch_all(configs, words, folder, seeds, control):
         started = time.monotonic()
         with open(f"{out}.log", "w") as log:
             code = subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
+        if unread := re.search(r"^error: (.*) \(--help lists the options\)$", Path(f"{out}.log").read_text(), re.M):
+            raise Refused(f"{recipe}: {unread[1]}; python {os.path.relpath(file)} --help lists the options")
         now = time.monotonic()
         run = read(out)
         left = (now - begun) / (done + 1) * (len(missing) - done - 1)
