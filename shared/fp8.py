@@ -140,7 +140,7 @@ def torchao_config(plan):
     from torchao.float8 import Float8LinearConfig
 
     options = {key: plan.fp8_options[key] for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim")}
-    return replace(Float8LinearConfig.from_recipe_name(plan.level), **options)
+    return replace(Float8LinearConfig.from_recipe_name(plan.level), emulate=plan.emulated, **options)
 
 
 def to_transformer_engine(model):

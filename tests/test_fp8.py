@@ -130,6 +130,28 @@ def resolved(name):
     return plan.Plan(config=name, device="cpu", rehearsal=True, implementation=kind, emulated=True, **fields)
 
 
+@pytest.mark.parametrize("name", ["fsdp_fp8", "fsdp_fp8_ao_rowwise"])
+def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name):
+    """In bf16, as FSDP2 computes: output and both gradients beside those of torch._scaled_mm."""
+    import dataclasses
+
+    from torchao.float8 import convert_to_float8_training
+
+    rehearsal, sides = resolved(name), []
+    on_a_card = dataclasses.replace(rehearsal, device="cuda", rehearsal=False, emulated=False)
+    configs = [fp8.torchao_config(planned) for planned in (rehearsal, on_a_card)]
+    assert [config.emulate for config in configs] == [True, False]
+    for config in configs:
+        torch.manual_seed(0)
+        layer = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16(), config=config)
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x)
+        (y * torch.randn(32, 48)).sum().backward()
+        sides.append((y, x.grad, layer[0].weight.grad))
+    for emulated, real in zip(*sides, strict=True):
+        assert (emulated - real).norm() <= (0 if "rowwise" in name else 1e-6) * real.norm() and real.norm() > 0
+
+
 @pytest.mark.parametrize(("name", "count"), [("single_fp8", 47), ("single_fp8_te", 48), ("single_fp8_msamp_o2", 48)])
 def test_layers_of_vit_tiny(name, count):
     """1000 classes are not a multiple of 16: the head stays, the other 48 Linear layers are FP8's (torchao: 47)."""
