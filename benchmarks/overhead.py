@@ -9,17 +9,23 @@
 
 Same model, data, sample order, batch, AdamW, schedule, clipping, and a loss logged every 10 steps. A step lasts from
 one optimizer step to the next, in all four by the same hook in torch, so that whatever a way does in between is in it:
-fetching, moving, logging, checking. Evaluation and saving are outside. The ways take turns, `--rounds` times; a ratio
-is that of the medians of one turn, and reported are the median of the ratios and their range. In one process the final
-losses in fp32 must agree, or this compares different trainings.
+fetching, moving, logging, checking. Evaluation and saving are outside. All four trainings are there at once, and in
+turns one of them does 20 steps while the others wait: a machine is not equally fast for long, and so it is for all. A
+ratio is that of the median steps of one turn; reported are the median over the turns and their quartiles. In one
+process the final losses in fp32 must agree, or this compares different trainings.
+
+Not alike: to clip, the loop by hand walks through model.parameters() at each step, as loops by hand do, and the recipe
+keeps that list. After a wait the recipe's ranks exchange losses one time more than they would.
 
 Start-up is from the command to the end of the first optimizer step, by the clock. Needs the extra `bench`.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,23 +35,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("hand", "recipe", "fabric", "trainer")
-BATCH, WARMUP_STEPS, SEED = 32, 5, 0  # the batch is the global one; the first steps are not timed
+BATCH, SEED = 32, 0  # the batch is the global one
+TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those of its begin that are not timed, as others were in the caches
 
 
 # ----------------------------------------------------------------------------------------------------- inside a process
 
 
-def watch(file, steps):
-    """Writes down when each optimizer step ended, and everything at the last one."""
+def watch(file, steps, port):
+    """Writes down when each optimizer step ended, to `file` at the last one. After a turn it waits for the next."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    ends, began = [], []
+    if int(os.environ.get("RANK", 0)):
+        return  # the other rank waits for this one's gradients
+    turns = socket.create_connection(("127.0.0.1", port)) if port else None
+    began, ends = [], []
 
     def after_step(*_):
         began or began.append(time.time())
         ends.append((time.perf_counter(), time.process_time()))
-        if len(ends) == steps and int(os.environ.get("RANK", 0)) == 0:
+        if len(ends) == steps:
             file.write_text(json.dumps({"first_step": began[0], "ends": ends}))
+        if turns and len(ends) % TURN == 0:
+            turns.sendall(b".")
+            turns.recv(1)
 
     register_optimizer_step_post_hook(after_step)
 
@@ -192,73 +205,105 @@ def as_is():
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def launched(way, model, precision, processes, steps, command=None):
-    """One run, a process or two of its own: its step times in seconds, wall and CPU, and its seconds to the first."""
+def start(way, model, precision, processes, steps, folder, port=0, command=None):
+    """A process of its own, or a launcher with two; its output and its times go into `folder`."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    env["ACCELERATE_MIXED_PRECISION"] = {"fp32": "no"}.get(precision, precision)
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    this = [str(ROOT / "benchmarks" / "overhead.py"), "--one", way, "--model", model, "--precision", precision]
+    this += ["--steps", str(steps), "--file", str(folder / f"{way}.json"), "--port", str(port)]
+    with open(folder / f"{way}.log", "w") as log:
+        return subprocess.Popen([*(command or launcher), *this], cwd=ROOT, env=env, stdout=log, stderr=log)
+
+
+def failed(way, folder):
+    raise SystemExit(f"{way} did not get to its last step:\n{(folder / f'{way}.log').read_text()[-3000:]}")
+
+
+def side_by_side(model, precision, processes, turns):
+    """way -> {wall, cpu: seconds per step of each turn; losses: those it printed}. The first turn is a warm-up."""
+    steps = TURN * (turns + 1)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(120)
+        ways = {}
+        for way in WAYS:  # one after another, so that it is known who connects
+            child = start(way, model, precision, processes, steps, folder, server.getsockname()[1])
+            stack.callback(child.kill)
+            ways[way] = child, stack.enter_context(server.accept()[0])
+        for turn in range(turns + 1):
+            for way in WAYS[turn % 4 :] + WAYS[: turn % 4]:
+                _, connection = ways[way]
+                if turn:
+                    connection.sendall(b".")
+                connection.recv(1) or failed(way, folder)
+        found = {}
+        for way, (child, connection) in ways.items():
+            connection.close()
+            child.wait()
+            if not (folder / f"{way}.json").exists():
+                failed(way, folder)
+            ends = json.loads((folder / f"{way}.json").read_text())["ends"]
+            found[way] = {key: [] for key in ("wall", "cpu")}
+            for first in range(TURN, steps, TURN):
+                for at, key in enumerate(found[way]):
+                    pairs = zip(
+                        ends[first + WARMUP_STEPS - 1 :], ends[first + WARMUP_STEPS : first + TURN], strict=False
+                    )
+                    found[way][key].append(statistics.median(after[at] - before[at] for before, after in pairs))
+            said = (folder / f"{way}.log").read_text()
+            found[way]["losses"] = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.]+)", said)]
+    return found
+
+
+def first_step(way, processes, command):
+    """Seconds from the command to the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "steps.json")
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-        env["ACCELERATE_MIXED_PRECISION"] = {"fp32": "no"}.get(precision, precision)
-        start = [sys.executable]
-        if processes > 1:
-            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        start = command or start
-        this = [str(ROOT / "benchmarks" / "overhead.py"), "--one", way, "--model", model, "--precision", precision]
         began = time.time()
-        done = subprocess.run([*start, *this, "--steps", str(steps), "--file", str(file)], cwd=ROOT, env=env,
-                              capture_output=True, text=True)  # fmt: skip
-        if not file.exists():
-            raise SystemExit(f"{way} did not get to its last step:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        found = json.loads(file.read_text())
-        losses = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.]+)", done.stdout)]
-    pairs = list(zip(found["ends"], found["ends"][1:], strict=False))[WARMUP_STEPS:]
-    steps = [statistics.median(after[i] - before[i] for before, after in pairs) for i in (0, 1)]
-    return {"wall": steps[0], "cpu": steps[1], "start": found["first_step"] - began, "losses": losses}
+        start(way, "vit_nano", "fp32", processes, 5, Path(folder), command=command).wait()
+        file = Path(folder, f"{way}.json")
+        return json.loads(file.read_text())["first_step"] - began if file.exists() else failed(way, Path(folder))
 
 
-def ratios(turns, way, key):
-    """Of the medians of each turn to those of the loop by hand."""
-    values = [turn[way][key] / turn["hand"][key] for turn in turns]
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def ratio(found, way, key):
+    """Of a turn's median step to that of the loop by hand: median over the turns and quartiles."""
+    ratios = [here / by_hand for here, by_hand in zip(found[way][key], found["hand"][key], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"median": median, "quartiles": [low, high]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="*", default=["vit_nano=200", "vit_tiny=60"], help="model=steps")
+    parser.add_argument("--models", nargs="*", default=["vit_nano=60", "vit_tiny=20"], help="model=turns")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
-    parser.add_argument("--start", action="store_true", help="measure start-up too")
+    parser.add_argument("--start", type=int, default=0, metavar="ROUNDS", help="measure start-up too, so many times")
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": [], "start": []}
-    for model, steps in (pair.split("=") for pair in args.models):
+    for model, turns in (pair.split("=") for pair in args.models):
         for precision in args.precisions:
             for processes in args.processes:
-                setting = {"model": model, "precision": precision, "processes": processes, "steps": int(steps)}
-                turns = []
-                for turn in range(args.rounds):
-                    ways = WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]
-                    turns.append({way: launched(way, model, precision, processes, int(steps)) for way in ways})
-                by_hand = statistics.median(turn["hand"]["wall"] for turn in turns)
-                row = setting | {"rounds": args.rounds, "step_seconds_by_hand": by_hand}
-                row["first_step_seconds"] = {
-                    way: statistics.median(turn[way]["start"] for turn in turns) for way in WAYS
-                }
-                row |= {way: {key: ratios(turns, way, key) for key in ("wall", "cpu")} for way in WAYS[1:]}
-                ends = {way: turns[-1][way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
+                setting = {"model": model, "precision": precision, "processes": processes}
+                found = side_by_side(model, precision, processes, int(turns))
+                by_hand = statistics.median(found["hand"]["wall"])
+                row = setting | {"turns": int(turns), "steps_of_a_turn": TURN - WARMUP_STEPS}
+                row |= {"step_seconds_by_hand": by_hand}
+                row |= {way: {key: ratio(found, way, key) for key in ("wall", "cpu")} for way in WAYS[1:]}
+                ends = {way: found[way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
                 if processes == 1 and precision == "fp32" and max(ends.values()) - min(ends.values()) > 1e-3:
                     raise SystemExit(f"not the same training: final losses {ends}")
                 result["rows"] = [r for r in result["rows"] if {k: r[k] for k in setting} != setting] + [row]
                 print(f"{model} {precision} x{processes}: {1000 * by_hand:.1f} ms by hand", flush=True)
                 for way in WAYS[1:]:
-                    wall, cpu = row[way]["wall"], row[way]["cpu"]
-                    said = (
-                        f"{wall['median']:.3f} ({wall['min']:.3f} to {wall['max']:.3f}), CPU time {cpu['median']:.3f}"
-                    )
-                    print(f"  {way:8} {said}", flush=True)
+                    wall, (low, high) = row[way]["wall"]["median"], row[way]["wall"]["quartiles"]
+                    print(f"  {way:8} {wall:.3f} ({low:.3f} to {high:.3f}), CPU {row[way]['cpu']['median']:.3f}")
                 keep(args.output, result)
     if args.start:
-        result["start"], result["parts"] = start_up(args), parts(args.rounds)
+        result["start"], result["parts"] = start_up(args), parts(args.start)
         for row in result["start"]:
             print(
                 f"start-up, {row['way']} x{row['processes']}: {row['seconds']:.1f} s, {row['of_hand']:.2f} of by hand"
@@ -280,8 +325,10 @@ def start_up(args):
     }  # fmt: skip
     rows = []
     for processes in args.processes:
-        turns = [{name: launched(way, "vit_nano", "fp32", processes, WARMUP_STEPS + 2, how(processes))["start"]
-                  for name, (way, how) in ways.items()} for _ in range(args.rounds)]  # fmt: skip
+        turns = [
+            {name: first_step(way, processes, how(processes)) for name, (way, how) in ways.items()}
+            for _ in range(args.start)
+        ]
         for name in ways:
             times, of_hand = [t[name] for t in turns], [t[name] / t["by hand"] for t in turns]
             rows.append({"way": name, "processes": processes, "seconds": statistics.median(times),
@@ -328,10 +375,17 @@ def keep(file, result):
 if __name__ == "__main__":
     if "--one" in sys.argv:
         inside = argparse.ArgumentParser()
-        for name, kind in (("one", str), ("model", str), ("precision", str), ("steps", int), ("file", Path)):
+        for name, kind in (
+            ("one", str),
+            ("model", str),
+            ("precision", str),
+            ("steps", int),
+            ("file", Path),
+            ("port", int),
+        ):
             inside.add_argument(f"--{name}", type=kind)
         one = inside.parse_args()
-        watch(one.file, one.steps)
+        watch(one.file, one.steps, one.port)
         print(f"loss {globals()[one.one](one.model, one.precision, one.steps)}", flush=True)
         os._exit(0)  # gloo's threads may abort a process at its ordinary exit
     main()

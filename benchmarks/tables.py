@@ -53,11 +53,11 @@ def overhead(made):
     for row in made["rows"]:
         cells = [f"{row['model']}, {row['precision']}, {row['processes']}", f"{1000 * row['step_seconds_by_hand']:.1f}"]
         for way in ("recipe", "fabric", "trainer"):
-            wall, cpu = row[way]["wall"], row[way]["cpu"]
-            cells.append(f"{wall['median']:.2f} ({wall['min']:.2f} to {wall['max']:.2f}), CPU {cpu['median']:.3f}")
+            (low, high), cpu = row[way]["wall"]["quartiles"], row[way]["cpu"]["median"]
+            cells.append(f"{row[way]['wall']['median']:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f}")
         rows.append(cells)
     text = f"{came_from(made)}; step time over that of the loop by hand: median of the "
-    text += "rounds (range), and CPU time, which other work on the machine disturbs less:"
+    text += "turns (quartiles), and CPU time, which other work on the machine disturbs less:"
     text += "\n\n" + report.table(heads, rows)
     if made.get("start"):
         text += "\n\nFrom the command to the end of the first step:\n\n"

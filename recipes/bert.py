@@ -133,7 +133,7 @@ def main(args):
             run.share(loss)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                grad_norm = accelerator.clip_grad_norm_(run.parameters, args.max_grad_norm or math.inf)
                 run.agree(grad_norm)
             optimizer.step()
             optimizer.zero_grad()

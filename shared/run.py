@@ -111,6 +111,7 @@ class Run:
     def start(self, model, optimizer, lr_scheduler, evidence, dataset):
         """Everything is prepared: go on from the checkpoint, if there is one, and open the record."""
         self.model, self.optimizer, self.lr_scheduler, self.evidence = model, optimizer, lr_scheduler, evidence
+        self.parameters = list(model.parameters())  # to look for them at each step takes as long as their norm
         self.data_fingerprint, self.about_data = dataset.fingerprint(), dataset.about()
         self.same = {  # what must be equal for a resumed run to be the same run
             **{key: value for key, value in asdict(self.args).items() if key not in FREE},

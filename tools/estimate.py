@@ -220,7 +220,7 @@ def trace(module, argv, precision, backend=None, level=None, options=None, check
             pass
 
         def start(self, model, optimizer, lr_scheduler, evidence, dataset):
-            self.model, self.optimizer = model, optimizer.optimizer
+            self.model, self.optimizer, self.parameters = model, optimizer.optimizer, list(model.parameters())
 
         def batches(self, loader):
             batches, per_step = iter(loader), self.args.gradient_accumulation_steps
