@@ -250,7 +250,11 @@ def test_gpt2_shape_has_no_linear_for_torchao_but_for_amp8(ragged, tmp_path):
 
 
 def test_batch_norm_s_running_averages_are_those_of_all_processes(tmp_path):
-    """Rank 0's model is saved, and its averages are the mean over ranks: each rank's own would differ."""
+    """Rank 0's model is saved, and its averages are the mean over ranks: each rank's own would differ.
+
+    In float64 with SGD: there DDP and FSDP2 differ by rounding alone. AdamW in fp32 divides tiny gradients by their own
+    size, so that a rounding error (which depends on the CPU) can move a weight by as much as the learning rate."""
+    argv = (*STEPS, "--dtype", "float64", "--optimizer", "sgd", "--learning_rate", 0.2, "--warmup_steps", 2)
 
     def keep(rank):
         from shared.run import Run
@@ -264,14 +268,14 @@ def test_batch_norm_s_running_averages_are_those_of_all_processes(tmp_path):
 
         Run.finish = kept
 
-    ddp = train("ddp_fp32", tmp_path / "ddp", *STEPS, name="resnet", before=keep)
-    fsdp = train("fsdp_fp32", tmp_path / "fsdp", *STEPS, name="resnet", before=keep)
+    ddp = train("ddp_fp32", tmp_path / "ddp", *argv, name="resnet", before=keep)
+    fsdp = train("fsdp_fp32", tmp_path / "fsdp", *argv, name="resnet", before=keep)
     for run, kind in ((ddp, "ddp"), (fsdp, "fsdp")):
         ranks = [torch.load(tmp_path / f"{kind}{rank}.pt") for rank in range(2)]
         assert all(ranks[0][name].equal(ranks[1][name]) for name in ranks[0])
         saved = weights(run)
         assert all(saved[name.removeprefix("module.")].equal(ranks[0][name]) for name in ranks[0])
-    assert distance(ddp, fsdp) < 1e-4
+    assert distance(ddp, fsdp) < 1e-12
 
 
 def test_resnet_on_small_images_keeps_its_resolution():
