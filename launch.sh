@@ -93,6 +93,14 @@ launch() {
     if [[ " ${options[*]-} " == *" --max_restarts"* && " ${options[*]-} " != *" --rdzv_backend"* ]]; then
         options+=(--rdzv_backend c10d)  # torch's static one does not outlive a worker
     fi
+    if ! grep -qE "'NO'|^(main_process_ip|machine_rank):|^num_machines: *[^ 1]" "$config" \
+            && ! [[ " ${options[*]-} " =~ \ --(main_process_ip|machine_rank|num_machines) ]]; then
+        # One machine: a free port, so that this run meets no other one. Several machines must name theirs.
+        if ! grep -q '^main_process_port:' "$config" && [[ " ${options[*]-} " != *" --main_process_port"* ]]; then
+            options+=(--main_process_port 0)
+        fi
+        [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # c10d would meet others on 29400
+    fi
     "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}} $recipe $*"
     # The same launcher without the accelerate command's other subcommands, which import timm and its friends first.

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shared import fp8, zero
@@ -27,6 +28,9 @@ STATE, MANIFEST = "trainer_state.json", "manifest.json"
 
 def stored(model):
     """{"model/<name>" or "buffer/<name>": live tensor} of everything a model is."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # an evaluation leaves some of them gathered, as copies in 16 bit
+            module.reshard()
     parts = {f"model/{name}": parameter for name, parameter in named(model.named_parameters())}
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]

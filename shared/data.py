@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shared import processes
 from shared.args import Refused
 
 OFFLINE = "digits, photos, synthetic, textures"
@@ -175,6 +176,7 @@ def outlive_sigterm(worker_id):
     """Slurm and Docker tell every process to stop. The training process then writes a checkpoint, in steps that still
     need data; a loader's process ends when that one does."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.end_with_the_parent(signal.SIGKILL)
 
 
 def images(name, image_size=None, config=None, seed=0, skip_broken=0):

@@ -12,12 +12,16 @@ scaling it back.
 """
 
 import contextlib
+import logging
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shared.args import Refused
+
+# torchao registers an enum in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "KernelPreference" not in record.getMessage())
 
 
 def convert(accelerator, plan, model, optimizer):

@@ -14,6 +14,7 @@ import warnings
 from hashlib import sha256
 from pathlib import Path
 
+from shared import processes
 from shared.args import Refused, key_values
 from shared.rules import TAILS, asked, exported, file_problems, fp8_packages, problems
 
@@ -180,6 +181,7 @@ def resolve():
         from torch.distributed import distributed_c10d
 
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
+        processes.meet(patience())
     if plan.rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan

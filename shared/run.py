@@ -6,7 +6,6 @@ samples: a resumed run is the same run, bit for bit, with no generator state to 
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -32,10 +31,11 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from shared import checkpoint, plan, tp
+from shared import checkpoint, plan, processes, tp
 from shared.args import Refused, parse
 from shared.data import Broken, Order
 from shared.precision import Wire, inner, local, named
+from shared.processes import Alone
 
 WARMUP_STEPS = 3  # not timed: allocation, compilation, the first step's counting; the next one counts wire bytes
 AGREE_SECONDS = 0.1  # at most so long, or one step, until all ranks know that one was told to stop
@@ -62,7 +62,6 @@ class Run:
     told_to_stop = False  # set by the signal handler
 
     def __init__(self, accelerator, plan_, args):
-        Run.current = self
         self.accelerator, self.plan, self.args = accelerator, plan_, args
         self.recipe = Path(sys.argv[0]).stem
         self.main = accelerator.is_main_process
@@ -84,6 +83,7 @@ class Run:
         self.next_exchange, self.paced = 0, (time.perf_counter(), self.batch)
         reset_peak_memory(accelerator.device)
         self.memory_before = resident_bytes() if accelerator.device.type == "cpu" else 0
+        Run.current = self  # from here on `close` finds what it needs
         self.find_checkpoint()
 
     def find_checkpoint(self):
@@ -248,6 +248,8 @@ class Run:
 
     def stepped(self):
         """After the optimizer step: count, time, log, and write the checkpoint that is due."""
+        if not self.excluded:  # the first step: from here on there is something to save
+            signal.signal(signal.SIGTERM, lambda *_: setattr(Run, "told_to_stop", True))
         if self.wire is not None:  # before a checkpoint sends anything
             self.evidence.record["wire_bytes_per_step"] = round(self.wire.sent)
         self.batch += 1
@@ -400,8 +402,7 @@ def launch(main, arguments):
     0 finished; 1 failed; 2 refused; 143 stopped by SIGTERM, with a checkpoint.
     """
     args = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(Run, "told_to_stop", True))
-    die_with_the_launcher()
+    processes.end_with_the_launcher()
     error, code = None, 0
     try:
         main(args)
@@ -410,17 +411,18 @@ def launch(main, arguments):
             plan.say(f"error: {error}", sys.stderr)
     except Refused as refused:
         error, code = str(refused).rsplit("Broken: ", 1)[-1].strip(), refused.exit_code  # of a loader's process too
-        for line in error.splitlines() if isinstance(refused, Broken) or may_speak() else ():
+        for line in error.splitlines() if isinstance(refused, Broken | Alone) or may_speak() else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     except Stopped as stopped:
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        gone = re.search("by peer|signal: Terminated", error)  # of gloo, of a loader: another process has ended
-        if gone or re.search("Timed out waiting|Application timeout", error):
+        gone = re.search("by peer|signal: Terminated|connectFullMesh", error)  # of gloo, of a loader: another one ended
+        silent = re.search("Timed out waiting|Application timeout", error) or isinstance(problem, dist.DistStoreError)
+        if gone or silent:
             waited = f"in {plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
-            silent = f"no answer from another process {waited}: it, its machine or the link is gone"
-            error = "another process of this run ended" if gone else silent
+            no_answer = f"no answer from another process {waited}: it, its machine or the link is gone"
+            error = "another process of this run ended" if gone else no_answer
             if os.environ.get("LOCAL_RANK", "0") == "0":  # on each machine
                 print(f"error: {error}", file=sys.stderr, flush=True)
         else:
@@ -449,18 +451,6 @@ def may_speak():
             return True
         time.sleep(0.05)
     return False
-
-
-def die_with_the_launcher():
-    """Be told (SIGTERM) when the launcher dies: Accelerate's single-process launcher goes without telling its child."""
-    launchers = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
-    parent = psutil.Process().parent()
-    launched = parent is not None and any(word in part for part in parent.cmdline() for word in launchers)
-    if launched and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        launched = parent.is_running()  # it may have died just before
-    if not launched and "TORCHELASTIC_RUN_ID" in os.environ:
-        Run.told_to_stop = True
 
 
 def reset_peak_memory(device):

@@ -1,12 +1,13 @@
 """Every FP8 config, for real on this machine: what is converted, that it trains, that it resumes as the same run."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import set_seed
-from conftest import CONFIGS, distance, metrics, record, train, weights
+from conftest import CONFIGS, distance, launched, metrics, record, train, weights
 
 from shared import data, fp8, models, plan, rules
 from shared.args import Refused
@@ -69,6 +70,12 @@ def test_rehearses(tmp_path, bf16, name):
         assert evidence["bytes_per_parameter"]["total"] == 16.0
         assert processes == 1 or (0.7 < wire < 0.8 if name == "fsdp_fp8" else wire == pytest.approx(1, abs=0.01))
     assert evidence["sharded"] is (promised["strategy"] == "fsdp")
+
+
+def test_torchao_is_imported_in_silence():
+    """torch's warning about one of its enums would come from every process of every run."""
+    said = launched(sys.executable, "-c", "from shared import fp8; from torchao.float8 import Float8LinearConfig")
+    assert said.returncode == 0 and "Enum" not in said.stderr, said.stderr
 
 
 def told_to_stop_at(step):

@@ -1,0 +1,116 @@
+"""The processes of a run: how they find each other, and how they end.
+
+Until a run has taken a step there is nothing to save, and SIGTERM ends its processes at once, also while they wait for
+each other in C++, where Python cannot handle a signal. From the first step on `Run` handles it: all processes write a
+checkpoint together.
+
+A launcher that dies, whatever it dies of, ends its processes: they get SIGTERM, and GRACE seconds later what is left of
+them is killed. Whoever starts the run again meets none of them.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import psutil
+
+from shared.args import Refused
+from shared.rules import port_in_use
+
+GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
+LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
+
+
+class Alone(Refused):
+    """Another process of this run did not come. Every process that did come says so."""
+
+    exit_code = 1
+
+
+def end_with_the_launcher():
+    """Called first, before anything waits for other processes."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parents = psutil.Process().parents()
+    above = [parent for parent in parents if is_launcher(parent)]
+    if above:
+        threading.Thread(target=watch, args=(above[0],), daemon=True).start()
+    if above and above[0] == parents[0]:
+        end_with_the_parent(signal.SIGTERM)  # at once; `watch` looks every second
+    if not above and started_by_a_launcher() and adopted():
+        os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
+
+
+def is_launcher(process):
+    with contextlib.suppress(psutil.Error):
+        return any(word in part for part in process.cmdline() for word in LAUNCHERS)
+    return False
+
+
+def started_by_a_launcher():
+    """The first is set by torchrun and by what uses it, the second by Accelerate also for a single process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
+
+
+def adopted():
+    """Whether the parent is not the one that started this process: it died, and init or another session took over."""
+    parent = os.getppid()
+    return parent == 1 or os.getsid(parent) != os.getsid(0)
+
+
+def end_with_the_parent(number):
+    """The kernel will send signal `number` when the parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def watch(launcher):
+    """Waits for the launcher's death, then sends SIGTERM, and GRACE seconds later SIGALRM, which ends the process even
+    if its main thread never gets to handle a signal."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(1)
+    signal.alarm(GRACE)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def meet(patience):
+    """Waits until all processes of this run have come, at most `patience` (a timedelta), and raises Alone if not.
+
+    torch would wait too, but it would not say who is missing.
+    """
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    end = time.monotonic() + patience.total_seconds()
+    within = f"within {patience.total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
+    if serves and port_in_use(port):
+        raise Alone(f"port {port} of this machine is in use, by another run perhaps: choose another one")
+    while not serves and not answers(address, port):
+        if time.monotonic() > end:
+            raise Alone(
+                f"rank {rank}: nothing answered at {address}:{port} {within}: is the launcher, or rank 0, there?"
+            )
+        time.sleep(0.1)
+    meet.store = dist.TCPStore(  # kept: what rank 0 serves must live until init_process_group has joined it
+        address, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
+    )
+    meet.store.set(f"came/{rank}", "")
+    meet.store.add("came", 1)
+    while meet.store.add("came", 0) < world:
+        if time.monotonic() > end:
+            missing = [str(other) for other in range(world) if not meet.store.check([f"came/{other}"])]
+            raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
+        time.sleep(0.05)
+
+
+def answers(address, port):
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False

@@ -1,0 +1,226 @@
+"""How the processes of a run find each other, and that none of them outlives its launcher."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, Ranks, alive, free_port, launched, record
+
+from shared import checkpoint
+
+# Stands for the recipe. Its rank 1 stops for good at one point; rank 0 then waits for it, in C++ mostly.
+HELD = """
+import os, pathlib, sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/recipes"]
+phase = {phase!r}
+if phase == "imports":  # these end some time
+    pathlib.Path({held!r}).touch()
+    time.sleep(4)
+
+import torch.distributed, vit
+from shared import checkpoint, data, processes, run
+
+def hold(*_, **__):
+    pathlib.Path({held!r}).touch()
+    time.sleep(600)
+
+def once(method):
+    return lambda self, *rest: hold() if self.step == 3 else method(self, *rest)
+
+processes.GRACE = 3
+if os.environ["RANK"] == "1":
+    if phase == "process group":
+        torch.distributed.init_process_group = hold
+    elif phase == "data":
+        data.images = hold
+    elif phase == "first step":
+        run.Run.agree = hold
+    elif phase == "training":
+        run.Run.agree = once(run.Run.agree)
+    elif phase == "evaluation":
+        run.Run.stop_if_asked = hold
+    elif phase == "saving":
+        checkpoint.save = hold
+    elif phase == "end":
+        run.Run.close = hold
+sys.argv[0] = {root!r} + "/recipes/vit.py"
+vit.Arguments.__module__ = "vit"
+run.launch(vit.main, vit.Arguments)
+"""
+SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
+        ("imports", "data", "first step", "evaluation", "saving", "end")]  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["process group", "training", *SLOW])
+def test_nobody_outlives_the_launcher(tmp_path, phase):
+    """The launcher is killed, as by the kernel when memory runs out, and tells nobody."""
+    out, held, script = tmp_path / "run", tmp_path / "held", tmp_path / "held.py"
+    script.write_text(HELD.format(root=str(ROOT), phase=phase, held=str(held)))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp_fp32.yml"]
+    command += ["--main_process_port", str(free_port()), str(script), "--output_dir", str(out), "--max_steps", "5"]
+    command += ["--save_steps", "4", "--eval_steps", "0", "--dataloader_num_workers", "1"]
+    log = open(tmp_path / "log", "w+")
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    end = time.time() + 120
+    while not held.exists():
+        assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    time.sleep(1)  # for rank 0 to come to where it waits
+    assert len(alive(str(out))) >= 3
+    launcher.kill()
+    launcher.wait()
+    try:
+        end = time.time() + 30
+        while alive(str(out)) and time.time() < end:
+            time.sleep(0.1)
+        assert not alive(str(out)), (tmp_path / "log").read_text()[-2000:]
+    finally:
+        for pid, _ in alive(str(out)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def together(commands, env=None):
+    """Output of launches that start at the same moment, each of which must succeed."""
+    full = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, cwd=ROOT, env=full, **pipes) for command in commands]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "\n\n".join(text[-1500:] for text in said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (2, ["ddp_bf16"]),
+        *(
+            pytest.param(count, words, marks=pytest.mark.slow)
+            for count, words in ((4, ["fsdp_bf16"]), (8, ["ddp_bf16"]), (2, ["zero2_bf16"]), (2, ["single_bf16"]),
+                                 (2, ["ddp_bf16", "--max_restarts", "1"]))
+        ),
+    ],
+)  # fmt: skip
+def test_launches_at_the_same_moment_all_finish(tmp_path, count, words):
+    runs = [tmp_path / str(number) for number in range(count)]
+    steps = ("--max_steps", "3", "--save_steps", "0")
+    together(["./launch.sh", *words, "vit", "--output_dir", str(run), *steps] for run in runs)
+    assert [record(run)["status"] for run in runs] == ["finished"] * count
+    assert len({record(run)["final"]["loss"] for run in runs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "free"),
+    [
+        (["ddp_bf16"], True),
+        (["zero2_bf16"], True),
+        (["ddp_bf16", "--main_process_port", "29400"], False),
+        (["ddp_bf16", "--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "29400"], False),
+        (["single_bf16"], False),
+    ],
+)
+def test_launch_sh_takes_a_free_port_unless_one_is_named(tmp_path, words, free):
+    """With an accelerate that exits at once in the place of the real one."""
+    fake = tmp_path / "accelerate" / "commands"
+    fake.mkdir(parents=True)
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (fake / "__init__.py").touch()
+    (fake / "launch.py").touch()
+    said = launched("./launch.sh", *words, "vit", env={"PYTHONPATH": str(tmp_path)})
+    assert said.returncode == 0 and ("--main_process_port 0 " in said.stdout) == free, said
+
+
+def exit_codes_and_errors(tmp_path, before, seconds):
+    argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    ranks = Ranks("ddp_fp32", argv, before=before, env={"COLLECTIVE_TIMEOUT": str(seconds)})
+    began = time.time()
+    codes, text = ranks.wait(), ranks.text()
+    assert "Traceback" not in text, text
+    assert time.time() - began < seconds + 15 and not (tmp_path / "run").exists()
+    return codes, sorted(line for line in text.splitlines() if line.startswith("error: "))
+
+
+def test_a_process_that_never_comes_is_named(tmp_path):
+    def before(rank):
+        if rank == 1:
+            time.sleep(6)
+            os._exit(5)
+
+    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    assert codes == [1, 5]
+    assert errors == ["error: rank 0: of 2 processes, rank 1 did not come within 3 s (COLLECTIVE_TIMEOUT)"]
+
+
+def test_a_dead_address_is_named_on_every_rank(tmp_path):
+    dead = free_port()
+
+    def before(rank):
+        if rank == 1:
+            os.environ["MASTER_PORT"] = str(dead)
+
+    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    assert codes == [1, 1]
+    assert errors == [
+        "error: rank 0: of 2 processes, rank 1 did not come within 3 s (COLLECTIVE_TIMEOUT)",
+        f"error: rank 1: nothing answered at 127.0.0.1:{dead} within 3 s (COLLECTIVE_TIMEOUT): is rank 0, or "
+        "its launcher, there?",
+    ]
+
+
+def test_the_port_of_another_run_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        port = another.getsockname()[1]
+
+        def before(rank):
+            if rank == 1:
+                os._exit(5)
+            os.environ["MASTER_PORT"] = str(port)
+
+        codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    assert codes == [1, 5]
+    assert errors == [f"error: port {port} of this machine is in use, by another run perhaps: choose another one"]
+
+
+def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path):
+    """The others know its address, or wait for it, in vain."""
+
+    def before(rank):
+        from shared import processes
+
+        meet = processes.meet
+        if rank == 1:
+            processes.meet = lambda patience: (meet(patience), os._exit(5))
+
+    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    assert codes == [1, 5]
+    assert errors == [
+        "error: no answer from another process in 3 s (COLLECTIVE_TIMEOUT): it, its machine or the link is gone"
+    ]
+
+
+def test_what_fails_while_a_run_is_being_made_is_one_line(tmp_path):
+    def before(rank):
+        from shared.run import Run
+
+        if rank == 1:
+            Run.__init__ = lambda *_: os._exit(5)
+
+    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    assert codes == [1, 5] and errors == ["error: another process of this run ended"]
+
+
+def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
+    def before(rank):
+        from shared.run import Run
+
+        Run.agree = lambda *_: (print("held", flush=True), time.sleep(600))
+
+    ranks = Ranks("single_fp32", ["--output_dir", str(tmp_path / "run"), "--max_steps", "3"], before=before)
+    while "held" not in ranks.text():
+        time.sleep(0.02)
+    ranks.kill(signal.SIGTERM)
+    assert ranks.wait(20) == [-signal.SIGTERM]
+    assert not checkpoint.list_checkpoints(tmp_path / "run")
