@@ -1,0 +1,253 @@
+"""Kills runs with SIGKILL at random moments, starts each again at once, and counts what went wrong.
+
+    python benchmarks/kills.py ddp_bf16 --kills 8 --seed 1 --output results/kills.json
+    python benchmarks/kills.py single_bf16 ddp_bf16 fsdp_fp8 ddp_fp8_msamp_o3 zero2_bf16 tp_bf16 --kills 100 \
+        --output results/kills.json
+    python benchmarks/kills.py ddp_bf16 --recipe "resnet --max_steps 60 --save_steps 6" --kills 8 --output kills.json
+
+A kill hits the launcher alone, one worker, or every process of the launch; while the run starts, trains or writes a
+checkpoint. Whoever is killed, the same command line is started again at that very moment, as a supervisor does it.
+
+orphans         processes that are still there 30 seconds after their launcher was killed (they are ended then)
+failed_starts   launches that ended with an error, or took no step in 200 seconds, without having been killed
+lost            launches that went on from an older checkpoint than the newest complete one
+unequal         runs that ended with other weights or logged values than the run that was never killed
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+from provenance import ROOT, save
+
+OUTLIVE, NO_STEP = 30, 200  # seconds
+VIT = "vit --max_steps 60 --save_steps 6 --eval_steps 20"
+GPT = f"gpt --model llama_nano --dataset {ROOT / 'shared' / 'rules.py'} --sequence_length 32 "
+GPT += "--max_steps 24 --save_steps 4 --eval_steps 12"
+
+
+class Launch:
+    """One launch of a run, its processes known by a variable of their environment."""
+
+    def __init__(self, root, config, words, out, number):
+        self.out, self.log, self.mark = out, out.with_name(f"{out.name}-{number}.log"), f"KILLS_LAUNCH={out}-{number}"
+        self.began, self.killed_at, self.resumable = time.time(), None, newest(out)
+        recipe, *options = words
+        command = ["./launch.sh", config, recipe, *options, "--output_dir", str(out), "--logging_steps", "1"]
+        command += ["--resume_from_checkpoint", "latest"]
+        env = os.environ | dict([self.mark.split("=")]) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self.log.open("w") as log:
+            self.launcher = subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def steps(self):
+        """Optimizer steps that this launch has logged."""
+        return len(re.findall(r"^step \d+/\d+: loss", self.text(), re.M))
+
+    def processes(self):
+        """Ids of the processes of this launch, its launcher's too."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in file.read_bytes().split(b"\0"):
+                    found.append(int(file.parent.name))
+            except OSError:  # it has just ended
+                pass
+        return found
+
+    def workers(self):
+        try:
+            children = psutil.Process(self.launcher.pid).children()
+            return [child.pid for child in children if "recipes/" in " ".join(child.cmdline())]
+        except psutil.Error:
+            return []
+
+    def phase(self):
+        text = self.text()
+        if not self.workers():
+            return "launcher"
+        if "asked: " not in text:
+            return "imports and rendezvous"
+        if "B/param" not in text:
+            return "model and first step"
+        if list(self.out.glob("checkpoint-*.tmp")):
+            return "saving"
+        return "end" if "eval_loss" in text.splitlines()[-1] else "training"
+
+    def kill(self, victim, chance):
+        """Returns who was killed, and what the run was doing."""
+        phase, workers = self.phase(), self.workers()
+        if victim == "worker" and not workers:
+            victim = "launcher"
+        targets = {"launcher": [self.launcher.pid], "worker": workers and [chance.choice(workers)]}
+        for pid in targets.get(victim) or self.processes():
+            end(pid)
+        self.killed_at = time.time()
+        return victim, phase
+
+
+def end(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def newest(out):
+    """The step of the newest complete checkpoint; 0 without any."""
+    names = [path.name for path in out.glob("checkpoint-*")] if out.exists() else []
+    return max((int(name[11:]) for name in names if name[11:].isdigit()), default=0)
+
+
+def result(out):
+    """What must be equal at the end: (bytes of the weights' file, logged values)."""
+    return (out / "model" / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()
+
+
+class Campaign:
+    def __init__(self, root, config, words, folder, chance):
+        self.root, self.config, self.words, self.folder, self.chance = root, config, words, folder, chance
+        self.launches, self.runs, self.events, self.ended = 0, 0, [], []
+        self.counts = Counter(launches=0, runs=0, orphans=0, failed_starts=0, lost=0, unequal=0)
+        began = time.time()
+        launch = Launch(root, config, words, folder / "whole", 0)
+        while not launch.steps() and launch.launcher.poll() is None:
+            time.sleep(0.05)
+        self.start_up = time.time() - began
+        if launch.launcher.wait():
+            raise SystemExit(f"{config} does not run at all:\n{launch.text()[-3000:]}")
+        self.expected = result(launch.out)
+
+    def launch(self, out):
+        self.counts["launches"] += 1
+        return Launch(self.root, self.config, self.words, out, self.counts["launches"])
+
+    def look_after(self, wait=False):
+        """Counts, and ends, processes of killed launches that have had their time."""
+        for launch in list(self.ended):
+            left = launch.processes()
+            if left and time.time() < launch.killed_at + OUTLIVE and not wait:
+                continue
+            while left and time.time() < launch.killed_at + OUTLIVE:
+                time.sleep(0.2)
+                left = launch.processes()
+            self.counts["orphans"] += len(left)
+            if left:
+                self.events.append({"launch": launch.mark[-3:], "orphans": len(left), "last": launch.text()[-300:]})
+            for pid in left:
+                end(pid)
+            self.ended.remove(launch)
+            launch.launcher.wait()
+
+    def until(self, launch, reached):
+        """Waits until `reached()`: "reached"; or what came before it: "finished", "failed"."""
+        looked = time.time()
+        while not reached():
+            if launch.launcher.poll() is not None:
+                return "finished" if launch.launcher.returncode == 0 else "failed"
+            if not launch.steps() and time.time() > launch.began + NO_STEP:
+                return "failed"
+            if time.time() > looked + 1:
+                self.look_after()
+                looked = time.time()
+            time.sleep(0.005)
+        return "reached"
+
+    def moment(self, launch):
+        """When to strike, as a function that is asked again and again."""
+        kind, draw = self.chance.choices(["start", "step", "save"], [5, 2, 3])[0], self.chance.random()
+        if kind == "start":
+            return lambda: time.time() > launch.began + draw * self.start_up
+        if kind == "step":
+            return lambda: launch.steps() > 1 + 8 * draw
+        return lambda: launch.steps() and any(launch.out.glob("checkpoint-*.tmp"))
+
+    def check(self, launch):
+        """Whether the launch went on from the newest checkpoint."""
+        resumed = re.search(r"resumed from \S+ at step (\d+)", launch.text())
+        started = re.search(r"starting at step 0", launch.text())
+        step = int(resumed[1]) if resumed else 0 if started else None
+        if step is not None and step < launch.resumable:
+            self.counts["lost"] += 1
+            self.events.append({"lost": f"checkpoint-{launch.resumable}, but went on from step {step}"})
+
+    def run(self, kills):
+        out = None
+        while True:
+            if out is None:
+                self.counts["runs"] += 1
+                out = self.folder / f"run-{self.counts['runs']}"
+            launch = self.launch(out)
+            strike = self.moment(launch) if kills else lambda: False
+            outcome = self.until(launch, strike)
+            self.check(launch)
+            if outcome == "reached":
+                victim, phase = launch.kill(self.chance.choice(["launcher", "worker", "everything"]), self.chance)
+                kills -= 1
+                self.events.append({"killed": victim, "phase": phase, "seconds": round(time.time() - launch.began, 2)})
+                print(f"{self.config}: {victim} killed, {phase}; {kills} to go", flush=True)
+            elif outcome == "failed":
+                self.counts["failed_starts"] += 1
+                self.events.append({"failed_start": launch.text()[-600:]})
+                print(f"{self.config}: a start failed\n{launch.text()[-600:]}", flush=True)
+                if self.counts["failed_starts"] > 20:
+                    raise SystemExit("more than 20 starts failed")
+                for pid in launch.processes():
+                    end(pid)
+            elif result(out) != self.expected:
+                self.counts["unequal"] += 1
+                self.events.append({"unequal": str(out)})
+            if outcome != "finished":
+                launch.killed_at = launch.killed_at or time.time()
+                self.ended.append(launch)
+            elif kills:
+                out = None
+            else:
+                break
+        self.look_after(wait=True)
+        killed = [event for event in self.events if "killed" in event]
+        row = {"config": self.config, "recipe": self.words[0], "kills": len(killed)} | self.counts
+        row |= {key: dict(Counter(event[key] for event in killed)) for key in ("killed", "phase")}
+        return row | {"events": self.events}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+")
+    parser.add_argument("--recipe", type=shlex.split, help=f"and its options; default: {VIT!r}, for tp gpt")
+    parser.add_argument("--kills", type=int, default=8, help="in all, shared out among the configs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--root",
+        type=lambda text: Path(text).resolve(),
+        default=ROOT,
+        help="of the code that runs; default: this checkout",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    args = parser.parse_args()
+    rows = []
+    for at, config in enumerate(args.configs):
+        words = args.recipe or (GPT if config.startswith("tp") else VIT).split()
+        kills = args.kills // len(args.configs) + (at < args.kills % len(args.configs))
+        folder = Path(tempfile.mkdtemp(prefix="kills-"))
+        rows.append(Campaign(args.root, config, words, folder, random.Random(f"{args.seed} {config}")).run(kills))
+        shutil.rmtree(folder)
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "events"}), flush=True)
+        save(args.output, {"seed": args.seed, "rows": rows}, ("accelerate",))
+
+
+if __name__ == "__main__":
+    main()
