@@ -243,7 +243,9 @@ def main():
         words = args.recipe or (GPT if config.startswith("tp") else VIT).split()
         kills = args.kills // len(args.configs) + (at < args.kills % len(args.configs))
         folder = Path(tempfile.mkdtemp(prefix="kills-"))
-        rows.append(Campaign(args.root, config, words, folder, random.Random(f"{args.seed} {config}")).run(kills))
+        rows.append(
+            Campaign(args.root.resolve(), config, words, folder, random.Random(f"{args.seed} {config}")).run(kills)
+        )
         shutil.rmtree(folder)
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "events"}), flush=True)
         save(args.output, {"seed": args.seed, "rows": rows}, ("accelerate",))
