@@ -5,11 +5,12 @@ each other in C++, where Python cannot handle a signal. From the first step on `
 checkpoint together.
 
 A launcher that dies, whatever it dies of, ends its processes: they get SIGTERM, and GRACE seconds later what is left of
-them is killed. Whoever starts the run again meets none of them.
+them is killed. Whoever starts the run again meets none of them, and waits until they have left its folder.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import socket
@@ -76,6 +77,23 @@ def watch(launcher):
             time.sleep(1)
     signal.alarm(GRACE)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def claim(folder):
+    """Keeps every other run out of `folder` while this process lives. Waits for the processes of a run that was killed
+    to leave it; raises Refused where one goes on."""
+    descriptor, end = os.open(folder, os.O_RDONLY), None
+    while end is None or time.monotonic() < end:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if end is None:
+                print(f"waiting for the processes of another run to leave {folder}", flush=True)
+                end = time.monotonic() + GRACE + 5
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return
+    raise Refused(f"another run is writing to {folder}: let it end, or choose another --output_dir")
 
 
 def meet(patience):

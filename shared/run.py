@@ -79,7 +79,7 @@ class Run:
         self.status, self.error, self.final, self.evidence, self.failed_saves = "running", None, None, None, 0
         self.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self.checkpoint = self.earlier_state = None
-        self.opened, self.stopping, self.peak = False, False, None
+        self.claimed, self.opened, self.stopping, self.peak = False, False, False, None
         self.next_exchange, self.paced = 0, (time.perf_counter(), self.batch)
         reset_peak_memory(accelerator.device)
         self.memory_before = resident_bytes() if accelerator.device.type == "cpu" else 0
@@ -97,12 +97,19 @@ class Run:
             return
         if args.resume_from_checkpoint == "latest" and not args.output_dir:
             raise Refused("--resume_from_checkpoint latest needs --output_dir, the folder of the run to go on with")
+        if self.main and self.output_dir.exists():
+            self.claim()
         self.checkpoint = checkpoint.find(self.accelerator, args.resume_from_checkpoint, self.output_dir)
         if self.checkpoint is None:
             self.accelerator.print(f"no checkpoint in {self.output_dir}: starting at step 0")
             return
         self.earlier_state = checkpoint.read_state(self.checkpoint)
         self.step, self.batch = self.earlier_state["step"], self.earlier_state["batch"]
+
+    def claim(self):
+        if not self.claimed:
+            processes.claim(self.output_dir)
+        self.claimed = True
 
     def order(self, dataset):
         """The sampler of the training set: from where this run begins, without end."""
@@ -137,6 +144,7 @@ class Run:
             self.accelerator.print(f"resumed from {self.checkpoint} at step {self.step}")
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.claim()
             for stale in self.output_dir.glob("checkpoint-*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)
             rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []

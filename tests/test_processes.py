@@ -212,6 +212,32 @@ def test_what_fails_while_a_run_is_being_made_is_one_line(tmp_path):
     assert codes == [1, 5] and errors == ["error: another process of this run ended"]
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    """The second waits for as long as a killed run may take to end, here a second, and does not touch anything."""
+    argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "0", "--eval_steps", "0"]
+
+    def impatient(rank):
+        from shared import processes
+
+        processes.GRACE = -4
+
+    first = Ranks("single_fp32", argv)
+    while "step 20/" not in first.text():
+        time.sleep(0.02)
+    argv += ["--resume_from_checkpoint", "latest"]
+    second = Ranks("single_fp32", argv, before=impatient)
+    assert second.wait(60) == [2]
+    assert f"refused: another run is writing to {tmp_path / 'run'}" in second.text()
+    third = Ranks("single_fp32", argv)
+    time.sleep(3)
+    first.kill(signal.SIGTERM)
+    assert first.wait(60) == [143]
+    while "resumed from" not in third.text():
+        time.sleep(0.02)
+    third.kill()
+    third.wait()
+
+
 def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
     def before(rank):
         from shared.run import Run
