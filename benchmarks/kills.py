@@ -53,6 +53,12 @@ class Launch:
     def text(self):
         return self.log.read_text(errors="replace")
 
+    def last_words(self):
+        """The last line that speaks of an error, else the last one, without the folders of this machine."""
+        lines = [line for line in self.text().splitlines() if line.strip()]
+        said = [line for line in lines if re.search("error", line, re.I)] or lines or [""]
+        return re.sub(r"(/[^/\s:]+)+/", "", said[-1])[:300]
+
     def steps(self):
         """Optimizer steps that this launch has logged."""
         return len(re.findall(r"^step \d+/\d+: loss", self.text(), re.M))
@@ -146,7 +152,7 @@ class Campaign:
                 left = launch.processes()
             self.counts["orphans"] += len(left)
             if left:
-                self.events.append({"launch": launch.mark[-3:], "orphans": len(left), "last": launch.text()[-300:]})
+                self.events.append({"orphans": len(left), "last_words": launch.last_words()})
             for pid in left:
                 end(pid)
             self.ended.remove(launch)
@@ -201,7 +207,7 @@ class Campaign:
                 print(f"{self.config}: {victim} killed, {phase}; {kills} to go", flush=True)
             elif outcome == "failed":
                 self.counts["failed_starts"] += 1
-                self.events.append({"failed_start": launch.text()[-600:]})
+                self.events.append({"failed_start": launch.last_words()})
                 print(f"{self.config}: a start failed\n{launch.text()[-600:]}", flush=True)
                 if self.counts["failed_starts"] > 20:
                     raise SystemExit("more than 20 starts failed")
@@ -209,7 +215,7 @@ class Campaign:
                     end(pid)
             elif result(out) != self.expected:
                 self.counts["unequal"] += 1
-                self.events.append({"unequal": str(out)})
+                self.events.append({"unequal": out.name})
             if outcome != "finished":
                 launch.killed_at = launch.killed_at or time.time()
                 self.ended.append(launch)
