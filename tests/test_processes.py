@@ -1,5 +1,6 @@
 """How the processes of a run find each other, and that none of them outlives its launcher."""
 
+import json
 import os
 import signal
 import socket
@@ -250,3 +251,13 @@ def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
     ranks.kill(signal.SIGTERM)
     assert ranks.wait(20) == [-signal.SIGTERM]
     assert not checkpoint.list_checkpoints(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_eight_kills_leave_nothing_behind(tmp_path):
+    done = launched(sys.executable, "benchmarks/kills.py", "ddp_bf16", "--kills", "8", "--seed", "5",
+                    "--output", str(tmp_path / "kills.json"), timeout=590)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = json.loads((tmp_path / "kills.json").read_text())["rows"]
+    assert row["kills"] == sum(row["killed"].values()) == 8 and len(row["phase"]) > 1, row
+    assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
