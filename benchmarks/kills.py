@@ -9,7 +9,8 @@ A kill hits the launcher alone, one worker, or every process of the launch; whil
 checkpoint. Whoever is killed, the same command line is started again at that very moment, as a supervisor does it.
 
 orphans         processes that are still there 30 seconds after their launcher was killed (they are ended then)
-failed_starts   launches that ended with an error, or took no step in 200 seconds, without having been killed
+failed_starts   launches that ended with an error without having been killed, or took no step in 200 seconds (on a busy
+                machine: in ten times as long as the first launch needed for it)
 lost            launches that went on from an older checkpoint than the newest complete one
 unequal         runs that ended with other weights or logged values than the run that was never killed
 """
@@ -32,6 +33,7 @@ import psutil
 from provenance import ROOT, save
 
 OUTLIVE, NO_STEP = 30, 200  # seconds
+VICTIMS = ("launcher", "worker", "everything")
 VIT = "vit --max_steps 60 --save_steps 6 --eval_steps 20"
 GPT = f"gpt --model llama_nano --dataset {ROOT / 'shared' / 'rules.py'} --sequence_length 32 "
 GPT += "--max_steps 24 --save_steps 4 --eval_steps 12"
@@ -164,7 +166,7 @@ class Campaign:
         while not reached():
             if launch.launcher.poll() is not None:
                 return "finished" if launch.launcher.returncode == 0 else "failed"
-            if not launch.steps() and time.time() > launch.began + NO_STEP:
+            if not launch.steps() and time.time() > launch.began + max(NO_STEP, 10 * self.start_up):
                 return "failed"
             if time.time() > looked + 1:
                 self.look_after()
@@ -191,7 +193,7 @@ class Campaign:
             self.events.append({"lost": f"checkpoint-{launch.resumable}, but went on from step {step}"})
 
     def run(self, kills):
-        out = None
+        out, victims = None, []
         while True:
             if out is None:
                 self.counts["runs"] += 1
@@ -201,7 +203,8 @@ class Campaign:
             outcome = self.until(launch, strike)
             self.check(launch)
             if outcome == "reached":
-                victim, phase = launch.kill(self.chance.choice(["launcher", "worker", "everything"]), self.chance)
+                victims = victims or self.chance.sample(VICTIMS, 3)  # each as often as the others
+                victim, phase = launch.kill(victims.pop(), self.chance)
                 kills -= 1
                 self.events.append({"killed": victim, "phase": phase, "seconds": round(time.time() - launch.began, 2)})
                 print(f"{self.config}: {victim} killed, {phase}; {kills} to go", flush=True)

@@ -425,7 +425,8 @@ def launch(main, arguments):
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        gone = re.search("by peer|signal: Terminated|connectFullMesh", error)  # of gloo, of a loader: another one ended
+        # Of gloo, of a loader, of the store that the launcher holds: another process has ended.
+        gone = re.search("by peer|signal: Terminated|connectFullMesh|Connection was likely closed", error)
         silent = re.search("Timed out waiting|Application timeout", error) or isinstance(problem, dist.DistStoreError)
         if gone or silent:
             waited = f"in {plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
