@@ -15,6 +15,7 @@
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
 #   ./launch.sh copy RECIPE CONFIG DEST    a recipe with all it needs in a folder of its own
 #   ./launch.sh formats                    number formats, and what rounding to each costs
+#   ./launch.sh gpu-report                 what every config does on this machine's GPUs, as one page to send
 #   ./launch.sh ls                         the configs and recipes there are
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
@@ -121,6 +122,7 @@ case ${1-} in
     compare | estimate) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
+    gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;
     show | formats | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls)
         cd "$root"

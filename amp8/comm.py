@@ -23,14 +23,15 @@ class Bucket:
     """Some weights whose gradients travel together: laid end to end, cut into one share per rank.
 
     shares: bytes per rank. pieces: (index of the weight, start, end, place) of this rank's own share; start and end
-    count elements of the weight, place is where the piece begins in the share.
+    count elements of the weight, place is where the piece begins in the share. shapes: of the weights, unless whole.
     """
 
-    def __init__(self, gradients, rank, world, sharded):
+    def __init__(self, gradients, rank, world, sharded, shapes=None):
         if sharded:  # whole tensors, in the order of their owners
             gradients = sorted(gradients, key=lambda gradient: gradient.owner)
         self.gradients, self.sharded = gradients, sharded
-        sizes = [gradient.shape.numel() for gradient in gradients]
+        self.shapes = shapes or [gradient.shape for gradient in gradients]
+        sizes = [shape.numel() for shape in self.shapes]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         if sharded:
             self.shares = [0] * world
@@ -56,8 +57,9 @@ class Comm:
     runs on a stream of its own beside the backward pass, until `finish`.
     """
 
-    def __init__(self, gradients, group, sharded, bucket=BUCKET):
+    def __init__(self, gradients, group, sharded, bucket=BUCKET, dtype=scaling.E4M3):
         self.gradients, self.group, self.sharded, self.bucket = gradients, group, sharded, bucket
+        self.dtype = dtype  # of the codes to be averaged
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
         self.wire = set()  # what has travelled: the format its bytes stand for
@@ -76,12 +78,12 @@ class Comm:
         self.planned, self.buckets, filling, size = trained, [], [], 0
         for gradient in trained:
             if filling and size + gradient.shape.numel() > self.bucket:
-                self.buckets.append(Bucket(filling, self.rank, self.world, self.sharded))
+                self.buckets.append(self.fill(filling))
                 filling, size = [], 0
             filling.append(gradient)
             size += gradient.shape.numel()
         if filling:
-            self.buckets.append(Bucket(filling, self.rank, self.world, self.sharded))
+            self.buckets.append(self.fill(filling))
         self.where = {gradient: bucket for bucket in self.buckets for gradient in bucket.gradients}
         for gradient in self.gradients:
             gradient.piece = None
@@ -89,8 +91,18 @@ class Comm:
             for i, start, end, _ in bucket.pieces:
                 bucket.gradients[i].piece = slice(start, end)
 
+    def begin(self, gradient):
+        """A gradient of the next backward pass has come, if its bucket is on its way already: completes the last one,
+        whose gradients may have been dropped without a step."""
+        if self.where[gradient].launched:
+            self.finish()
+
+    def fill(self, gradients):
+        return Bucket(gradients, self.rank, self.world, self.sharded)
+
     def ready(self, gradient):
         """A gradient is complete on this rank. Launches every bucket whose turn it is."""
+        self.begin(gradient)
         self.finished = False
         self.where[gradient].waiting.discard(gradient)
         for bucket in self.buckets:
@@ -127,56 +139,36 @@ class Comm:
         current = torch.cuda.current_stream(device)
         self.stream.wait_stream(current)
         for gradient in bucket.gradients:  # made on one stream, read on the other
-            for tensor in (gradient.codes, gradient.scale, gradient.own):
+            for tensor in (gradient.codes, gradient.scale, gradient.own, *(gradient.kept or ())):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             self.reduce(bucket, device)
         for gradient in bucket.gradients:
-            for tensor in (gradient.codes, gradient.scale):
+            for tensor in (gradient.codes, gradient.scale, *(gradient.kept or ())):
                 if tensor is not None:
                     tensor.record_stream(current)
 
     @torch.no_grad()
     def reduce(self, bucket, device):
         """Puts the mean over ranks in place of each gradient of the bucket."""
-        n, world, mine = len(bucket.gradients), self.world, bucket.shares[self.rank]
-        flat = torch.zeros(sum(bucket.shares), dtype=torch.uint8, device=device)
-        scales = torch.zeros(n, device=device)  # 0 says that this rank has no such gradient
+        world, mine = self.world, bucket.shares[self.rank]
+        flat = torch.zeros(sum(bucket.shares), dtype=self.dtype, device=device)
+        scales = torch.zeros(len(bucket.gradients), device=device)  # 0 says that this rank has no such gradient
         missing = []
         for i, (gradient, start, size) in enumerate(zip(bucket.gradients, bucket.starts, bucket.sizes, strict=True)):
             if gradient.codes is None:
                 missing.append(i)
                 continue
-            flat[start : start + size].copy_(gradient.codes.view(torch.uint8).view(-1))
+            flat[start : start + size].copy_(gradient.codes.view(-1))
             # A mean from an earlier round takes part again: on all ranks, or N-fold on the one that has it.
             scales[i] = gradient.scale / world if gradient.reduced and bucket.sharded else gradient.scale
-        # Scales ride along with every share: one collective, not two.
-        tail = scales.view(torch.uint8)
-        shares = flat.split(bucket.shares)
-        send = torch.cat([part for share in shares for part in (share, tail)])
-        received = torch.empty(world * (mine + 4 * n), dtype=torch.uint8, device=device)
-        splits = [share + 4 * n for share in bucket.shares]
-        dist.all_to_all_single(received, send, [mine + 4 * n] * world, splits, group=self.group)
-        self.sent += sum(splits) - splits[self.rank]
-        self.wire.add(scaling.E4M3)
-        received = received.view(world, mine + 4 * n)
-        codes = received[:, :mine].view(scaling.E4M3)
-        scales = received[:, mine:].contiguous().view(torch.float32).view(world, n)
-        inverse = torch.where(scales == 0, 0, 1 / scales)  # NaN, which marks a gradient that is not finite, stays
-        # No mean is larger than the largest value, so the smallest scale suits it; all ranks compute the same.
-        scales = torch.where(scales == 0, torch.inf, scales).amin(0)
-
+        codes, inverse, scales = self.exchange(flat.split(bucket.shares), scales)
         out = torch.zeros(mine, dtype=scaling.E4M3, device=device)
         for i, start, end, place in bucket.pieces:
             part = slice(place, place + end - start)
-            mean = torch.zeros(end - start, device=device)
-            for rank in range(world):
-                if rank == self.rank and bucket.gradients[i].own is not None:
-                    mean.add_(bucket.gradients[i].own)
-                else:
-                    mean.addcmul_(codes[rank, part].float(), inverse[rank, i])
-            out[part].copy_(scaling.quantize(mean, scales[i] / world, scaling.E4M3))
+            total = self.total(codes[:, part], inverse[:, i], bucket.gradients[i].own)
+            out[part].copy_(scaling.quantize(total, scales[i] / world, scaling.E4M3))
 
         if bucket.sharded:
             held = {i: out[place : place + end - start] for i, start, end, place in bucket.pieces}
@@ -189,9 +181,41 @@ class Comm:
         for i, gradient in enumerate(bucket.gradients):
             if i in missing and scales[i] == torch.inf:
                 continue
-            gradient.codes = held[i].view(gradient.shape) if i in held else None
+            gradient.codes = held[i].view(bucket.shapes[i]) if i in held else None
             gradient.scale = scales[i] if i in held else None
             gradient.own, gradient.reduced = None, True
+
+    def exchange(self, shares, scales):
+        """Sends each rank its share of this rank's codes and all scales [number of gradients].
+
+        Returns, for this rank's share, the codes of all ranks [ranks, size], the reciprocals of their scales [ranks,
+        number of gradients] and the scale that suits each mean, infinite where no rank has the gradient.
+        """
+        n, mine = len(scales), shares[self.rank].nbytes
+        # Scales ride along with every share: one collective, not two.
+        tail = scales.view(torch.uint8)
+        send = torch.cat([part for share in shares for part in (share.view(torch.uint8), tail)])
+        received = torch.empty(self.world * (mine + 4 * n), dtype=torch.uint8, device=send.device)
+        splits = [share.nbytes + 4 * n for share in shares]
+        dist.all_to_all_single(received, send, [mine + 4 * n] * self.world, splits, group=self.group)
+        self.sent += sum(splits) - splits[self.rank]
+        self.wire.add(self.dtype)
+        received = received.view(self.world, mine + 4 * n)
+        codes = received[:, :mine].view(self.dtype)
+        scales = received[:, mine:].contiguous().view(torch.float32).view(self.world, n)
+        inverse = torch.where(scales == 0, 0, 1 / scales)  # NaN, which marks a gradient that is not finite, stays
+        # No mean is larger than the largest value, so the smallest scale suits it; all ranks compute the same.
+        return codes, inverse, torch.where(scales == 0, torch.inf, scales).amin(0)
+
+    def total(self, codes, inverse, own):
+        """The sum over ranks in fp32, of codes [ranks, size] and, in place of this rank's, its unrounded `own`."""
+        total = torch.zeros(codes.shape[1], device=codes.device)
+        for rank in range(self.world):
+            if rank == self.rank and own is not None:
+                total.add_(own)
+            else:
+                total.addcmul_(codes[rank].float(), inverse[rank])
+        return total
 
     @torch.no_grad()
     def gather_weights(self, linears):
@@ -225,6 +249,25 @@ class Comm:
             for row, linear in zip(received[rank], part, strict=False):
                 linear.weight_scale.copy_(row[0])
                 linear.weight_amax.copy_(row[1])
+
+
+def local(tensor):
+    """What this rank has of a tensor: the rows of a DTensor, as fully_shard leaves them, else all of it."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def linear_of(parameter):
+    """The converted layer whose weight a parameter is, or None. Under fully_shard this rank's rows know it: torch
+    takes the attributes off a DTensor parameter when the model is moved, even to where it is."""
+    return getattr(local(parameter), "amp8_linear", None)
+
+
+def largest(x, group):
+    """Elementwise maximum over a group's ranks, in place. NaN counts as infinity: a maximum could lose it."""
+    if dist.get_world_size(group) > 1:
+        x.copy_(x.nan_to_num(nan=torch.inf, posinf=torch.inf))
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
 
 
 def pieces(linears, low, width):

@@ -1,13 +1,14 @@
 """`initialize`: an ordinary model and its Adam become a model and an Adam at one of MS-AMP's levels."""
 
 import contextlib
+import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import scaling
-from .comm import BUCKET, Comm, partition
+from .comm import BUCKET, Comm, largest, partition
 from .gradients import WeightGradient
 from .linear import FP8Conv1D, FP8Linear
 from .optimizer import Adam
@@ -42,8 +43,9 @@ def initialize(
     """Puts `model` and its `optimizer` on one of MS-AMP's levels; returns (model, optimizer).
 
     The model stays the same object, converted in place, as do its parameters. The returned optimizer takes over the
-    one given, shares its param_groups, and is the one to step from now on. Call it before DistributedDataParallel
-    wraps the model, on every rank, then `attach` the wrapped model.
+    one given, shares its param_groups, and is the one to step from now on. Call it on every rank, before
+    DistributedDataParallel wraps the model, then `attach` the wrapped model; but after fully_shard, on an optimizer
+    made after it.
 
     optimizer: torch.optim.Adam or AdamW. opt_level: "O1", "O2", "O3".
     skip: names of modules that stay as they are, with all that is in them, or a predicate (name, module) -> bool.
@@ -52,7 +54,7 @@ def initialize(
     recipe: scaling of activations and output gradients: "msamp", a window of 16 with in-time warm-up, or "te_delayed",
     TransformerEngine's DelayedScaling with `recipe_options`: amax_history_len, amax_compute_algo, margin, fp8_format
     ("HYBRID" or "E4M3"), reduce_amax.
-    process_group: whose ranks average gradients; None means all ranks, in a group of our own.
+    process_group: whose ranks average gradients; None means all ranks, in a group of our own, or fully_shard's mesh.
     exact: products in fp32 on dequantised values, for comparisons bit for bit. bucket_bytes: gradients sent at once.
 
     Raises TypeError for another optimizer, ValueError for what cannot be, as a model with nothing to convert.
@@ -60,11 +62,19 @@ def initialize(
     """
     check(model, optimizer, opt_level, accumulate)
     state = State(opt_level, accumulate, stochastic_rounding, recipe, recipe_options)
-    layers, state.skipped = choose(model, skip)
+    places = {}  # of weights under fully_shard
+    if fully_sharded(model):
+        from . import fsdp  # here, because DTensor takes a second to import
+
+        places = fsdp.managed(model)
+        fsdp.check(model, places, opt_level, optimizer, process_group)
+    layers, state.skipped = choose(model, skip, places)
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in state.skipped[:3])
         raise ValueError(f"amp8 finds no Linear to convert ({reasons or 'the model has none'})")
-    if dist.is_available() and dist.is_initialized():
+    if places:
+        state.join_mesh(next(places[layer.weight] for layer in layers.values()))
+    elif dist.is_available() and dist.is_initialized():
         state.join(process_group)
     owners = dict.fromkeys(layers, state.rank)
     if opt_level == "O3":
@@ -72,24 +82,46 @@ def initialize(
         frozen = {name: layer.weight.numel() for name, layer in layers.items() if name not in trained}
         owners = partition(trained, state.world) | partition(frozen, state.world)
     for name, layer in layers.items():
-        if state.world > 1:  # DistributedDataParallel will not see these weights, so it can't make them equal
+        if state.world > 1 and not places:  # DistributedDataParallel will not see the weight, so can't make it equal
             broadcast(layer.weight, state.group)
         keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
-        layer.__class__ = FP8Conv1D if is_conv1d(layer) else FP8Linear
+        if places:
+            layer.sharding = fsdp.Sharding(layer, *places[layer.weight])
+        layer.__class__ = converted_class(layer)
         layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
         layer.gradient = WeightGradient(layer, owners[name], state)
+        layer.gradient.sharding = layer.sharding
         layer.weight.amp8_linear = layer
         if layer.weight.requires_grad:
             layer.weight.register_post_accumulate_grad_hook(misused(name))
         layer.open_port()
         state.layers[name] = layer
     state.gradients = [layer.gradient for layer in layers.values()]
-    if state.world > 1:
+    if places:
+        if state.world * state.replicas > 1:
+            state.comm = fsdp.ShardComm(state.gradients, state.group, state.replica_group, bucket_bytes)
+    elif state.world > 1:
         state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
         ours = [f"{name}.{entry}" for name in layers for entry in ("weight", *FP8Linear.BUFFERS)]
         model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *ours]
     model.amp8_state = state
     return model, Adam(optimizer, state)
+
+
+def fully_sharded(model):
+    """Whether fully_shard has wrapped some of the model."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and any(isinstance(part, module.FSDPModule) for part in model.modules())
+
+
+def converted_class(layer):
+    """FP8Linear or FP8Conv1D; what fully_shard has made a class of its own stays one."""
+    cls = FP8Conv1D if is_conv1d(layer) else FP8Linear
+    if not fully_sharded(layer):
+        return cls
+    from torch.distributed.fsdp import FSDPModule
+
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": type(layer).__deepcopy__})
 
 
 def check(model, optimizer, opt_level, accumulate):
@@ -113,8 +145,9 @@ def check(model, optimizer, opt_level, accumulate):
             raise ValueError(f"{name} is on the meta device and has no values: load the weights before amp8.initialize")
 
 
-def choose(model, skip):
-    """({name: layer} to convert, [(name, reason)] of the Linear layers that stay)."""
+def choose(model, skip, places):
+    """({name: layer} to convert, [(name, reason)] of the Linear layers that stay). places: {weight: where it is} under
+    fully_shard."""
     modules = dict(model.named_modules())
     if not callable(skip):
         names = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -130,7 +163,7 @@ def choose(model, skip):
         for entry, parameter in module.named_parameters(recurse=False):
             users.setdefault(parameter, []).append(f"{name}.{entry}".lstrip("."))
     inside = [name + "." for name, module in modules.items() if isinstance(module, READ_DIRECTLY)]
-    layers, skipped = {}, []
+    layers, skipped, meshes = {}, [], []
     for name, module in modules.items():
         if not isinstance(module, nn.Linear) and not is_conv1d(module):
             continue
@@ -142,7 +175,7 @@ def choose(model, skip):
             reason = "the module around it reads its weight directly"
         elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
             reason = f"{type(module).__name__} has a forward of its own"
-        elif weight is None or not is_ordinary(weight):
+        elif weight is None or not (weight in places if places else is_ordinary(weight)):
             reason = "its weight is not an ordinary parameter"
         elif weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             reason = f"its weight is {str(weight.dtype)[6:]}"
@@ -151,11 +184,25 @@ def choose(model, skip):
             reason = f"its weight is shared with {others}"
         elif any(size % 16 for size in weight.shape):
             reason = f"its weight is {weight.shape[0]} x {weight.shape[1]}: not multiples of 16"
+        elif places:
+            reason = sharded_otherwise(*places[weight], meshes)
         if reason is None:
             layers[name] = module
         else:
             skipped.append((name, reason))
     return layers, skipped
+
+
+def sharded_otherwise(fsdp_param, group, meshes):
+    """Why a weight under fully_shard can't be converted, or None. meshes: those seen so far."""
+    if fsdp_param.is_dtensor:
+        return "its weight is sharded by something else than fully_shard too"
+    if fsdp_param.fsdp_placement.dim != 0:
+        return "its weight is not sharded by rows"
+    if meshes and group.mesh_info != meshes[0]:
+        return "its weight is on another mesh"
+    meshes.append(group.mesh_info)
+    return None
 
 
 def is_ordinary(weight):
@@ -166,7 +213,8 @@ def is_ordinary(weight):
 
 def is_conv1d(module):
     """transformers' Conv1D, known by its name so that transformers need not be there."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.dim() == 2
+    named = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # fully_shard makes a subclass
+    return named and hasattr(module, "nf") and module.weight.dim() == 2
 
 
 def misused(name):
@@ -216,6 +264,8 @@ class State:
             raise ValueError(f"recipe is 'msamp' or 'te_delayed', not {recipe!r}")
         self.layers, self.skipped, self.gradients = {}, [], []
         self.group, self.rank, self.world, self.comm = None, 0, 1, None
+        self.fsdp_group = self.replica_group = None  # under fully_shard: see join_mesh
+        self.replicas = 1
         self.held = False  # inside no_sync()
         self.wrapper = self.asked = None  # see attach()
         self.gradient_bytes, self.gradient_dtypes = 0, set()  # at the last step
@@ -228,16 +278,36 @@ class State:
         self.group = dist.new_group() if group is None and dist.get_world_size() > 1 else group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
+    def join_mesh(self, place):
+        """Takes the ranks of a fully_shard mesh: `group`, `rank` and `world` are of its shards."""
+        _, self.fsdp_group = place
+        mesh = self.fsdp_group.mesh_info
+        self.group, self.rank, self.world = mesh.shard_process_group, mesh.shard_mesh_rank, mesh.shard_mesh_size
+        self.replica_group = getattr(mesh, "replicate_process_group", None)  # HSDP has one
+        if self.replica_group is not None:
+            self.replicas = dist.get_world_size(self.replica_group)
+
     @property
     def sharded(self):
         """Whether the mean gradient of a layer is on its owner alone."""
         return self.level == "O3" and self.world > 1
 
     def last_micro_batch(self):
-        """Whether the backward pass now running is the one after which the step comes, as far as anyone said."""
+        """Whether the backward pass now running is the one after which the step comes, as far as anyone said. Under
+        fully_shard: whether it reduces gradients, as FSDP2 does in every backward pass unless told not to."""
         if self.held or (self.wrapper is not None and not self.wrapper.require_backward_grad_sync):
             return False
-        return self.asked is None or bool(self.asked())
+        if self.fsdp_group is not None:
+            return self.fsdp_group.reduce_grads
+        return not self.more_to_come()
+
+    def more_to_come(self):
+        """Whether the loop said that another backward pass comes before the step."""
+        return self.asked is not None and not self.asked()
+
+    def largest(self, x):
+        """Elementwise maximum over the shards of fully_shard; `x` itself without."""
+        return x if self.fsdp_group is None else largest(x, self.group)
 
     def finish(self):
         """Every gradient in FP8 and, between ranks, the mean. Before a step, a norm, or anyone looks."""
@@ -274,6 +344,8 @@ class State:
             if self.comm is not None and self.options["reduce_amax"]:
                 last = history[0, :, slot].contiguous()
                 dist.all_reduce(last, dist.ReduceOp.MAX, group=self.group)
+                if self.replica_group is not None:
+                    dist.all_reduce(last, dist.ReduceOp.MAX, group=self.replica_group)
                 self.comm.sent += 2 * (self.world - 1) * last.nbytes // self.world
                 history[0, :, slot] = last
             margin, algo = self.options["margin"], self.options["amax_compute_algo"]

@@ -105,8 +105,8 @@ class EmulatedLinear(nn.Linear):
     """A Linear whose three products take FP8 operands. Made by `convert`, never by its constructor.
 
     Input [..., in_features], output [..., out_features], in the autocast dtype where autocast is on. FP8 is for
-    training: in eval mode, or under `high_precision`, this is F.linear. TE's recipes refuse a number of tokens that is
-    not a multiple of 8, as TE does; for torchao's any will do, as with its `pad_inner_dim`.
+    training: in eval mode, or under `high_precision`, this is F.linear. Any number of tokens will do: hardware takes
+    multiples of 8 or 16, and rows of zeros that fill them up change nothing.
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
@@ -119,8 +119,6 @@ class EmulatedLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         tokens = x.reshape(-1, self.in_features)
-        if self.recipe in TRANSFORMER_ENGINE and tokens.shape[0] % 8:
-            raise ValueError(f"TransformerEngine needs a multiple of 8 tokens in FP8, got {tuple(x.shape[:-1])}")
         tiny = 1e-12 if self.recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
         if self.recipe in TILES:
             out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
@@ -158,8 +156,7 @@ def high_precision(model):
 @torch.no_grad()
 def update_scales(model, group=None, reduce_amax=True):
     """Delayed scaling's step: all layers' new amaxes go into their histories and set the next scales. Call it after
-    each optimizer step (or after each backward: TE itself updates at every micro-batch). With other recipes it does
-    nothing.
+    each backward, as TE itself does, or after each optimizer step. With other recipes it does nothing.
 
     Where torch.distributed is initialised the amaxes are the largest over `group`, in one all-reduce of 12 bytes per
     layer; `reduce_amax=False` leaves each rank its own, as TE's knob of that name.

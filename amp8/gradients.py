@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import scaling
+from .comm import linear_of
 from .compiled import compiled_on_cuda
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
@@ -43,18 +44,20 @@ class WeightGradient:
     piece, own: the part of the weight, flattened, whose mean this rank computes, and its own gradient of that part in
     fp32, from the end of backward until the mean is there: what needs no wire need not be rounded for it.
     reduced: the codes are already the mean over ranks (on the owner alone under O3). spent: a step has used it.
+    sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. kept: the mean
+    of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks.
     """
 
     def __init__(self, linear, owner, state):
         self.linear, self.owner, self.state, self.shape = linear, owner, state, linear.weight.shape
-        self.piece = None
+        self.piece = self.sharding = None
         self.clear()
 
     def __deepcopy__(self, memo):
         return None  # a copy of the model is for evaluation; see FP8Linear.forward
 
     def clear(self):
-        self.codes = self.scale = self.high = self.own = None
+        self.codes = self.scale = self.high = self.own = self.kept = None
         self.reduced = self.spent = False
 
     def value(self):
@@ -75,7 +78,10 @@ class WeightGradient:
         comm = self.state.comm
         if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
             self.clear()
-        if self.reduced:  # by a backward pass before this one, perhaps on another stream still
+        if self.reduced and self.sharding is not None:  # what comes now travels alone, and its mean is added there
+            comm.begin(self)
+            self.keep()
+        elif self.reduced:  # by a backward pass before this one, perhaps on another stream still
             comm.finish()
         before = self.value()
         if before is not None:
@@ -100,6 +106,33 @@ class WeightGradient:
             self.clear()
         if self.high is not None:
             self.store(self.high)
+        if self.reduced and self.kept is not None:
+            self.round()
+
+    # Under fully_shard
+
+    def keep(self):
+        """Sets a mean aside, so that the next backward pass's can be added to it."""
+        if self.reduced and self.codes is not None:
+            self.kept = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale
+            self.codes = self.scale = None
+        self.reduced = False
+
+    def add_mean(self, mean, scale):
+        """Takes the mean over ranks, fp32 [this rank's rows], and the scale that suits it on all ranks."""
+        bound = scaling.dtype_max(scaling.E4M3) / scale
+        if self.kept is not None:
+            mean, bound = mean + self.kept[0], bound + self.kept[1]
+        self.kept, self.reduced = (mean, bound), True
+        self.codes = self.scale = self.own = None
+        if self.state.accumulate == "fp8" or not self.state.more_to_come():
+            self.round()
+
+    def round(self):
+        """FP8 of what was kept. The scale comes from the bound, so that all ranks have the same."""
+        mean, bound = self.kept
+        scale = torch.where(torch.isfinite(bound), scaling.power_of_two_scale(bound, scaling.E4M3), torch.nan)
+        self.codes, self.scale, self.kept = scaling.quantize(mean, scale, scaling.E4M3), scale, None
 
 
 @torch.no_grad()
@@ -108,37 +141,48 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
 
     parameters: a module, a tensor, or an iterable of parameters. Returns the norm before clipping, 0-d fp32, NaN or
     infinite if any gradient is. Only the scale of an FP8 gradient changes, not its codes. Finishes outstanding
-    communication first; under O3 every rank must call it, as the owners add up their parts.
+    communication first; under O3 and fully_shard every rank must call it, as ranks add up their parts.
     """
     if norm_type != 2.0:
         raise ValueError(f"amp8.clip_grad_norm_ knows the 2-norm, norm_type=2.0, not {norm_type}")
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    converted = [p.amp8_linear.gradient for p in parameters if hasattr(p, "amp8_linear")]
+    converted = [linear_of(p).gradient for p in parameters if linear_of(p) is not None]
     states = {id(gradient.state): gradient.state for gradient in converted}.values()
     for state in states:
         state.finish()
     converted = [gradient for gradient in converted if gradient.codes is not None and not gradient.spent]
-    ordinary = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    ordinary = [gradient for gradient in gradients if not hasattr(gradient, "placements")]
+    sharded = [gradient for gradient in gradients if hasattr(gradient, "placements")]  # fully_shard's
+    shards = [gradient.to_local() for gradient in sharded]
     device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
     total = torch.zeros((), device=device)
     if converted:
         parts = [converted[i : i + BATCH] for i in range(0, len(converted), BATCH)]
         found = torch.cat([norms([gradient.codes for gradient in part]) for part in parts])
         total += (found / torch.stack([gradient.scale for gradient in converted])).square().sum()
-    for state in states:
-        if state.sharded:
-            dist.all_reduce(total, group=state.group)
-    if ordinary:
-        found = torch._foreach_norm([gradient.detach().float() for gradient in ordinary])
-        total += torch.stack([norm.to(device) for norm in found]).square().sum()
+    total += sum_of_squares(shards, device)
+    groups = [state.group for state in states if state.sharded or state.fsdp_group is not None]
+    groups += [gradient.device_mesh.get_group(gradient.device_mesh.ndim - 1) for gradient in sharded]
+    for group in dict.fromkeys(groups):
+        dist.all_reduce(total, group=group)
+    total += sum_of_squares(ordinary, device)
     total = total.sqrt()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the gradient's norm is {total.item()}: look for the step that made it so, or lower the LR")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in converted:
         gradient.scale = gradient.scale / factor
-    for gradient in ordinary:
+    for gradient in [*ordinary, *shards]:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return total
+
+
+def sum_of_squares(gradients, device):
+    """Of ordinary gradients, fp32."""
+    if not gradients:
+        return 0.0
+    found = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
+    return torch.stack([norm.to(device) for norm in found]).square().sum()

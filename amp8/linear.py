@@ -29,6 +29,7 @@ class FP8Linear(nn.Linear):
     """
 
     transposed = False  # the weight is [out, in]
+    sharding = None  # under fully_shard: where the weight's rows are
     BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
 
     def start(self, level, window, gradient_format, history, exact, keeps_master):
@@ -46,10 +47,24 @@ class FP8Linear(nn.Linear):
         self.register_buffer("amax_history", torch.zeros(history, 2, device=device), persistent=False)
         self.register_buffer("scale", torch.ones(2, device=device), persistent=False)
         self.register_buffer("updates", torch.zeros(2, dtype=torch.int32, device=device), persistent=False)
-        value = self.weight.detach().float()
         self.weight.grad = None
-        self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; write() the values
+        if self.sharding is not None:
+            value = self.sharding.rows_of(self.weight.detach()).float()
+            self.sharding.hold(value.half())
+        else:
+            value = self.weight.detach().float()
+            self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; then the values
         self.write(value)
+
+    @property
+    def parameter(self):
+        """The weight as the optimizer has it: under fully_shard not what a forward pass sees."""
+        return self.weight if self.sharding is None else self.sharding.parameter
+
+    @property
+    def codes(self):
+        """What of the weight's codes this rank stores, under no name for autograd."""
+        return self.weight.data if self.sharding is None else self.sharding.codes
 
     def open_port(self):
         """The leaf through which autograd hands over the weight's gradient.
@@ -64,9 +79,12 @@ class FP8Linear(nn.Linear):
 
     @torch.no_grad()
     def write(self, value):
-        """Sets the weight to true values [the weight's shape], any float dtype, with a fresh power-of-two scale."""
+        """Sets the weight to true values [the weight's shape, or this rank's rows], any float dtype, with a fresh
+        power-of-two scale. Under fully_shard every rank calls it."""
         value = value.to(self.weight.device).float()
         amax = scaling.amax(value)
+        if self.sharding is not None:
+            amax = self.sharding.largest(amax)
         scale = scaling.power_of_two_scale(amax, torch.float16)
         codes = scaling.quantize(value, scale, torch.float16)
         if self.weight.dtype == scaling.E4M3:
@@ -74,13 +92,15 @@ class FP8Linear(nn.Linear):
                 self.master, self.master_scale = codes, scale
             scale = scaling.power_of_two_scale(amax, scaling.E4M3)
             codes = scaling.quantize(value, scale, scaling.E4M3)
-        self.weight.copy_(codes)
+        self.codes.copy_(codes)
         self.weight_scale.copy_(scale)
         self.weight_amax.copy_(amax)
 
     def true_weight(self, dtype=torch.float32):
-        """The values the codes stand for, [the weight's shape]. Exact in fp32."""
-        return scaling.dequantize(self.weight.detach(), self.weight_scale, dtype)
+        """The values the codes stand for, [the weight's shape]. Exact in fp32. Under fully_shard every rank must call
+        it."""
+        codes = self.weight.detach() if self.sharding is None else self.sharding.gather()
+        return scaling.dequantize(codes, self.weight_scale, dtype)
 
     def forward(self, x):
         """[..., in] -> [..., out], in autocast's dtype where autocast is on, else in the dtype of `x`."""
@@ -99,6 +119,11 @@ class FP8Linear(nn.Linear):
             if self.port.device != self.weight.device:  # the model was moved after initialize
                 self.open_port()
             port = self.port
+        weight_scale = self.weight_scale
+        if self.sharding is not None:  # what has been gathered is the FP8 copy
+            if self.weight.dtype != scaling.E4M3:
+                raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
+            weight_scale = weight_scale * FP16_TO_E4M3
         rows = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
             amax = scaling.amax(rows)
@@ -109,7 +134,7 @@ class FP8Linear(nn.Linear):
             rows,
             port,
             self.weight.detach(),
-            self.weight_scale,
+            weight_scale,
             scale,
             (self.amax_history, self.scale, self.updates),
             (self.window, self.gradient_format, self.transposed, self.exact, dtype),
@@ -120,12 +145,12 @@ class FP8Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.true_weight()
+        destination[prefix + "weight"] = self.true_weight() if self.sharding is None else self.sharding.values()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         value = state_dict.get(prefix + "weight")
         if value is not None and value.shape == self.weight.shape:  # else the parent says what is wrong
-            self.write(value)
+            self.write(value if self.sharding is None else self.sharding.rows_of(value))
             state_dict = {**state_dict, prefix + "weight": self.weight.detach()}
         # assign=True would put in a new parameter, unknown to the optimizer.
         super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest)
@@ -152,7 +177,12 @@ def fp8_weight(weight, scale):
     """(e4m3 codes, their scale) of a weight stored as fp16 or e4m3 codes."""
     if weight.dtype == scaling.E4M3:
         return weight, scale
-    return (weight.float() * FP16_TO_E4M3).to(scaling.E4M3), scale * FP16_TO_E4M3
+    return fp16_to_e4m3(weight), scale * FP16_TO_E4M3
+
+
+def fp16_to_e4m3(codes):
+    """The FP8 copy of a weight's fp16 codes."""
+    return (codes.float() * FP16_TO_E4M3).to(scaling.E4M3)
 
 
 def note(operands, a, b):

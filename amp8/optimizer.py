@@ -16,12 +16,15 @@ import torch
 from torch.optim.adam import adam
 
 from . import scaling
+from .comm import linear_of, local
 from .compiled import compiled_on_cuda
 from .gradients import BATCH, CHUNK
 
 # Smaller tensors, the biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
 # bytes, and a launch of their own each would cost more than they do. MS-AMP quantises them all.
 SMALLEST = 4096
+
+HASH = 0x5BD1E995  # of an element's index, for stochastic rounding
 
 LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
 
@@ -55,23 +58,27 @@ class Adam(torch.optim.Optimizer):
         """Whether the moments of this parameter are e4m3 and fp16."""
         if self.model_state.level == "O1" or parameter.dtype == torch.float64 or parameter.is_complex():
             return False
-        return hasattr(parameter, "amp8_linear") or (parameter.numel() >= SMALLEST and flat(parameter) is not None)
+        if linear_of(parameter) is not None:
+            return True
+        return parameter.numel() >= SMALLEST and flat(local(parameter)) is not None
 
     def moments(self, parameter, group):
         """The parameter's state, made on first use."""
         state = self.state[parameter]
         if not state:
             low = self.quantises(parameter)
-            ours = low or hasattr(parameter, "amp8_linear")
+            linear = linear_of(parameter)
+            ours = low or linear is not None
+            like = local(parameter) if linear is None else linear.codes
             on_device = not ours and (group.get("fused") or group.get("capturable"))
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
             if ours:
                 m, v = (scaling.E4M3, torch.float16) if low else (torch.float32, torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter, dtype=m, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=v, memory_format=torch.preserve_format)
+                state["exp_avg"] = torch.zeros_like(like, dtype=m, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(like, dtype=v, memory_format=torch.preserve_format)
             else:
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg"] = torch.zeros_like(like, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(like, memory_format=torch.preserve_format)
             if low:
                 one = torch.ones((), device=parameter.device)
                 state["exp_avg_scale"], state["exp_avg_sq_scale"] = one, one.clone()
@@ -91,10 +98,10 @@ class Adam(torch.optim.Optimizer):
         for group in self.param_groups:
             converted, others, plain = [], [], []
             for parameter in group["params"]:
-                linear = getattr(parameter, "amp8_linear", None)
+                linear = linear_of(parameter)
                 if linear is not None:
                     if linear.gradient.codes is not None and not linear.gradient.spent:
-                        if linear.weight is not parameter or linear.gradient.linear is not linear:
+                        if linear.parameter is not parameter or linear.gradient.linear is not linear:
                             raise RuntimeError("a converted layer has another weight now: call amp8.initialize last")
                         converted.append(parameter)
                 elif parameter.grad is not None:
@@ -114,8 +121,8 @@ class Adam(torch.optim.Optimizer):
         """torch's own Adam, moments in the parameter's dtype."""
         states = [self.moments(parameter, group) for parameter in parameters]
         adam(
-            parameters,
-            [parameter.grad for parameter in parameters],
+            [local(parameter).detach() for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -136,21 +143,21 @@ class Adam(torch.optim.Optimizer):
     def step_others(self, group, parameters):
         """Parameters that are not of a converted layer: weight and gradient as they are, moments quantised."""
         states = [self.moments(parameter, group) for parameter in parameters]
-        gradients = [parameter.grad for parameter in parameters]
-        g_amax = torch.stack(torch._foreach_norm(gradients, math.inf)).float()
+        weights, gradients = [local(p).detach() for p in parameters], [local(p.grad) for p in parameters]
+        g_amax = self.model_state.largest(amaxes_of(gradients))
         coupled = group["weight_decay"] and not group["decoupled_weight_decay"]  # the decay is part of the gradient
-        w_amax = torch.stack(torch._foreach_norm(parameters, math.inf)).float() if coupled else torch.zeros_like(g_amax)
+        w_amax = self.model_state.largest(amaxes_of(weights)) if coupled else torch.zeros_like(g_amax)
         one = torch.ones_like(g_amax)
-        self.update(group, parameters, states, gradients, (one, one), (w_amax, g_amax))
+        self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax))
 
     def step_converted(self, group, parameters):
         """Converted weights. Under O3 what is updated is the master, and the FP8 weight follows from it."""
-        linears = [parameter.amp8_linear for parameter in parameters]
+        linears = [linear_of(parameter) for parameter in parameters]
         sharded = self.model_state.level == "O3"
         for linear in linears:
-            expected = scaling.E4M3 if sharded else torch.float16
-            if linear.weight.dtype != expected:
-                raise RuntimeError(f"a converted weight is {linear.weight.dtype}, not {expected}: don't cast the model")
+            expected, there = scaling.E4M3 if sharded else torch.float16, linear.codes.dtype
+            if there != expected:
+                raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
             if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
                 linear.keeps_master = True
                 linear.master = linear.weight.to(torch.float16)
@@ -159,24 +166,28 @@ class Adam(torch.optim.Optimizer):
                 linear.master = linear.master.to(linear.weight.device)
                 linear.master_scale = linear.master_scale.to(linear.weight.device)
         states = [self.moments(parameter, group) for parameter in parameters]
-        targets = [linear.master if sharded else linear.weight.data for linear in linears]
+        targets = [linear.master if sharded else linear.codes for linear in linears]
         scales = torch.stack([linear.master_scale if sharded else linear.weight_scale for linear in linears])
         g_scales = torch.stack([linear.gradient.scale for linear in linears])
         w_amax = torch.stack([linear.weight_amax for linear in linears])
         copies = [linear.weight.data if sharded else None for linear in linears]  # in FP8, of the masters
         gradients = [linear.gradient.codes for linear in linears]
         amaxes = (w_amax, scaling.dtype_max(scaling.E4M3) / g_scales)
-        new, copy_scales, w_amax = self.update(group, targets, states, gradients, (scales, g_scales), amaxes, copies)
+        starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
+        new, copy_scales, w_amax = self.update(
+            group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts
+        )
         if sharded:
             torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
             new = copy_scales
         torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
         torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
 
-    def update(self, group, weights, states, gradients, scales, amaxes, copies=None):
+    def update(self, group, weights, states, gradients, scales, amaxes, copies=None, starts=None):
         """One step of `weights`, in place. scales, amaxes: of the weights and of the gradients, [number of weights]
-        each; copies: None for ordinary parameters, which have no scale. Returns the weights' new scales, those of
-        their FP8 copies, and the weights' new largest magnitudes."""
+        each; copies: None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole
+        weight each begins. Returns the weights' new scales, those of their FP8 copies, and the weights' new largest
+        magnitudes."""
         (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
         device = w_scale.device
         low = "amax" in states[0]
@@ -188,10 +199,12 @@ class Adam(torch.optim.Optimizer):
             bias_m, root_bias_v = 1 - beta1**t, math.sqrt(1 - beta2**t)
             numbers.append([0, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 0, bias_m, root_bias_v])
             numbers[-1][DECAY] = group["weight_decay"]
-            seeds.append((int(t) * 1_000_003 + i * 7919) % (1 << 31))
-        numbers = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+            # Counting on from a later element is a larger seed; see round_stochastically.
+            start = starts[i] if starts else 0
+            seeds.append((int(t) * 1_000_003 + i * 7919) % (1 << 31) + (start * HASH & 0xFFFFFFFF))
+        numbers = without_waiting(torch.tensor(numbers, dtype=torch.float32), device)
         numbers[:, LR] = group["lr"]
-        seeds = torch.tensor(seeds).to(device, non_blocking=True) if self.model_state.stochastic_rounding else None
+        seeds = without_waiting(torch.tensor(seeds), device) if self.model_state.stochastic_rounding else None
 
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             g_amax = g_amax + group["weight_decay"] * w_amax
@@ -218,23 +231,26 @@ class Adam(torch.optim.Optimizer):
             for w, g, s, copy in zip(weights, gradients, states, copies, strict=True)
         ]
         kind = (bool(group["decoupled_weight_decay"]), bool(group["maximize"]))
-        found = []
+        found = [torch.zeros(3, device=device)] * len(flats)
+        some = [i for i, (weight, *_) in enumerate(flats) if len(weight)]  # a shard may have no row of a small tensor
         if weights[0].is_cuda or self.compiled:
             run = adam_slices if weights[0].is_cuda else torch.compile(_adam_slices, dynamic=True)
-            for i in range(0, len(flats), BATCH):
-                part = slice(i, i + BATCH)
-                columns = [list(column) for column in zip(*flats[part], strict=True)]
-                noise = [None] * len(columns[0]) if seeds is None else list(seeds[part].unbind())
-                found += run(*columns, list(table[part].unbind()), list(numbers[part].unbind()), noise, *kind)
+            for i in range(0, len(some), BATCH):
+                part = some[i : i + BATCH]
+                columns = [list(column) for column in zip(*[flats[j] for j in part], strict=True)]
+                noise = [None if seeds is None else seeds[j] for j in part]
+                rows = [table[j] for j in part], [numbers[j] for j in part]
+                for j, amax in zip(part, run(*columns, *rows, noise, *kind), strict=True):
+                    found[j] = amax
         else:
-            for i, tensors in enumerate(flats):
+            for i in some:
                 amax = torch.zeros(3)
-                for start in range(0, tensors[0].numel(), CHUNK):
-                    parts = [None if t is None else t[start : start + CHUNK] for t in tensors]
+                for start in range(0, flats[i][0].numel(), CHUNK):
+                    parts = [None if t is None else t[start : start + CHUNK] for t in flats[i]]
                     seed = None if seeds is None else seeds[i]
                     amax = torch.maximum(amax, adam_slice(*parts, table[i], numbers[i], seed, *kind, start))
-                found.append(amax)
-        found = torch.stack(found)
+                found[i] = amax
+        found = self.model_state.largest(torch.stack(found))
         if low:
             torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
             torch._foreach_copy_([state["exp_avg_sq_scale"] for state in states], list(new_v.unbind()))
@@ -268,7 +284,7 @@ class Adam(torch.optim.Optimizer):
         """Takes over the state of one parameter: ours as it is, plain moments rounded to this level's formats."""
         if "max_exp_avg_sq" in values:
             raise ValueError("amsgrad is not supported: its third moment has no place in MS-AMP's levels")
-        linear = getattr(parameter, "amp8_linear", None)
+        linear = linear_of(parameter)
         if self.model_state.sharded and linear is not None and linear.gradient.owner != self.model_state.rank:
             return  # its moments are its owner's
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
@@ -282,17 +298,26 @@ class Adam(torch.optim.Optimizer):
         if "amax" in values:
             m = scaling.dequantize(m, values["exp_avg_scale"])
             v = scaling.dequantize(v, values["exp_avg_sq_scale"])
+        m, v = local(m), local(v)
         if "amax" not in state:
             state["exp_avg"].copy_(m)
             state["exp_avg_sq"].copy_(v)
             return
         for i, (name, value) in enumerate((("exp_avg", m), ("exp_avg_sq", v))):
             value = value.to(parameter.device).float()
-            amax = scaling.amax(value)
+            amax = self.model_state.largest(scaling.amax(value))
             scale = scaling.power_of_two_scale(amax, state[name].dtype)
             state[name].copy_(scaling.quantize(value, scale, state[name].dtype))
             state[f"{name}_scale"].copy_(scale)
             state["amax"][i] = amax
+
+
+def amaxes_of(tensors):
+    """Largest magnitude of each tensor, fp32 [number of tensors]. Of none of its rows, as a shard may have, it is 0."""
+    some = [tensor for tensor in tensors if tensor.numel()]
+    norms = iter(torch._foreach_norm(some, math.inf) if some else ())
+    zero = torch.zeros((), device=tensors[0].device)
+    return torch.stack([next(norms).float() if tensor.numel() else zero for tensor in tensors])
 
 
 def flat(tensor, like=None):
@@ -304,6 +329,11 @@ def flat(tensor, like=None):
         if not like.is_contiguous():
             return None
     return tensor.detach().reshape(-1)
+
+
+def without_waiting(tensor, device):
+    """A tensor of the CPU on `device`. From pinned memory a GPU copies when its turn comes and the host goes on."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def largest_move(beta1, beta2):
@@ -381,7 +411,7 @@ def round_stochastically(x, seed, start=0):
     rank, in a resumed run, and in compiled code.
     """
     mask = 0xFFFFFFFF
-    h = ((torch.arange(x.numel(), device=x.device) + start) * 0x5BD1E995 + seed) & mask
+    h = ((torch.arange(x.numel(), device=x.device) + start) * HASH + seed) & mask
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
     h = ((h ^ (h >> 15)) * 0x735A2D97) & mask
     h = h ^ (h >> 15)

@@ -2,8 +2,9 @@
 
 import torch
 
+from .comm import local
 from .convert import state_of
-from .state import root_of
+from .state import at_rest, root_of
 
 
 def report(model, optimizer=None):
@@ -13,26 +14,28 @@ def report(model, optimizer=None):
     bytes_per_parameter: {linear, all} -> {weight, gradient, master, optimizer, total}, on this rank; gradients of
     converted layers as they were at the last step, others as they are.
     dtypes: {gemm, wire, weight, master, weight_gradient, exp_avg, exp_avg_sq} of converted layers, each a sorted list
-    of what was found, empty where nothing was (gemm: products that ran outside compiled code).
+    of what was found, empty where nothing was (gemm: products that ran outside compiled code). shards: the ranks that
+    share the model under fully_shard, 1 without; replicas: the ranks that hold the same.
     wire_bytes: sent so far by this rank. fp8_hardware: whether products run on FP8 tensor cores. notes: what a user
     should know.
     """
-    state, root = state_of(model), root_of(model)
+    state, root = state_of(model), at_rest(root_of(model))
     layers = state.layers.values()
-    weights = [layer.weight for layer in layers]
+    weights = [layer.parameter for layer in layers]
     ids = {id(weight) for weight in weights}
     others = [parameter for parameter in root.parameters() if id(parameter) not in ids]
     high = sum(g.high.nbytes for g in state.gradients if g.high is not None)
+    high += sum(g.kept[0].nbytes for g in state.gradients if g.kept is not None)
     masters = [tensor for layer in layers if layer.master is not None for tensor in (layer.master, layer.master_scale)]
     linear = {
-        "weight": sum(layer.weight.nbytes + layer.weight_scale.nbytes for layer in layers),
+        "weight": sum(layer.codes.nbytes + layer.weight_scale.nbytes for layer in layers),
         "gradient": state.gradient_bytes + high,
         "master": sum(tensor.nbytes for tensor in masters),
         "optimizer": moments(optimizer, weights),
     }
     rest = {
-        "weight": sum(parameter.nbytes for parameter in others),
-        "gradient": sum(parameter.grad.nbytes for parameter in others if parameter.grad is not None),
+        "weight": sum(local(parameter).nbytes for parameter in others),
+        "gradient": sum(local(parameter.grad).nbytes for parameter in others if parameter.grad is not None),
         "master": 0,
         "optimizer": moments(optimizer, others),
     }
@@ -52,7 +55,7 @@ def report(model, optimizer=None):
     seen = {
         "gemm": {pair for layer in layers for pair in layer.operands},
         "wire": set() if state.comm is None else state.comm.wire,
-        "weight": {weight.dtype for weight in weights},
+        "weight": {layer.codes.dtype for layer in layers},
         "master": {layer.master.dtype for layer in layers if layer.master is not None},
         "weight_gradient": state.gradient_dtypes,
     }
@@ -62,7 +65,9 @@ def report(model, optimizer=None):
     return {
         "level": state.level,
         "recipe": state.recipe,
-        "world": state.world,
+        "world": state.world * state.replicas,
+        "shards": 1 if state.fsdp_group is None else state.world,
+        "replicas": state.world if state.fsdp_group is None else state.replicas,
         "converted": list(state.layers),
         "skipped": [list(pair) for pair in state.skipped],
         "parameters": count,

@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from .convert import LEVELS, state_of
+from .comm import linear_of, local
+from .convert import LEVELS, fully_sharded, state_of
 from .linear import FP8Linear
 
 
@@ -12,19 +13,31 @@ def root_of(model):
     return next(module for module in model.modules() if getattr(module, "amp8_state", None) is not None)
 
 
+def at_rest(root):
+    """`root`, with its shards put back where a forward pass under fully_shard has left gathered weights."""
+    if fully_sharded(root):
+        from .fsdp import reshard
+
+        reshard(root)
+    return root
+
+
 def exact_state(model, optimizer):
     """Everything from which training resumes bit for bit, {key: tensor}, in dtypes that safetensors stores.
 
     Keys beginning with `all/` are the same on every rank, those with `rank/` this rank's own: amax histories, and
-    under O3 the masters and moments of the layers it owns. Tensors are not copies. No gradients: save between steps.
+    under O3 the masters and moments of the layers it owns. Under fully_shard those with `rows/` are this rank's rows of
+    weights and moments. Tensors are not copies. No gradients: save between steps.
     """
-    state, root = state_of(model), root_of(model)
+    state, root = state_of(model), at_rest(root_of(model))
     tensors = {"all/level": torch.tensor(LEVELS.index(state.level) + 1), "all/world": torch.tensor(state.world)}
     for key, tensor in raw_tensors(root).items():
         tensors[key] = tensor.detach().contiguous()
     for name, parameter in root.named_parameters():
-        own = "rank" if state.sharded and hasattr(parameter, "amp8_linear") else "all"
         for key, value in optimizer.state.get(parameter, {}).items():
+            own = "rank" if state.sharded and linear_of(parameter) is not None else "all"
+            if hasattr(parameter, "_local_tensor") and key in ("exp_avg", "exp_avg_sq"):
+                own = "rows"
             tensors[f"{own}/optimizer/{name}/{key}"] = value.contiguous()
     for i, group in enumerate(optimizer.param_groups):
         for key, value in numbers_of(group).items():
@@ -36,31 +49,50 @@ def exact_state(model, optimizer):
 def load_exact_state(model, optimizer, tensors):
     """Puts back what `exact_state` gave, on a model and optimizer set up the same way.
 
-    tensors: this rank's own entries and the shared ones, of any rank. Raises ValueError where level, number of ranks,
-    names, shapes or dtypes are not those of the model.
+    tensors: this rank's own entries and the shared ones, of any rank. Under fully_shard also a list with the entries of
+    each rank that shared the model, in order; the number of ranks may then be another. Only what this rank needs is
+    looked up, so they may be files opened lazily. Raises ValueError where level, number of ranks, names, shapes or
+    dtypes are not those of the model.
     """
-    state, root = state_of(model), root_of(model)
+    state, root = state_of(model), at_rest(root_of(model))
+    parts = list(tensors) if isinstance(tensors, list | tuple) else None
+    tensors = tensors if parts is None else parts[min(state.rank, len(parts) - 1)]
     level, world = LEVELS[int(tensors["all/level"]) - 1], int(tensors["all/world"])
-    if (level, world) != (state.level, state.world):
+    if (level, world) != (state.level, state.world) and (parts is None or level != state.level):
         asked, there = f"{level} on {world} ranks", f"{state.level} on {state.world} ranks"
         raise ValueError(f"the saved state is of {asked}, the model is {there}: load its state_dict instead")
+    if parts is not None and len(parts) != world:
+        raise ValueError(f"the saved state is of {world} ranks, and {len(parts)} were given: give all, in order")
     targets = raw_tensors(root)
-    saved = {key for key in tensors if key.split("/")[1] in ("model", "master")}
+    saved = {key for key in tensors.keys() if key.split("/")[1] in ("model", "master")}
     if saved != targets.keys():
         odd = sorted(saved ^ targets.keys())
         raise ValueError(f"the saved state is of another model: {len(odd)} entries differ, {', '.join(odd[:3])}, ...")
+    rows = {name: own_rows(parameter) for name, parameter in root.named_parameters()}
+
+    def entry(key):
+        """What this rank needs of a key: its rows from whoever had them."""
+        kind, _, name = key.split("/", 2)
+        if parts is None or world == state.world or kind == "all":
+            return tensors[key]
+        if kind == "rank":
+            return agreed(key, [part[key] for part in parts])
+        name = name if name in rows else name.rsplit("/", 1)[0]
+        return rows_from(parts, key, *rows[name])
+
     for key, target in targets.items():
-        if (target.shape, target.dtype) != (tensors[key].shape, tensors[key].dtype):
-            here, there = f"{target.dtype} {list(target.shape)}", f"{tensors[key].dtype} {list(tensors[key].shape)}"
+        value = entry(key)
+        if (target.shape, target.dtype) != (value.shape, value.dtype):
+            here, there = f"{target.dtype} {list(target.shape)}", f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{key} is {there} in the saved state, {here} in the model")
-        target.copy_(tensors[key])
+        target.copy_(value)
     parameters = dict(root.named_parameters())
     found = {}
-    for key, tensor in tensors.items():
+    for key in tensors.keys():
         _, kind, rest = key.split("/", 2) if key.count("/") > 1 else (None, None, None)
         if kind == "optimizer":
-            name, entry = rest.rsplit("/", 1)
-            found.setdefault(name, {})[entry] = tensor
+            name, moment = rest.rsplit("/", 1)
+            found.setdefault(name, {})[moment] = entry(key)
     optimizer.state.clear()
     for name, values in found.items():
         optimizer.adopt(parameters[name], values)
@@ -69,9 +101,43 @@ def load_exact_state(model, optimizer, tensors):
             load_number(group, key, tensors[f"all/group/{i}/{key}"])
 
 
+def own_rows(parameter):
+    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
+    if not hasattr(parameter, "_local_tensor"):
+        return None
+    shards = parameter.device_mesh.size(-1)
+    cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
+    first = min(parameter.device_mesh.get_local_rank(-1) * cut, parameter.shape[0])
+    return first, first + len(parameter._local_tensor), parameter.shape[0]
+
+
+def rows_from(parts, key, first, last, rows):
+    """Rows first .. last of a tensor that was shared by len(parts) ranks."""
+    cut = -(-rows // len(parts))
+    found = []
+    for i, part in enumerate(parts):
+        a, b = max(first, i * cut), min(last, (i + 1) * cut)
+        if a < b or i == len(parts) - 1 and not found:  # at least an empty piece, of the right shape
+            found.append(part[key][max(a - i * cut, 0) : max(b - i * cut, 0)])
+    return torch.cat(found)
+
+
+def agreed(key, values):
+    """What ranks had each of its own, for another number of ranks: what is safe for all. amax histories the largest,
+    scales and numbers of updates the smallest."""
+    values = torch.stack(list(values))
+    return values.amax(0) if key.endswith("amax_history") else values.amin(0)
+
+
 def raw_tensors(root):
     """{key: tensor} of the model: parameters as they are stored, buffers, masters."""
-    tensors = {f"all/model/{name}": parameter for name, parameter in root.named_parameters()}
+    tensors = {}
+    for name, parameter in root.named_parameters():
+        if hasattr(parameter, "_local_tensor"):
+            linear = linear_of(parameter)
+            tensors[f"rows/model/{name}"] = local(parameter) if linear is None else linear.codes
+        else:
+            tensors[f"all/model/{name}"] = parameter
     converted = {name for name, module in root.named_modules() if isinstance(module, FP8Linear)}
     for name, buffer in root.named_buffers():
         layer, _, entry = name.rpartition(".")

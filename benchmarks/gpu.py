@@ -25,6 +25,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,12 +98,12 @@ def optimizer_step(level, rehearse):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    with torch.device(device):
-        model = models.gpt("llama_nano" if rehearse else "llama_medium", VOCABULARY, SEQUENCE_LENGTH)
+    model = models.gpt("llama_nano" if rehearse else "llama_medium", VOCABULARY, SEQUENCE_LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda")
     if level != "bf16":
         model, optimizer = amp8.initialize(model, optimizer, level)
-    ids = torch.zeros(1, 32, dtype=torch.int64, device=device)
+    model.to(device)
+    ids = torch.arange(32, device=device).view(1, 32)
     with torch.autocast(device, torch.bfloat16):
         logits = model(ids).logits
     logits.float().square().mean().backward()
@@ -112,7 +113,14 @@ def optimizer_step(level, rehearse):
         per_parameter = amp8.report(model, optimizer)["bytes_per_parameter"]["all"]
     count = sum(parameter.numel() for parameter in model.parameters())
     moved = count * (2 * per_parameter["total"] - per_parameter["gradient"])
-    took = seconds(optimizer.step)
+    gradients = model.amp8_state.gradients if level != "bf16" else []
+
+    def step():
+        for gradient in gradients:
+            gradient.spent = False  # else the steps after the first would leave the converted weights alone
+        optimizer.step()
+
+    took = seconds(step)
     return {"parameters": count, "seconds": took, "bytes": moved, "bytes_per_second": moved / took}
 
 
@@ -122,7 +130,9 @@ def train(model, batch, config, steps):
     if not image:
         words = ["gpt", "--sequence_length", str(SEQUENCE_LENGTH), "--vocab_size", str(VOCABULARY)]
     words += ["--model", model, "--per_device_train_batch_size", str(batch), "--per_device_eval_batch_size", str(batch)]
-    record = launched(config, [*words, "--max_steps", str(steps), "--logging_steps", str(steps), "--eval_steps", "0"])
+    record = launched(
+        f"single_{config}", [*words, "--max_steps", str(steps), "--logging_steps", str(steps), "--eval_steps", "0"]
+    )
     took, data = record["throughput"]["step_seconds_median"], record["data"]
     flop = 3 * batch * forward_flop(model, data)
     return {
@@ -173,8 +183,9 @@ def level_on_both(level):
     sides = []
     for device in ("cpu", "cuda" if torch.cuda.is_available() else "cpu"):
         torch.manual_seed(0)
-        layer, generator, trace = torch.nn.Linear(512, 256).to(device), torch.Generator().manual_seed(1), []
+        layer, generator, trace = torch.nn.Linear(512, 256), torch.Generator().manual_seed(1), []
         layer, optimizer = amp8.initialize(layer, torch.optim.AdamW(layer.parameters(), 1e-3), level)
+        layer.to(device)
         for _ in range(20):
             x, grad = torch.randn(64, 512, generator=generator), torch.randn(64, 256, generator=generator)
             with torch.autocast(device, torch.bfloat16):
@@ -195,20 +206,24 @@ def digits(config, steps):
     words = ["vit", "--dataset", "digits", "--max_steps", str(steps), "--eval_steps", "0"]
     found = {}
     for hidden in (False, True) if torch.cuda.is_available() else (True,):
-        record = launched(config, words, {"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+        record = launched(f"single_{config}", words, {"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
         found["cpu" if hidden else "gpu"] = record["final"]["metrics"] | {"truth": record["evidence"]["truth"]}
     return found | {"command": record["command"]}
 
 
 def launched(config, words, env=None):
-    """The record of a run under single_<config>."""
+    """The record of a run. Raises SystemExit with the line that says why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        line = ["./launch.sh", f"single_{config}", *words, "--save_steps", "0", "--output_dir", str(out)]
+        line = ["./launch.sh", config, *words, "--save_steps", "0", "--output_dir", str(out)]
         done = subprocess.run(line, cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True)
         if done.returncode:
-            said = [text for text in (done.stderr + done.stdout).splitlines() if text.startswith(("refused", "error"))]
-            raise SystemExit("; ".join(said) or done.stderr.strip()[-400:])
+            lines = (done.stderr + done.stdout).splitlines()
+            said = [line for line in lines if line.startswith(("refused", "error"))]
+            raised = [line for line in lines if re.match(r"\w[\w.]*Error: ", line) and "CalledProcessError" not in line]
+            why = "; ".join(said) or (raised or lines or ["it said nothing"])[-1].strip()
+            refused = done.returncode == 2 and not why.startswith("refused")
+            raise SystemExit(f"refused: {why.removeprefix('error: ')}" if refused else why)
         record = json.loads((out / "run.json").read_text())
         return record | {"command": " ".join(line[:-2])}
 

@@ -132,6 +132,20 @@ def amp8_comm(made):
     return f"{came_from(made)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
 
 
+def amp8_fsdp(made):
+    errors = [[name, *(f"{row[at]:.1%}" for at in ("0.0", "0.5", "0.9", "1.0"))] for name, row in made["error"].items()]
+    rows = [
+        [ranks, f"FSDP2 {way}" if way in ("fp32", "bf16") else f"amp8 {way}", f"{row['bytes']:.2f}",
+         f"{row['wire'] / 1e6:.2f}", f"{row['wire_of_fp32']:.2f}x",
+         f"{row['converted_of_fp32']:.2f}x" if row["converted"] else ""]
+        for ranks, ways in made["ways"].items() for way, row in ways.items()
+    ]  # fmt: skip
+    heads = ["ranks", "way", "B per Linear parameter", "sent per step, MB", "of fp32", "converted layers"]
+    text = "Relative error of the mean gradient, by correlation between ranks:"
+    return (f"{came_from(made)}, per rank:\n\n{report.table(heads, rows)}\n\n{text}\n\n"
+            + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
+
+
 def amp8_optimizers(made):
     rows = [
         [name, f"{row['bytes_per_parameter']['total']:.1f}", f"{row['seconds']['median_step'] * 1e3:.0f}",
@@ -250,6 +264,7 @@ TABLES = {
     "results/amp8_parity.json": amp8_parity,
     "results/amp8_comm.json": amp8_comm,
     "results/amp8_optimizers.json": amp8_optimizers,
+    "results/amp8_fsdp.json": amp8_fsdp,
 }
 READMES = ("README.md", "amp8/README.md")
 

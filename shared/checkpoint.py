@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shared import fp8, zero
+from shared import fp8, te, zero
 from shared.args import Refused
 from shared.precision import inner, local, named
 
@@ -27,14 +27,15 @@ STATE, MANIFEST = "trainer_state.json", "manifest.json"
 
 
 def stored(model):
-    """{"model/<name>" or "buffer/<name>": live tensor} of everything a model is."""
+    """{"model/<name>", "buffer/<name>" or "te/<name>": live tensor} of everything a model is."""
     for module in model.modules():
         if isinstance(module, FSDPModule):  # an evaluation leaves some of them gathered, as copies in 16 bit
             module.reshard()
     parts = {f"model/{name}": parameter for name, parameter in named(model.named_parameters())}
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
-    return parts | {f"buffer/{name}": buffer for name, buffer in named(buffers)}
+    parts |= {f"buffer/{name}": buffer for name, buffer in named(buffers)}
+    return parts | {f"te/{name}": tensor for name, tensor in named(te.state(model).items())}
 
 
 def levels(model):
@@ -49,7 +50,7 @@ def tensors(model, optimizer):
         return {name: tensor.cpu().clone() for name, tensor in amp8.exact_state(model, inner(optimizer)).items()}
     parts = stored(model)
     if engine := zero.of(optimizer):
-        parts = {name: tensor for name, tensor in parts.items() if name.startswith("buffer/")}
+        parts = {name: tensor for name, tensor in parts.items() if not name.startswith("model/")}
         parts |= zero.tensors(named(model.named_parameters()), engine)
         return {name: tensor.detach().cpu().clone() for name, tensor in parts.items()}
     for name, parameter in named(model.named_parameters()):
@@ -74,7 +75,7 @@ def restore(model, optimizer, parts):
         raise Refused(f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ")
     if engine:
         zero.restore(named(model.named_parameters()), engine, parts)
-        own = {name: buffer for name, buffer in stored(model).items() if name.startswith("buffer/")}
+        own = {name: tensor for name, tensor in stored(model).items() if not name.startswith("model/")}
     with torch.no_grad():
         for name, tensor in own.items():
             local(tensor).copy_(parts[name])

@@ -17,7 +17,9 @@ import logging
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from shared import te
 from shared.args import Refused
 
 # torchao registers an enum in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
@@ -40,7 +42,8 @@ def convert(accelerator, plan, model, optimizer):
             raise Refused(f"asked for fp8: {error}") from None
         skipped = [tuple(entry) for entry in amp8.report(model)["skipped"]]
     elif plan.implementation == "transformer_engine":
-        skipped = to_transformer_engine(model)
+        skipped = left_alone(model, te.multiple(plan))
+        te.convert(model, plan, dict(skipped))
     else:
         skipped = left_alone(model)
         if plan.backend == "ao":
@@ -80,7 +83,9 @@ KINDS = {
 
 
 def kind(module):
-    return f"{type(module).__module__.split('.')[0]}.{type(module).__name__}"
+    """`package.Class`; of a module that FSDP2 shards, whose class is FSDP2's own subclass, the one it was."""
+    own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return f"{own.__module__.split('.')[0]}.{own.__name__}"
 
 
 def converted(model):
@@ -118,7 +123,7 @@ def is_linear(module):
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
-def left_alone(model):
+def left_alone(model, multiple=16):
     """[(name, reason)] of the Linear layers that torchao and TransformerEngine cannot take or must not."""
     users = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -127,12 +132,12 @@ def left_alone(model):
     for name, module in model.named_modules():
         if not is_linear(module):
             continue
-        odd = [size for size in module.weight.shape if size % 16]
+        odd = [size for size in module.weight.shape if size % multiple]
         others = [user for user in users[module.weight] if user != name]
         if type(module) is not nn.Linear:  # a subclass has a forward of its own, which would be lost
             skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
         elif odd:
-            skipped.append((name, f"{odd[0]} is not a multiple of 16"))
+            skipped.append((name, f"{odd[0]} is not a multiple of {multiple}"))
         elif others:
             skipped.append((name, f"its weight is that of {others[0]}"))
     return skipped
@@ -147,65 +152,6 @@ def torchao_config(plan):
     return replace(Float8LinearConfig.from_recipe_name(plan.level), emulate=plan.emulated, **options)
 
 
-def to_transformer_engine(model):
-    """te.Linear and te.LayerNorm in place of torch's, around the very same Parameters: the optimizer keeps them."""
-    import transformer_engine.pytorch as te
-
-    skipped = left_alone(model)
-    for parent_name, parent in list(model.named_modules()):
-        for child_name, child in list(parent.named_children()):
-            name = f"{parent_name}.{child_name}".lstrip(".")
-            if type(child) is nn.Linear and name not in dict(skipped):
-                new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
-                                params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
-                adopt(parent, child_name, child, new)
-            elif last_dimension_norm(child):
-                new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
-                                   device=child.weight.device)  # fmt: skip
-                adopt(parent, child_name, child, new)
-    return skipped
-
-
-def last_dimension_norm(module):
-    """Whether a module is torch's LayerNorm or timm's of that name, with weight and bias over the last dimension: all
-    that te.LayerNorm can be. Other subclasses (LayerNorm2d) normalize something else."""
-    named = isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm"
-    return named and module.bias is not None and len(module.normalized_shape) == 1
-
-
-def adopt(parent, name, old, new):
-    for key, parameter in old.named_parameters():
-        setattr(new, key, parameter)
-    setattr(parent, name, new)
-
-
-def te_recipe(plan):
-    """The recipe object that TransformerEngine gets: every option of the config, unchanged."""
-    from transformer_engine.common import recipe
-
-    options = dict(plan.fp8_options)
-    if "fp8_format" in options:
-        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
-    kinds = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
-             "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
-    return getattr(recipe, kinds[plan.level])(**options)
-
-
-def wrap_forward(plan, model):
-    """Before Accelerate prepares the model: TE computes in FP8 inside its autocast only, and only while training."""
-    if plan.implementation != "transformer_engine":
-        return
-    import transformer_engine.pytorch as te
-
-    forward, recipe = model.forward, te_recipe(plan)
-
-    def in_fp8(*args, **kwargs):
-        with te.autocast(enabled=model.training, recipe=recipe):
-            return forward(*args, **kwargs)
-
-    model.forward = in_fp8
-
-
 def keep_right(accelerator, plan, model, optimizer):
     """After Accelerate has prepared everything: what has to happen at each step. `optimizer` is torch's own."""
     if plan.backend == "msamp":
@@ -213,8 +159,13 @@ def keep_right(accelerator, plan, model, optimizer):
         amp8.attach(model, last_micro_batch=lambda: accelerator.sync_gradients)
         accelerator.clip_grad_norm_ = amp8.clip_grad_norm_  # one norm over FP8 and ordinary gradients
     elif plan.implementation == "emulated" and plan.level == "delayed":
-        emulate = ours("amp8.emulate")
-        optimizer.register_step_post_hook(lambda *_: emulate.update_scales(model))
+        emulate, backward = ours("amp8.emulate"), accelerator.backward
+
+        def backward_and_update(loss, **kwargs):
+            backward(loss, **kwargs)
+            emulate.update_scales(model)  # TransformerEngine does it at every micro-batch
+
+        accelerator.backward = backward_and_update
 
 
 @contextlib.contextmanager
@@ -225,7 +176,7 @@ def evaluation(model):
             root = next((m for m in model.modules() if hasattr(m, "amp8_state")), None)
             if root is not None:
                 stack.enter_context(ours("amp8").high_precision(root))
-        layers = [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
+        layers = [module for module in model.modules() if kind(module) == "torchao.Float8Linear"]
         if layers:  # compiled blocks were compiled for FP8 weights
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in layers:

@@ -15,6 +15,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 
 from shared.args import Refused
+from shared.te import package
 
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
     "vit_nano": (64, 4, 4),
@@ -49,12 +50,7 @@ def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=No
     ones, both without an error. Kept as timm's: 1e-6, no dropout, q, k and v one after another in one weight. Not as
     timm's: GELU is the tanh approximation. timm's other options stand at their defaults and are not passed on.
     """
-    try:
-        import transformer_engine.pytorch as te
-    except ImportError as error:
-        raise Refused(
-            f"TransformerEngine's blocks need its package and a GPU ({error}): ./launch.sh setup --extra te"
-        ) from None
+    te = package()
     if not torch.cuda.is_available():
         raise Refused("TransformerEngine's blocks compute on an NVIDIA GPU, and here is none: train without them")
     return te.TransformerLayer(
@@ -172,6 +168,7 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
     weight of the embedding.
     """
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     common = {"vocab_size": vocab_size, "use_cache": False, "tie_word_embeddings": True}
     common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's business
@@ -195,7 +192,10 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
             num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2),
             attention_dropout=dropout, **common,
         )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
+    # torch's attention, causal by itself. Under the name sdpa transformers would look in each forward whether sequences
+    # are packed with positions of their own, and wait for the device to know.
+    transformers.AttentionInterface.register("causal", sdpa_attention_forward)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="causal")
 
 
 def published(kind, name, sequence_length, **kwargs):

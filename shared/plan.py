@@ -99,6 +99,7 @@ class Plan:
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin(
                 mixed_precision_policy=policy,
                 cpu_offload=CPUOffloadPolicy(pin_memory=not self.rehearsal) if self.offload else None,
+                activation_checkpointing=self.ckpt and self.implementation != "transformer_engine",  # shared/te.py
             )
         return kwargs
 
@@ -116,6 +117,7 @@ def machine_of_torch():
         "devices": torch.accelerator.device_count(),
         "name": torch.cuda.get_device_name() if cuda else device,
         "capability": torch.cuda.get_device_capability() if cuda else None,
+        "cuda": torch.version.cuda,
         "packages": fp8_packages(),
     }
 

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared import fp8, tp, zero
+from shared import fp8, te, tp, zero
 from shared.args import Refused
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,7 +43,8 @@ def prepare(accelerator, plan, model, optimizer, *loaders):
     skipped = []
     if plan.precision == "fp8":
         optimizer, skipped = fp8.convert(accelerator, plan, model, optimizer)
-        fp8.wrap_forward(plan, model)
+    if plan.implementation == "transformer_engine":
+        te.wrap_forward(plan, model)
     if plan.compile:
         compile_blocks(model)
     # Accelerate searches the whole path for this package twice in every optimizer step.
@@ -186,8 +187,6 @@ class Evidence:
             raise Refused(f"asked for {asked}, but Linear layers compute in {seen}")
 
     def after_first_step(self, optimizer, args, kwargs):
-        for hook in self.hooks:
-            hook.remove()
         parameters = [local(parameter) for parameter in self.counted.values()]
         states = {}
         for parameter in self.counted.values():
@@ -212,6 +211,8 @@ class Evidence:
 
     def complete(self):
         """Adds up the shards of all ranks. Every rank calls it once, after its first optimizer step."""
+        for hook in self.hooks:  # not in a hook: torch would miss those after it
+            hook.remove()
         if self.zero is not None:
             self.count_zero()
         counts, sizes = self.record["dtypes"], self.bytes

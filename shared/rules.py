@@ -9,8 +9,10 @@ Nothing here imports torch or Accelerate: a check takes a fraction of a second.
 import difflib
 import importlib.util
 import os
+import re
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -203,11 +205,28 @@ def machine():
     name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
     capability = tuple(map(int, capability.split(".")))
     here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
-    return here | {"packages": fp8_packages()}
+    return here | {"cuda": cuda_of_torch(), "packages": fp8_packages()}
+
+
+def cuda_of_torch():
+    """The CUDA version that torch was built for, "13.2", or None; read from its file, which takes no time."""
+    file = Path(importlib.util.find_spec("torch").origin).with_name("version.py")
+    return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
+
+
+def numbers(version):
+    return tuple(map(int, version.split("."))) if version else (0,)
 
 
 def fp8_packages():
-    return [name for name in ("torchao", "transformer_engine", "deepspeed") if importlib.util.find_spec(name)]
+    """What of FP8's and DeepSpeed's packages is installed; TransformerEngine only with its module for torch."""
+    found = [name for name in ("torchao", "transformer_engine", "deepspeed") if importlib.util.find_spec(name)]
+    if "transformer_engine" in found and "transformer_engine_torch" not in sys.modules:
+        [folder] = map(Path, importlib.util.find_spec("transformer_engine").submodule_search_locations)
+        places = folder.parent, folder, folder / "wheel_lib"  # where the package itself looks
+        if not any(list(place.glob("transformer_engine_torch*.so")) for place in places):
+            found.remove("transformer_engine")
+    return found
 
 
 def problems(asked, machine):
@@ -410,13 +429,15 @@ def problems_of_fp8(asked, machine):
             f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
         )
     has = "{}.{}".format(*(machine["capability"] or ("", "")))
-    if level == "mxfp8" and (machine["capability"] or (0, 0)) < (10, 0):
+    if level == "mxfp8" and not (10, 0) <= (machine["capability"] or (0, 0)) < (12, 0):  # TE's own limits
         there = f"{machine['name']} has {has}" if machine["capability"] else "its kernels don't rehearse on a CPU"
-        lines.append(f"mxfp8 needs compute capability 10.0, {there}: use {strategy}_fp8_te")
+        lines.append(f"mxfp8 needs compute capability 10.0 to 11.x, {there}: use {strategy}_fp8_te")
     elif backend != "msamp" and machine["capability"] and machine["capability"] < (8, 9):
         lines.append(f"FP8 needs compute capability 8.9, {machine['name']} has {has}: use {strategy}_bf16")
     elif level == "block" and machine["capability"] and machine["capability"] < (9, 0):
         lines.append(f"te block needs compute capability 9.0, {machine['name']} has {has}: use {strategy}_fp8_te")
+    elif level == "block" and machine["capability"] and numbers(machine["cuda"]) < (12, 9):
+        lines.append(f"te block needs CUDA 12.9, torch was built for {machine['cuda']}: use {strategy}_fp8_te")
     if machine["devices"] and backend == "te" and "transformer_engine" not in machine["packages"]:
         lines.append(
             "TransformerEngine is not installed: ./launch.sh setup --extra te (README, FP8, says what it needs)"

@@ -142,6 +142,8 @@ class Run:
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(self.earlier_state["scaler"])
             self.accelerator.print(f"resumed from {self.checkpoint} at step {self.step}")
+        if isinstance(self.accelerator.scaler, torch.amp.GradScaler):
+            inner(optimizer).register_step_post_hook(self.see_skipped_step)
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.claim()
@@ -155,6 +157,12 @@ class Run:
         self.opened = True
         self.bar = tqdm(total=self.args.max_steps, initial=self.step, disable=None if self.main else True)
         self.clock = time.perf_counter()
+
+    def see_skipped_step(self, *_):
+        """Tells Accelerate that the step was skipped. A fused optimizer, as on a GPU, skips an overflowed step inside
+        its kernel, where Accelerate does not see it; the norm that `agree` has read says it without another wait."""
+        if not math.isfinite(self.grad_norm):
+            self.optimizer._accelerate_step_called = False
 
     def keeps(self, row):
         """Rows of an earlier part of this run that the resumed part will not write again."""
@@ -202,7 +210,7 @@ class Run:
         self.paced = now, self.batch
         rest = torch.tensor([Run.told_to_stop, (now - before) / max(1, self.batch - batch)], dtype=torch.float64)
         losses = torch.stack(self.losses).double()
-        mine = torch.cat([losses, rest.to(losses.device, non_blocking=True)])
+        mine = torch.cat([losses, to_device(rest, losses.device)])
         if self.plan.num_processes == 1:
             return mine, None
         everyone = mine.new_empty(mine.numel() * self.plan.num_processes)
@@ -213,7 +221,7 @@ class Run:
         of all ranks' gradients, so that each of them sees by it when another's loss is not finite."""
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        norm = grad_norm.detach().to(self.losses[0].device).double()
+        norm = to_device(grad_norm.detach().double(), self.losses[0].device)
         if self.everyone is None:
             *losses, norm_value = torch.stack([*self.losses, norm]).tolist()  # the step's one wait for the device
             ranks = [[*losses, 0.0, 0.0]]
@@ -345,13 +353,13 @@ class Run:
         """Write the record as it ends, finished or not."""
         if error is not None:
             self.status, self.error = "failed", error
-        if self.opened:
-            self.bar.close()
-            self.accelerator.end_training()
-        elif error is None or (self.output_dir / "run.json").exists():
+        if not self.opened and (error is None or (self.output_dir / "run.json").exists()):
             return  # ended before it began: don't write over the record of the run that is there
         if self.plan.num_processes > 1 and self.plan.device != "cpu" and error is None:
             self.peak = max(gather_object([self.peak or self.peak_memory()]))
+        if self.opened:
+            self.bar.close()
+            self.accelerator.end_training()  # no collective works after it
         if self.main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.write_record(finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
@@ -425,10 +433,11 @@ def launch(main, arguments):
         code = stopped.exit_code
     except (Exception, KeyboardInterrupt) as problem:
         error, code = f"{type(problem).__name__}: {problem}", 130 if isinstance(problem, KeyboardInterrupt) else 1
-        # Of gloo, of a loader, of the store that the launcher holds: another process has ended.
-        gone = re.search("by peer|signal: Terminated|connectFullMesh|Connection was likely closed", error)
-        silent = re.search("Timed out waiting|Application timeout", error) or isinstance(problem, dist.DistStoreError)
-        if gone or silent:
+        # Of gloo, of a loader, of NCCL, of the store that the launcher holds: another process has ended.
+        ended = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
+        gone = re.search(ended + "|communicator was aborted", error)
+        silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
+        if gone or silent or isinstance(problem, dist.DistStoreError):
             waited = f"in {plan.patience().total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
             no_answer = f"no answer from another process {waited}: it, its machine or the link is gone"
             error = "another process of this run ended" if gone else no_answer
@@ -462,6 +471,13 @@ def may_speak():
     return False
 
 
+def to_device(tensor, device):
+    """A small tensor of the CPU (or of the device already) on the device. From pinned memory the host does not wait."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def reset_peak_memory(device):
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
@@ -481,12 +497,12 @@ def peak_resident_bytes():
 
 
 def gpu_utilization(device):
-    """Percent, of this process's GPU, or None where there is none or no nvidia-ml-py."""
+    """Percent, of this process's GPU, or None where nobody can say."""
     if device.type != "cuda":
         return None
     try:
         return torch.cuda.utilization(device)
-    except (ModuleNotFoundError, RuntimeError):
+    except Exception:  # no nvidia-ml-py, no driver, or NVML's own error for a card that does not count it (MIG, vGPU)
         return None
 
 

@@ -240,9 +240,12 @@ def restore(parameters, zero, parts):
     from deepspeed.runtime.zero import GatheredParameters
 
     keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
+    fused = zero.optimizer.defaults.get("fused")  # its kernel reads the step counters, too, on the device
     for i, flat in enumerate(masters(zero)):
         for key in keys:
             counter = parts.get(f"optimizer/group{i}/{key}")
+            if counter is not None and fused:
+                counter = counter.to(flat.device)
             zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
     for name, parameter in parameters:
         if not parameter.requires_grad:

@@ -157,11 +157,50 @@ def alive(marker):
     return found
 
 
+STAYING = set()  # processes that serve several tests
+
+
+class PretendedGpu:
+    """Runs recipes on tests/pretend.py's device, in forks of one process that has loaded it before torch."""
+
+    def __init__(self):
+        line = [sys.executable, str(ROOT / "tests" / "pretend.py")]
+        self.server = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        STAYING.add(self.server.pid)
+        self.missing = json.loads(self.server.stdout.readline())["missing"]
+
+    def run(self, config, output_dir, *argv, **job):
+        """(exit codes, output) of a run. job: what `serve` of tests/pretend.py takes."""
+        argv = ["--output_dir", str(output_dir), *map(str, argv)]
+        self.server.stdin.write(json.dumps({"config": str(config), "argv": argv} | job) + "\n")
+        answer = json.loads(self.server.stdout.readline())
+        return answer["exit_codes"], answer["text"]
+
+    def train(self, config, output_dir, *argv, code=0, **job):
+        """A run to its end; its folder. Fails with the run's output unless every rank exits with `code`."""
+        codes, text = self.run(config, output_dir, *argv, **job)
+        assert set(codes) == {code}, f"exit codes {codes}\n{text[-4000:]}"
+        return Path(output_dir)
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """A pretended GPU; the tests that use it skip, and say why, where there can be none."""
+    pretended = PretendedGpu()
+    if pretended.missing:
+        pretended.server.wait()
+        pytest.skip(pretended.missing)
+    yield pretended
+    pretended.server.stdin.close()
+    pretended.server.wait()
+    STAYING.discard(pretended.server.pid)
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers():
     """A test that leaves a rank behind would slow down every test after it."""
     yield
-    children = psutil.Process().children(recursive=True)
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid not in STAYING]
     for child in children:
         child.kill()
     assert not children, f"left behind: {children}"

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import set_seed
+from amp8_helpers import run_ranks
 from conftest import CONFIGS, distance, launched, metrics, record, train, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+from amp8 import emulate
 from shared import data, fp8, models, plan, rules
 from shared.args import Refused
 from shared.precision import compile_blocks
@@ -181,6 +187,32 @@ def test_a_linear_of_another_class_is_named(name, count):
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
                       "the module around it reads its weight directly")  # fmt: skip
+
+
+def counted_under_fsdp(rank, world):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    emulate.convert(model[0], "delayed")
+    convert_to_float8_training(
+        model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda _, name: name == "1"
+    )
+    before, mesh = fp8.converted(model), init_device_mesh("cpu", (world,))
+    for layer in (*model, model):  # a norm and a head by themselves are what Accelerate shards beside the blocks
+        fully_shard(layer, mesh=mesh)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    with fp8.evaluation(model), torch.no_grad():
+        evaluated = model(x)
+    plain = [layer.full_tensor() for layer in model.parameters()]
+    for weight, bias in zip(plain[::2], plain[1::2], strict=True):
+        x = torch.nn.functional.linear(x, weight, bias)
+    return [type(layer).__name__ for layer in model], before, fp8.converted(model), torch.equal(evaluated, x)
+
+
+def test_a_layer_that_fsdp_shards_by_itself_is_counted():
+    """FSDP2 gives what it shards another class: Accelerate does so to the last norm and an untied head."""
+    [(names, before, after, plain)] = run_ranks(1, counted_under_fsdp)
+    assert names == ["FSDPEmulatedLinear", "FSDPFloat8Linear", "FSDPLinear"]
+    assert before == after == (2, 0)
+    assert plain  # evaluation is outside FP8 there too
 
 
 def test_a_model_that_names_no_blocks_is_not_said_to_be_compiled():

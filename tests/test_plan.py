@@ -18,6 +18,7 @@ GPU = {
     "devices": 8,
     "name": "NVIDIA H200",
     "capability": (9, 0),
+    "cuda": "13.2",
     "packages": ["torchao", "transformer_engine", "deepspeed"],
 }
 CPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": []}

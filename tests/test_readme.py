@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.M | re.S)  # (language, t
 INLINE = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yml"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-WORDS = set(re.findall(r"[a-z]+", " ".join(re.findall(r"^    ([a-z |]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
+WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
 
 
 def commands(start):

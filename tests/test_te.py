@@ -1,24 +1,24 @@
-"""TransformerEngine by config, against a stand-in for its package: it needs a GPU to be more than imported.
+"""TransformerEngine by config: its rules here, its own Python on a pretended GPU in te_checks.py."""
 
-The stand-in has TE 2.20's names and signatures, and computes in plain torch. What it was given is looked at.
-"""
-
-import contextlib
 import dataclasses
-import importlib.machinery
-import json
+import importlib.util
+import os
+import re
+import subprocess
 import sys
-import types
+import tomllib
+from pathlib import Path
 
+import fake_tex
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, recipe, record, train, weights
+from conftest import CONFIGS, ROOT, metrics, record, train, weights
+from safetensors.torch import load_file
 from test_plan import CPU, GPU, exported_by_accelerate
-from timm.layers import LayerNorm, LayerNorm2d
-from torch import nn
+from test_pretend import SHORT, resumed
 
-from shared import fp8, models, rules
+from shared import models, rules
 from shared.args import Refused
 from shared.plan import Plan
 
@@ -26,67 +26,8 @@ TE_FILES = sorted(CONFIGS.glob("*_fp8_te*.yml"))
 DELAYED = "backend: TE, recipe: delayed, format: HYBRID, margin: 0, amax_history_len: 1024, amax_compute_algo: max"
 A100 = GPU | {"name": "NVIDIA A100-SXM4-80GB", "capability": (8, 0)}
 B200 = GPU | {"name": "NVIDIA B200", "capability": (10, 0)}
-RECIPES = {  # the arguments that each of TE's recipes has
-    "DelayedScaling": {"margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"},
-    "Float8CurrentScaling": {"fp8_format"},
-    "Float8BlockScaling": {"fp8_format"},
-    "MXFP8BlockScaling": {"fp8_format"},
-}
-
-
-def stand_in():
-    """{name: module} of a `transformer_engine`; `calls` of its pytorch part is every autocast that was entered."""
-
-    class Linear(nn.Linear):
-        def __init__(self, in_features, out_features, bias=True, params_dtype=None, device="cuda"):
-            super().__init__(in_features, out_features, bias, device, params_dtype)
-
-    class LayerNorm(nn.LayerNorm):
-        def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device="cuda"):
-            super().__init__(normalized_shape, eps, device=device, dtype=params_dtype)
-
-    class TransformerLayer(nn.Module):
-        def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, **options):
-            super().__init__()
-            self.given = options | {"sizes": (hidden_size, ffn_hidden_size, num_attention_heads)}
-
-        def forward(self, hidden_states):
-            return hidden_states
-
-    @contextlib.contextmanager
-    def autocast(enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
-        te.calls.append((enabled, recipe))
-        yield
-
-    def recipe_class(name, known):
-        def init(self, **given):
-            assert given.keys() <= known, f"{name} has no {given.keys() - known}"
-            self.given = given
-
-        return type(name, (), {"__init__": init})
-
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common",
-             "transformer_engine.common.recipe")  # fmt: skip
-    package, te, common, recipes = modules = [types.ModuleType(name) for name in names]
-    for module in modules:
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)  # for those who ask if it is installed
-    for kind in (Linear, LayerNorm, TransformerLayer):
-        kind.__module__ = f"transformer_engine.pytorch.module.{kind.__name__.lower()}"
-        setattr(te, kind.__name__, kind)
-    te.autocast, te.calls = autocast, []
-    for name, known in RECIPES.items():
-        setattr(recipes, name, recipe_class(name, known))
-    recipes.Format = types.SimpleNamespace(HYBRID="the format HYBRID", E4M3="the format E4M3", E5M2="the format E5M2")
-    package.pytorch, package.common, common.recipe = te, common, recipes
-    return dict(zip(names, modules, strict=True))
-
-
-@pytest.fixture
-def te(monkeypatch):
-    modules = stand_in()
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return modules["transformer_engine.pytorch"]
+RTX5090 = GPU | {"name": "NVIDIA GeForce RTX 5090", "capability": (12, 0)}
+needs_te = pytest.mark.skipif(fake_tex.missing() is not None, reason=str(fake_tex.missing()))
 
 
 def section(text):
@@ -107,122 +48,23 @@ def on_a_gpu(asked):
     return Plan(config=None, device="cuda", implementation="transformer_engine", **fields)
 
 
+def asked_of(mapping):
+    return rules.asked(rules.exported(mapping))
+
+
 def problems(mapping, machine):
-    return rules.problems(rules.asked(rules.exported(mapping)), machine)
+    return rules.problems(asked_of(mapping), machine)
 
 
-def test_the_shipped_files_reach_their_recipes(te):
-    kinds = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
-             "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
-    seen = set()
-    for path in TE_FILES:
-        asked = rules.asked(exported_by_accelerate(path))
-        made = fp8.te_recipe(on_a_gpu(asked))
-        given = {key: value for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
-                 if key not in ("backend", "recipe")}  # fmt: skip
-        if "format" in given:
-            given["fp8_format"] = f"the format {given.pop('format')}"
-        assert type(made).__name__ == kinds[asked["level"]] and made.given == given, path.name
-        seen.add(asked["level"])
-    assert seen == kinds.keys()
-
-
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("format", ["HYBRID", "E4M3"])
-def test_every_live_key_arrives_unchanged(te, tmp_path, algo, format):
-    """By the environment that the installed launcher makes of the file. Accelerate's own path drops most_recent."""
-    text = f"backend: TE, format: {format}, margin: 3, amax_history_len: 17, amax_compute_algo: {algo}"
-    path = tmp_path / "single_fp8_te.yml"
-    path.write_text(yaml.dump(config(text)))
-    assert rules.file_problems(path)[0] == []
-    asked = rules.asked(exported_by_accelerate(path))
-    assert rules.problems(asked, GPU) == []
-    made = fp8.te_recipe(on_a_gpu(asked))
-    assert type(made).__name__ == "DelayedScaling"
-    assert made.given == {"fp8_format": f"the format {format}", "margin": 3, "amax_history_len": 17,
-                          "amax_compute_algo": algo}  # fmt: skip
-    assert type(made.given["margin"]) is int and type(made.given["amax_history_len"]) is int
-
-
-def test_conversion_goes_on_past_an_odd_shape(te):
-    model = nn.Sequential(nn.Linear(60, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.Linear(64, 32))
-    before = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(model.parameters())
-    same, skipped = fp8.convert(None, on_a_gpu(rules.asked(rules.exported(config(DELAYED)))), model, optimizer)
-    assert same is optimizer and skipped == [("0", "60 is not a multiple of 16")]
-    assert [type(layer) for layer in model] == [nn.Linear, te.LayerNorm, te.Linear, te.Linear]
-    assert fp8.converted(model) == (2, 1)
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert all(any(parameter is one for one in owned) for parameter in model.parameters())
-    assert model[2].bias is None and model[1].eps == 1e-5
-
-
-def test_what_transformer_engine_has_no_layer_for_stays(te):
-    plain = nn.LayerNorm(16, elementwise_affine=False)
-    model = nn.Sequential(plain, nn.LayerNorm((4, 16)), nn.LayerNorm(16, bias=False), nn.LayerNorm(16, eps=1e-3))
-    names = list(model.state_dict())
-    fp8.to_transformer_engine(model)
-    assert model[0] is plain and [type(layer) for layer in model[1:3]] == [nn.LayerNorm, nn.LayerNorm]
-    assert type(model[3]) is te.LayerNorm and model[3].eps == 1e-3
-    assert list(model.state_dict()) == names
-    timm = nn.Sequential(LayerNorm(16), LayerNorm2d(16))  # both are subclasses; the second normalizes channels
-    fp8.to_transformer_engine(timm)
-    assert [type(layer) for layer in timm] == [te.LayerNorm, LayerNorm2d]
-
-
-def test_values_dtype_and_frozen_weights_are_kept(te):
-    model = nn.Sequential(nn.Linear(16, 16)).to(torch.bfloat16)
-    model[0].weight.requires_grad_(False)
-    x = torch.randn(8, 16, dtype=torch.bfloat16)
-    before = model(x)
-    fp8.to_transformer_engine(model)
-    assert type(model[0]) is te.Linear and model(x).equal(before)
-    assert not model[0].weight.requires_grad and model[0].bias.requires_grad
-
-
-@pytest.mark.parametrize(("config", "evaluated"), [("single_fp8_te", 6), ("zero3_fp8_te", 3)])
-def test_a_whole_run_is_in_autocast_while_it_trains_only(tmp_path, config, evaluated):
-    """The recipe from end to end, on the stand-in instead of this machine's emulation."""
-    if config.startswith("zero"):  # where Accelerate's own path drops TE's options
-        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-
-    def before(rank):
-        modules = stand_in()
-        sys.modules.update(modules)
-        vit = recipe("vit")
-        resolve = vit.resolve
-        vit.resolve = lambda: dataclasses.replace(resolve(), implementation="transformer_engine", emulated=False)
-        from shared.run import Run
-
-        close, log = Run.close, Run.log
-
-        def logged(self, row):
-            modules["transformer_engine.pytorch"].calls.append("evaluated" if "accuracy" in row else "logged")
-            log(self, row)
-
-        def report(self, error=None):
-            calls = modules["transformer_engine.pytorch"].calls
-            text = [call if isinstance(call, str) else [call[0], type(call[1]).__name__, call[1].given["margin"]]
-                    for call in calls]  # fmt: skip
-            if rank == 0:
-                (tmp_path / "calls.json").write_text(json.dumps(text))
-            close(self, error)
-
-        Run.close, Run.log = report, logged
-
-    argv = ("--max_steps", 4, "--logging_steps", 1, "--eval_steps", 2, "--save_steps", 0)
-    run = train(config, tmp_path / "run", *argv, before=before)
-    training, evaluating = [True, "DelayedScaling", 0], [False, "DelayedScaling", 0]
-    step, evaluation = [training, "logged"], [*[evaluating] * evaluated, "evaluated"]  # 359 samples by 64
-    assert json.loads((tmp_path / "calls.json").read_text()) == [*step * 2, *evaluation, *step * 2, *evaluation]
-    evidence = record(run)["evidence"]
-    assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
-    assert evidence["optimizer_owns_all"] and evidence["eval_precision"] == "bf16"
-    truth = "fp8 TransformerEngine delayed | 16 of 17 Linear in FP8, 9 LayerNorm, skipped head (10 is not a multiple"
-    assert truth in (tmp_path / "run.log").read_text()
-    assert weights(run).keys() == models.vit("vit_nano", 8, 1, 10).state_dict().keys()
+@needs_te
+def test_transformer_engine_itself():
+    """Its own Python, in a process of its own: te_checks.py."""
+    line = [sys.executable, "-m", "pytest", "-p", "pretend", "-p", "no:cacheprovider", ROOT / "tests" / "te_checks.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    if done.returncode == 5:  # nothing was collected
+        pytest.skip(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +106,12 @@ NO_TE = GPU | {"packages": ["torchao"]}
         (config("backend: TE, recipe: delaid"), GPU, ("recipe delaid is not one of delayed, current, block, mxfp8",)),
         (config(DELAYED, **INDUCTOR), GPU, ("te delayed does not compile", "single_fp8_compile")),
         (config("backend: TE, recipe: mxfp8"), GPU, ("mxfp8 needs compute capability 10.0", "NVIDIA H200 has 9.0")),
+        (config("backend: TE, recipe: mxfp8"), RTX5090, ("mxfp8 needs compute capability 10.0", "RTX 5090 has 12.0")),
+        (
+            config("backend: TE, recipe: block"),
+            GPU | {"cuda": "12.8"},
+            ("te block needs CUDA 12.9", "12.8", "use single_fp8_te"),
+        ),
         (config("backend: TE, recipe: mxfp8"), CPU, ("mxfp8 needs compute capability 10.0", "rehearse on a CPU")),
         (config(DELAYED), A100, (A100["name"], "8.9", "has 8.0", "use single_bf16")),
         (config(DELAYED, "MULTI_GPU"), A100, (A100["name"], "8.9", "has 8.0", "use ddp_bf16")),
@@ -286,6 +134,10 @@ def test_what_cannot_be_is_refused_with_its_fix(mapping, machine, parts):
     ("mapping", "machine"),
     [
         (config("backend: TE, recipe: mxfp8"), B200),
+        (config("backend: TE, recipe: mxfp8"), GPU | {"name": "NVIDIA Thor", "capability": (11, 0)}),
+        (config("backend: TE, recipe: block"), GPU | {"cuda": "12.9"}),
+        (config("backend: TE, recipe: block"), RTX5090),
+        (config(DELAYED), GPU | {"cuda": "12.8"}),
         (config(DELAYED), GPU | {"name": "NVIDIA L4", "capability": (8, 9)}),
         (config(DELAYED), CPU),
         (config(TENSORWISE), NO_TE),
@@ -317,32 +169,91 @@ def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
     assert set(rules.file_problems(path)[0]) == expected
 
 
-def test_whole_blocks_as_transformer_layers(te, monkeypatch):
-    """Patches of one image see each other, all of them, and no other image: TE's defaults would have it otherwise."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = models.vit("vit_tiny", 32, 3, 10, te_blocks=True)
-    assert len(model.blocks) == 12 and {type(block) for block in model.blocks} == {te.TransformerLayer}
-    assert model._no_split_modules == ["TransformerLayer"]
-    assert model.blocks[3].given == {
-        "sizes": (192, 768, 3), "attn_input_format": "bshd", "self_attn_mask_type": "no_mask",
-        "layernorm_epsilon": 1e-6, "hidden_dropout": 0.0, "attention_dropout": 0.0, "drop_path_rate": 0.0,
-        "fuse_qkv_params": True, "qkv_weight_interleaved": False, "params_dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }  # fmt: skip
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-    assert type(models.vit("vit_tiny", 32, 3, 10).blocks[0]) is not te.TransformerLayer
-
-
-def test_whole_blocks_need_the_package_a_gpu_and_random_weights(te, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Refused, match="compute on an NVIDIA GPU, and here is none"):
-        models.vit("vit_nano", 8, 1, 10, te_blocks=True)
+def test_whole_blocks_need_the_package_a_gpu_and_random_weights(monkeypatch):
     for name, pretrained in (("resnet18", False), ("vit_tiny", True)):
         with pytest.raises(Refused, match="start from random weights"):
             models.vit(name, 32, 3, 10, pretrained, te_blocks=True)
-    for name in list(sys.modules):
-        if name.split(".")[0] == "transformer_engine":
-            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(Refused, match="./launch.sh setup --extra te") as refused:
         models.vit("vit_nano", 8, 1, 10, te_blocks=True)
     assert "\n" not in str(refused.value)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", torch)  # importable
+    with pytest.raises(Refused, match="compute on an NVIDIA GPU, and here is none"):
+        models.vit("vit_nano", 8, 1, 10, te_blocks=True)
+
+
+@needs_te
+def test_the_extra_names_every_library_that_is_loaded():
+    """What its __init__ loads and does not find is a RuntimeError; torch's wheels bring all but one."""
+    [folder] = importlib.util.find_spec("transformer_engine").submodule_search_locations
+    source = Path(folder, "common", "__init__.py").read_text()
+    loaded = set(re.findall(r'= _load_cuda_library\("(\w+)"\)', source))
+    assert {"cudnn", "nvrtc", "curand"} <= loaded
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pinned = (ROOT / "requirements.txt").read_text()
+    for extra in ("te", "te-python"):
+        missing = [name for name in loaded if name not in pinned and not any(name in line for line in extras[extra])]
+        assert missing == [], extra
+
+
+@needs_te
+def test_a_run_on_one_gpu_goes_on_as_if_it_had_never_stopped(gpu, tmp_path):
+    """The recipe from end to end; the second half, from its checkpoint, bit for bit. A checkpoint holds no pickle."""
+    run = resumed(gpu, "single_fp8_te", tmp_path, imports=["fake_tex"])
+    evidence = record(run)["evidence"]
+    assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
+    assert evidence["optimizer_owns_all"] and evidence["eval_precision"] == "bf16"
+    truth = "single | fp8 TransformerEngine delayed | 16 of 17 Linear in FP8, 9 LayerNorm, skipped head (10 is not a"
+    assert evidence["truth"].startswith(truth)
+    assert weights(run).keys() == models.vit("vit_nano", 8, 1, 10).state_dict().keys()
+    held = load_file(run / "checkpoint-2" / "rank0.safetensors")
+    scales = {name: tensor for name, tensor in held.items() if name.startswith("te/")}
+    assert len(scales) == 4 * 16 and not any("extra_state" in name for name in held)
+    assert (scales["te/blocks.0.attn.qkv.scaling_fwd.scale"][:2] != 1).all()
+
+
+@needs_te
+@pytest.mark.slow
+def test_ddp_goes_on_with_amaxes_of_all_processes(gpu, tmp_path):
+    """Amaxes are the largest of all processes, so one file of scales is right for all of them."""
+    run = resumed(gpu, "ddp_fp8_te", tmp_path, imports=["fake_tex"], processes=2)
+    evidence = record(run)["evidence"]
+    assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
+    assert [file.name for file in (run / "checkpoint-2").glob("*.safetensors")] == ["rank0.safetensors"]
+
+
+@needs_te
+@pytest.mark.slow
+def test_fsdp_with_activations_computed_again(gpu, tmp_path):
+    """The same run as without, bit for bit, and resumed. FSDP2 shards the last LayerNorm by itself: it counts too."""
+    mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
+    mapping["fsdp_config"]["fsdp_activation_checkpointing"] = True
+    path = tmp_path / "fsdp_fp8_te_ckpt.yml"
+    path.write_text(yaml.dump(mapping))
+    job = {"imports": ["fake_tex"], "processes": 2}
+    again = resumed(gpu, str(path), tmp_path, **job)
+    kept = gpu.train("fsdp_fp8_te", tmp_path / "kept", *SHORT, **job)
+    assert metrics(again) == metrics(kept)
+    for run in (again, kept):
+        evidence = record(run)["evidence"]
+        assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9) and evidence["sharded"]
+    assert "activations computed again" in record(again)["evidence"]["truth"]
+
+
+@needs_te
+def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
+    """Rows that are no multiple of 8 (10 images of 5 tokens), and scales updated at each of two micro-batches."""
+    argv = ("--model", "vit_tiny", "--per_device_train_batch_size", 10, "--gradient_accumulation_steps", 2,
+            "--max_steps", 2, "--eval_steps", 0, "--save_steps", 2)  # fmt: skip
+    card = gpu.train("single_fp8_te", tmp_path / "card", *argv, imports=["fake_tex"])
+    rehearsal = train("single_fp8_te", tmp_path / "rehearsal", *argv)
+    assert record(card)["evidence"]["linear_converted"] == record(rehearsal)["evidence"]["linear_converted"] == 48
+    theirs, mine = (load_file(run / "checkpoint-2" / "rank0.safetensors") for run in (card, rehearsal))
+    layer = "blocks.11.mlp.fc2"  # the head begins with zeros, so the first step has no gradient here
+    amaxes = [
+        theirs[f"te/{layer}.scaling_fwd.amax_history"][:, :2],
+        theirs[f"te/{layer}.scaling_bwd.amax_history"][:, :1],
+    ]
+    theirs, mine = torch.cat(amaxes, 1), mine[f"buffer/{layer}.fp8_amax_history"]
+    assert (theirs != 0).sum(0).tolist() == (mine != 0).sum(0).tolist() == [4, 4, 2]  # of input, weight, gradient
+    assert torch.equal(theirs[-4:-2, 1], mine[-4:-2, 1])  # of the first weights

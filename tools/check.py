@@ -29,7 +29,7 @@ def check(path, machine, overrides):
     if config is None:
         return lines, [], None
     wanted = rules.asked(rules.exported(config | overrides))
-    anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (99, 0)}
+    anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (10, 0), "cuda": "99"}
     anywhere["packages"] = ["torchao", "transformer_engine", "deepspeed"]
     unsound = rules.problems(wanted, anywhere)
     here = [line for line in rules.problems(wanted, machine) if line not in unsound]

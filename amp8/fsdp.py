@@ -1,0 +1,264 @@
+"""The levels under fully_shard (FSDP2): sharded FP16 weights, gathered as FP8; FP8 gradients, reduce-scattered.
+
+The weights go through FSDP2's own door, `fsdp_pre_all_gather` on a tensor subclass: FSDP2 gathers one byte per
+parameter when it would gather a plain weight, prefetches and frees it, recomputes under checkpointing, as ever. The
+gradients do not: FSDP2 copies all gradients of a block into one buffer of one dtype before it lets a custom
+reduce-scatter see them, without the bounds of the tensors. So they leave by the layer's port, as under
+DistributedDataParallel, and `ShardComm` averages them.
+
+All ranks use the same scales, one per tensor: they agree on the largest magnitudes once per step. What is stored is
+then what one process would store, cut into rows, and fits any number of ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from . import scaling
+from .comm import BUCKET, Bucket, Comm, largest
+from .linear import fp16_to_e4m3
+
+
+def managed(model):
+    """{parameter: (FSDPParam, its group)} of all parameters that fully_shard has sharded. Empty without it."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups = state._fsdp_param_groups
+            else:  # torch 2.11
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            for group in groups:
+                for fsdp_param in group.fsdp_params:
+                    found[fsdp_param.sharded_param] = fsdp_param, group
+    return found
+
+
+def check(model, places, opt_level, optimizer, process_group):
+    """Refuses what can't be done under fully_shard. places: what `managed` found."""
+    if opt_level == "O3":
+        raise ValueError("O3 keeps a whole FP8 weight on every rank; under fully_shard use O2, which shards all of it")
+    if process_group is not None:
+        raise ValueError("process_group is not for a model under fully_shard: its mesh says which ranks average")
+    parameters = set(model.parameters())
+    if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer has parameters that the model no longer has: make it after fully_shard")
+    for fsdp_param, group in places.values():
+        if fsdp_param.offload_to_cpu:
+            raise ValueError("amp8 can't offload to the CPU under fully_shard: leave out CPUOffloadPolicy")
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
+            raise ValueError("amp8 can't reshard to a smaller mesh: reshard_after_forward is True, False or None")
+        if hasattr(fsdp_param, "_unsharded_param"):
+            raise ValueError("the model has run already: call amp8.initialize before its first forward pass")
+
+
+def reshard(model):
+    """Puts the shards back where a forward pass has left gathered weights."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class RowShard(torch.Tensor):
+    """This rank's rows of a converted weight: fp16 codes that pass for a plain tensor of the original dtype.
+
+    FSDP2 wants one dtype in a block, and asks the tensor itself what to gather. Whoever reads it computes with
+    codes / scale. Only `load_state_dict` and the optimizer write to it.
+    """
+
+    @staticmethod
+    def __new__(cls, codes, layer, dtype):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+
+    def __init__(self, codes, layer, dtype):
+        self.codes, self.amp8_linear = codes, layer
+
+    def __repr__(self, **_):
+        return f"RowShard({tuple(self.codes.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        first = args[0]
+        if function in RESHAPED:
+            return cls(function(first.codes, *args[1:]), first.amp8_linear, first.dtype)
+        changed = first if isinstance(first, list | tuple) else [first]
+        if function._schema.is_mutable and any(isinstance(tensor, cls) for tensor in changed):
+            if function is torch.ops.aten.copy_.default and isinstance(args[1], cls):
+                first.codes.copy_(args[1].codes)
+                return first
+            raise RuntimeError("a converted weight can't be changed in place: load values with load_state_dict")
+        args, kwargs = tree_map(cls.values_of, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def values_of(x):
+        if not isinstance(x, RowShard):
+            return x
+        return scaling.dequantize(x.codes, x.amp8_linear.weight_scale, x.dtype)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        sharding = self.amp8_linear.sharding
+        codes = below(fp16_to_e4m3(self.codes).view(torch.uint8), sharding.cut)  # uint8 because gloo has no FP8
+        if (comm := self.amp8_linear.gradient.state.comm) is not None:
+            comm.sent += (sharding.world - 1) * codes.numel()
+            comm.wire.add(scaling.E4M3)
+        return (codes,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        if out is None:  # afterwards the same memory is freed and filled again
+            return outputs[0].view(scaling.E4M3), ()
+
+
+aten = torch.ops.aten
+RESHAPED = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.slice.Tensor,
+    aten.new_zeros.default,
+}
+
+
+class Sharding:
+    """Where the weight of one layer is. This rank has its rows first .. last, of `cut` that each rank has at most."""
+
+    def __init__(self, layer, fsdp_param, fsdp_group):
+        self.layer, self.fsdp_param, self.fsdp_group = layer, fsdp_param, fsdp_group
+        info = fsdp_group.mesh_info
+        self.group, self.rank, self.world = info.shard_process_group, info.shard_mesh_rank, info.shard_mesh_size
+        self.replicas = getattr(info, "replicate_process_group", None)  # HSDP
+        self.full_shape = fsdp_param.sharded_param.shape
+        rows = self.full_shape[0]
+        self.cut = -(-rows // self.world)
+        self.first = min(self.rank * self.cut, rows)
+        self.last = min(self.first + self.cut, rows)
+        self.shape = torch.Size((self.last - self.first, self.full_shape[1]))
+        self.piece = slice(self.first * self.full_shape[1], self.last * self.full_shape[1])
+
+    @property
+    def parameter(self):
+        """The parameter that model and optimizer have between steps, a DTensor."""
+        return self.fsdp_param.sharded_param
+
+    def largest(self, x):
+        return largest(x, self.group)
+
+    @property
+    def codes(self):
+        """fp16 codes of this rank's rows."""
+        shard = self.parameter._local_tensor
+        if not isinstance(shard, RowShard):
+            raise RuntimeError("a converted weight is plain again: don't cast or move the model after amp8.initialize")
+        return shard.codes
+
+    def hold(self, codes):
+        """Replaces this rank's plain rows by codes."""
+        plain = self.parameter._local_tensor
+        shard = RowShard(codes, self.layer, plain.dtype)
+        self.parameter._local_tensor = shard
+        self.fsdp_param._sharded_param_data = shard.view(-1)
+        self.fsdp_param._init_extensions()
+
+    def rows_of(self, value):
+        """This rank's rows of a weight, given as a DTensor or as a whole."""
+        if isinstance(value, DTensor):
+            return value.to_local()
+        return value[self.first : self.last]
+
+    def values(self):
+        """The true weight, fp32, as a DTensor."""
+        rows = scaling.dequantize(self.codes, self.layer.weight_scale)
+        spec = self.parameter._spec
+        stride = (self.full_shape[1], 1)
+        shape = self.full_shape
+        return DTensor.from_local(rows, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+
+    def gather(self):
+        """The fp16 codes of the whole weight. Every rank calls it."""
+        send = below(self.codes.view(torch.uint8), self.cut)
+        whole = send.new_empty(self.world * self.cut, send.shape[1])
+        dist.all_gather_into_tensor(whole, send, group=self.group)
+        return whole.view(torch.float16)[: self.full_shape[0]]
+
+
+def below(rows, n):
+    """`rows` with zeros below them, n rows in all."""
+    return rows if len(rows) == n else torch.cat([rows, rows.new_zeros(n - len(rows), rows.shape[1])])
+
+
+class RowBucket:
+    """Some weights whose gradients travel together. Every rank averages its rows of each."""
+
+    def __init__(self, gradients, replicas):
+        self.gradients = gradients
+        self.pieces = [(i, g.sharding.piece.start, g.sharding.piece.stop, 0) for i, g in enumerate(gradients)]
+        self.across = None  # the same weights between replicas: their rows, cut into one share per replica
+        if replicas is not None:
+            shapes = [gradient.sharding.shape for gradient in gradients]
+            self.across = Bucket(gradients, replicas.rank, replicas.world, False, shapes)
+            self.across_pieces = {i: slice(start, end) for i, start, end, _ in self.across.pieces}
+        self.waiting = set(gradients)
+        self.launched = False
+
+
+class ShardComm(Comm):
+    """Reduce-scatters FP8 gradients: each rank receives the codes of its rows and averages in fp32, its own gradient
+    unrounded. (world - 1) / world bytes per element. With HSDP the means are then averaged between replicas, as
+    between the ranks of DistributedDataParallel, but sent as bf16: a third rounding to FP8 would show.
+    """
+
+    def __init__(self, gradients, group, replicas, bucket=BUCKET):
+        super().__init__(gradients, group, False, bucket)
+        self.replicas = None if replicas is None else Comm(gradients, replicas, False, dtype=torch.bfloat16)
+        if self.replicas is not None:
+            self.replicas.wire = self.wire
+
+    def fill(self, gradients):
+        return RowBucket(gradients, self.replicas)
+
+    def launch(self, bucket):
+        for gradient in bucket.gradients:
+            if gradient.spent:
+                gradient.clear()
+            gradient.keep()  # a mean from an earlier pass does not travel again
+        super().launch(bucket)
+
+    @torch.no_grad()
+    def reduce(self, bucket, device):
+        scales = torch.zeros(len(bucket.gradients), device=device)
+        parts, missing = [], []
+        for i, gradient in enumerate(bucket.gradients):
+            full = self.world * gradient.sharding.cut  # rows, with those that only make the shares equal
+            if gradient.codes is None:
+                missing.append(i)
+                codes = torch.zeros(full, gradient.shape[1], dtype=torch.uint8, device=device)
+            else:
+                scales[i] = gradient.scale
+                codes = below(gradient.codes.view(torch.uint8), full)
+            parts.append(codes.view(self.world, -1))
+        received, inverse, scales = self.exchange(torch.cat(parts, 1).unbind(), scales)
+        place = 0
+        for i, gradient in enumerate(bucket.gradients):
+            sharding, start = gradient.sharding, place
+            place += parts[i].shape[1]
+            if i in missing and scales[i] == torch.inf:
+                gradient.reduced = gradient.kept is not None
+                continue
+            total = self.total(received[:, start : start + sharding.shape.numel()], inverse[:, i], gradient.own)
+            mean = total.view(sharding.shape) / self.world
+            if bucket.across is None:
+                gradient.add_mean(mean, scales[i])
+                continue
+            gradient.codes, gradient.scale = (mean * scales[i]).bfloat16(), scales[i]
+            part = bucket.across_pieces.get(i)
+            gradient.own = None if part is None else mean.view(-1)[part].clone()
+        if bucket.across is not None:
+            self.replicas.reduce(bucket.across, device)
+            self.sent += self.replicas.sent
+            self.replicas.sent = 0
+            for gradient in bucket.gradients:
+                if gradient.codes is not None:
+                    gradient.add_mean(gradient.value(), gradient.scale)

@@ -1,0 +1,111 @@
+"""One page about the GPUs of this machine: what every config does on them. Made to be sent to someone.
+
+    ./launch.sh gpu-report                     every config for 20 steps, into gpu-report.md
+    ./launch.sh gpu-report --only fp8 bf16     configs whose name has one of these words
+    ./launch.sh gpu-report --rehearse          nano models, for trying this script
+
+Each config trains recipes/vit.py (tensor parallel: recipes/gpt.py) as a user would launch it, on all GPUs of the
+machine. It ran, or was refused, or failed: with the line that said why. The step is the median after the warm-up. FLOP
+are those of the matrix products in a forward, three times; their share is of the rate at which one GPU of this machine
+multiplies 8192 x 8192 in bf16, also where a config computes in FP8. The page is written after each config.
+"""
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+
+import torch
+from gpu import as_found, forward_flop, launched, rates
+from provenance import ROOT, command, device_name
+
+from tools.report import table
+
+HEADS = ["config", "outcome", "step, ms", "samples/s", "TFLOP/s per GPU", "of the bf16 rate", "peak, GiB", "loss"]
+
+
+def workload(config, rehearse):
+    """(model, recipe and its options) of a config."""
+    if config.startswith("tp"):
+        model = "llama_nano" if rehearse else "llama_medium"
+        words = ["gpt", "--model", model, "--sequence_length", "128" if rehearse else "1024", "--vocab_size", "4096"]
+        return model, [*words, "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "32"]
+    model, size, batch = ("vit_nano", 32, 16) if rehearse else ("vit_base", 224, 64)
+    words = ["vit", "--model", model, "--dataset", "synthetic", "--image_size", str(size)]
+    return model, [*words, "--per_device_train_batch_size", str(batch), "--per_device_eval_batch_size", str(batch)]
+
+
+def tried(config, rehearse, steps):
+    """The row of a config: outcome, and the figures of its run."""
+    model, words = workload(config, rehearse)
+    words += ["--max_steps", str(steps), "--logging_steps", str(steps), "--eval_steps", "0"]
+    try:
+        record = launched(config, words)
+    except SystemExit as problem:
+        why = str(problem)
+        return {"outcome": why if why.startswith("refused") else f"failed: {why.removeprefix('error: ')}"}
+    took, world = record["throughput"]["step_seconds_median"], record["plan"]["num_processes"]
+    flop = 3 * record["global_batch_size"] * forward_flop(model, record["data"])
+    return {
+        "outcome": f"ran on {world}" if record["plan"]["device"] == "cuda" else "ran on a CPU",
+        "step_seconds": took,
+        "samples_per_second": record["throughput"]["samples_per_second_median"],
+        "flop_per_second": flop / took / world,
+        "peak_memory_bytes": record["peak_memory_bytes"],
+        "loss": record["final"]["loss"],
+        "truth": record["evidence"]["truth"],
+        "versions": record["versions"],
+    }
+
+
+def page(about, rate, rows):
+    cells = []
+    for config, row in rows.items():
+        figures = [""] * 6
+        if "step_seconds" in row:
+            share = f"{row['flop_per_second'] / rate:.0%}" if rate else ""
+            figures = [f"{1000 * row['step_seconds']:.1f}", f"{row['samples_per_second']:.1f}",
+                       f"{row['flop_per_second'] / 1e12:.3g}", share, f"{row['peak_memory_bytes'] / 2**30:.2f}",
+                       f"{row['loss']:.4f}"]  # fmt: skip
+        cells.append([f"`{config}`", row["outcome"], *figures])
+    truths = [f"- `{config}`: {row['truth']}" for config, row in rows.items() if "truth" in row]
+    parts = ["# What the configs do on this machine", "", *(f"- {key}: {value}" for key, value in about.items()), "",
+             table(HEADS, cells), "", "What was counted in each run:", "", *truths, ""]  # fmt: skip
+    return "\n".join(parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="configs whose name has one of these")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rehearse", action="store_true", help="nano models")
+    parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available() and not args.rehearse:
+        raise SystemExit("error: there is no GPU here: --rehearse tries the configs on a CPU, with nano models")
+    names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yml"))
+    names = [name for name in names if any(word in name for word in args.only)]
+    if not names:
+        raise SystemExit(f"error: --only {' '.join(args.only)}: no such config, ./launch.sh ls lists them")
+    found, rows = rates(args.rehearse), {}
+    about = {
+        "command": command(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"{torch.cuda.device_count()} x {device_name()}" if torch.cuda.is_available() else device_name(),
+        "as found": json.dumps(as_found()),
+        "system": platform.platform(),
+        "rates": ", ".join(f"{key} {value:.4g}" for key, value in found.items()),
+    }
+    for at, config in enumerate(names, 1):
+        print(f"[{at}/{len(names)}] {config}", flush=True)
+        rows[config] = tried(config, args.rehearse, args.steps)
+        print(f"  {rows[config]['outcome']}", flush=True)
+        if "versions" in rows[config]:
+            about["versions"] = json.dumps(rows[config]["versions"])
+        args.output.write_text(page(about, found["bf16_flop_per_second"], rows))
+    print(f"wrote {args.output}: this is the page to send")
+
+
+if __name__ == "__main__":
+    main()

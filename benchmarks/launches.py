@@ -1,0 +1,103 @@
+"""How many kernels one optimizer step launches, and where the host waits for the device.
+
+    python benchmarks/launches.py --output results/launches.json
+
+Counted without a GPU, on the pretended one of tests/pretend.py: an operator that computes or copies is a launch. A loop
+by hand with the same model and a fused AdamW stands beside the recipes. The step counted logs nothing and writes no
+checkpoint. Functions that a GPU runs compiled are counted as calls; the operators in them, which a compiler fuses, are
+apart. DeepSpeed's and FSDP2's own waits are in the list of places, too. These are counts, not times.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import pretend  # noqa: E402, before torch
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from conftest import PretendedGpu  # noqa: E402
+from provenance import save  # noqa: E402
+
+STEPS, BATCH, SEQUENCE_LENGTH = 6, 16, 32
+COUNTED = 4  # the step after the fourth: after the counting of the second, before the log of the last
+LEVELS = ("fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_ao_rowwise", *LEVELS)
+CASES = [("vit", f"single_{name}") for name in PRECISIONS]
+CASES += [("vit", f"{kind}_{name}") for kind in ("ddp", "fsdp") for name in ("bf16", "fp8")]
+CASES += [("vit", f"ddp_{name}") for name in LEVELS] + [("vit", "zero1_bf16"), ("vit", "zero3_bf16")]
+CASES += [("gpt", f"single_{name}") for name in ("fp32", "bf16", "fp8_msamp_o2")]
+
+
+def by_hand(recipe, precision):
+    """A training loop on PyTorch alone, on the pretended GPU. Returns what its step launches."""
+    from shared import models
+
+    torch.manual_seed(0)
+    if recipe == "vit":
+        model, x, y = models.vit("vit_nano", 8, 1, 10), torch.rand(BATCH, 1, 8, 8), torch.randint(10, (BATCH,))
+    else:
+        x = torch.randint(256, (BATCH, SEQUENCE_LENGTH))
+        model, y = models.gpt("llama_nano", 256, SEQUENCE_LENGTH), x
+    model.cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05, fused=True)
+    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    pretend.steps[:] = [pretend.nothing_yet()]
+    for _ in range(STEPS):
+        inputs, labels = (part.pin_memory().cuda(non_blocking=True) for part in (x, y))
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            out = model(inputs)
+        logits = (out if recipe == "vit" else out.logits.flatten(0, 1)).float()
+        F.cross_entropy(logits, labels.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        lr_scheduler.step()
+    return pretend.steps[COUNTED]["launches"]
+
+
+def recipes(cases):
+    """{"recipe config": counts} of the recipes, each forked from a process that has the device."""
+    gpu, found = PretendedGpu(), {}
+    if gpu.missing:
+        raise SystemExit(f"error: {gpu.missing}")
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe, config in cases:
+            out = Path(folder, f"{recipe}-{config}")
+            words = ["--max_steps", STEPS, "--logging_steps", 100, "--save_steps", 0, "--eval_steps", 0]
+            words += ["--per_device_train_batch_size", BATCH, "--per_device_eval_batch_size", 360]
+            if recipe == "gpt":
+                words += ["--dataset", ROOT / "launch.sh", "--sequence_length", SEQUENCE_LENGTH]
+            gpu.train(config, out, *words, name=recipe, processes=None if config.startswith("single") else 2)
+            counted = json.loads(Path(f"{out}.rank0.json").read_text())[COUNTED]
+            places = Counter(f"{place} ({operator})" for operator, place in counted.pop("waits"))
+            found[f"{recipe} {config}"] = counted | {"waits": places.total(), "places": dict(sorted(places.items()))}
+            print(recipe, config, found[f"{recipe} {config}"], flush=True)
+    gpu.server.stdin.close()
+    gpu.server.wait()
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "launches.json")
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="cases that have one of these words")
+    args = parser.parse_args()
+    found = recipes([case for case in CASES if any(word in " ".join(case) for word in args.only)])
+    pretend.wear()
+    for name, counts in found.items():
+        recipe, config = name.split()
+        if config in ("single_fp32", "single_bf16"):
+            counts["by_hand"] = by_hand(recipe, config.removeprefix("single_"))
+            counts["ratio"] = round(counts["launches"] / counts["by_hand"], 4)
+            print(name, "by hand", counts["by_hand"], "ratio", counts["ratio"])
+    about = {"device": "a pretended H100: counted, not run", "cases": found}
+    save(args.output, about, ["accelerate", "timm", "torchao", "transformers"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""TransformerEngine's layers: te.Linear and te.LayerNorm in place of torch's, and what keeps them right.
+
+The recipe gets every option of the config, unchanged. A model computes in FP8 inside TransformerEngine's autocast, and
+only while it trains. Delayed scaling keeps a scale and a history of amaxes per tensor, outside the modules' buffers;
+TransformerEngine writes them to a checkpoint as a pickle, this file hands them out as the plain tensors they are.
+"""
+
+import functools
+import importlib
+
+import torch.nn.functional as F
+from torch import nn
+
+from shared.args import Refused
+
+ROWS = 16  # TransformerEngine asks for multiples of 8; where cuBLASLt sums over the rows, for multiples of 16
+
+
+def package():
+    """`transformer_engine.pytorch`, or Refused in one line."""
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:  # the last two where a CUDA library is missing
+        raise Refused(
+            f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te (README, FP8)"
+        ) from None
+
+
+def multiple(plan):
+    """What the sizes of a Linear must be a multiple of. MXFP8 has one scale per 32 values, along both dimensions."""
+    return 32 if plan.level == "mxfp8" else 16
+
+
+def convert(model, plan, skipped):
+    """te.Linear and te.LayerNorm in place of torch's, around the very same Parameters: the optimizer keeps them.
+    `skipped`: names of Linear layers that stay."""
+    te = package()
+    for parent_name, parent in list(model.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            name = f"{parent_name}.{child_name}".lstrip(".")
+            if type(child) is nn.Linear and name not in skipped:
+                new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
+                                params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
+                new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple(plan)))
+                adopt(parent, child_name, child, new)
+            elif last_dimension_norm(child):
+                new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
+                                   device=child.weight.device)  # fmt: skip
+                adopt(parent, child_name, child, new)
+
+
+def in_whole_rows(layer, rows, x):
+    """`layer(x)` for any number of rows (samples times tokens): FP8 products take multiples of `rows`. Rows of zeros
+    are added and cut off again; they change no amax, no other row and no gradient."""
+    forward = functools.partial(type(layer).forward, layer)
+    missing = -x.shape[:-1].numel() % rows
+    if not (layer.training and missing):
+        return forward(x)
+    out = forward(F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing)))
+    return out[:-missing].view(*x.shape[:-1], out.shape[-1])
+
+
+def last_dimension_norm(module):
+    """Whether a module is torch's LayerNorm or timm's of that name, with weight and bias over the last dimension: all
+    that te.LayerNorm can be. Other subclasses (LayerNorm2d) normalize something else."""
+    named = isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm"
+    return named and module.bias is not None and len(module.normalized_shape) == 1
+
+
+def adopt(parent, name, old, new):
+    for key, parameter in old.named_parameters():
+        setattr(new, key, parameter)
+    setattr(parent, name, new)
+
+
+def recipe(plan):
+    """The recipe object that TransformerEngine gets: every option of the config, unchanged."""
+    from transformer_engine.common import recipe
+
+    options = dict(plan.fp8_options)
+    if "fp8_format" in options:
+        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
+    kinds = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
+             "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
+    return getattr(recipe, kinds[plan.level])(**options)
+
+
+def wrap_forward(plan, model):
+    """Before Accelerate prepares the model: `model.forward` inside TransformerEngine's autocast, FP8 while it trains.
+
+    Activations that are computed again in the backward pass have left that autocast. TransformerEngine's own
+    checkpointing enters it again, with the scales that the first pass had; torch's, which Accelerate would use, does
+    not.
+    """
+    te, made = package(), recipe(plan)
+    products = {te.Linear: 1, te.LayerNormLinear: 1, te.LayerNormMLP: 2}
+    if plan.level == "delayed":
+        for module in model.modules():
+            if type(module) in products:  # what TransformerEngine does in the first forward pass
+                module.fp8_meta |= {"recipe": made, "num_gemms": products[type(module)]}
+                module.init_fp8_meta_tensors(made)
+    if plan.ckpt:
+        for block in model.modules():
+            if type(block).__name__ in model._no_split_modules:
+                block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
+    forward = model.forward
+
+    def in_fp8(*args, **kwargs):
+        try:
+            with te.autocast(enabled=model.training, recipe=made):
+                return forward(*args, **kwargs)
+        except ValueError as error:
+            if "FP8 execution requires" not in str(error):
+                raise
+            raise Refused(
+                f"TransformerEngine's blocks take samples x tokens in multiples of 8 in FP8: another "
+                f"--per_device_train_batch_size ({error})"
+            ) from None
+
+    model.forward = in_fp8
+
+
+def state(model):
+    """{name: live tensor} of delayed scaling: the next step's scales and the amaxes that they come from."""
+    return {
+        f"{name}.{way}.{kind}": getattr(module.fp8_meta[way], kind)
+        for name, module in model.named_modules()
+        for way in ("scaling_fwd", "scaling_bwd")
+        for kind in ("scale", "amax_history")
+        if hasattr(getattr(module, "fp8_meta", {}).get(way), kind)
+    }

@@ -1,0 +1,366 @@
+"""TransformerEngine's own Python on a pretended GPU, with kernels pretended by fake_tex.py. tests/test_te.py runs this
+file in a process of its own, because neither may leak into other tests:
+
+    PYTHONPATH=tests python -m pytest -p pretend tests/te_checks.py
+"""
+
+import copy
+import dataclasses
+import pickle
+
+import fake_tex
+import pretend
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from test_plan import exported_by_accelerate
+from test_te import DELAYED, TE_FILES, asked_of, config, on_a_gpu
+from timm.layers import LayerNorm, LayerNorm2d
+from torch import nn
+
+from amp8 import emulate
+from shared import fp8, models, rules
+from shared import te as ours
+from shared.args import Refused
+
+if reason := (pretend.DRIVER if isinstance(pretend.DRIVER, str) else fake_tex.missing()):
+    pytest.skip(reason, allow_module_level=True)
+fake_tex.install()
+pretend.wear()
+import transformer_engine.pytorch as te  # noqa: E402
+from transformer_engine.common import recipe as recipes  # noqa: E402
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
+
+NAMES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
+         "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """TransformerEngine keeps every layer's amaxes in one place of the process."""
+    FP8GlobalStateManager.reset()
+
+
+def seeded(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plan(text=DELAYED, **more):
+    return dataclasses.replace(on_a_gpu(asked_of(config(text))), **more)
+
+
+# What it is given
+
+
+def test_the_shipped_files_reach_their_recipes():
+    seen = set()
+    for path in TE_FILES:
+        asked = rules.asked(exported_by_accelerate(path))
+        made = ours.recipe(on_a_gpu(asked))
+        given = {key: value for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
+                 if key not in ("backend", "recipe")}  # fmt: skip
+        if "format" in given:
+            given["fp8_format"] = recipes.Format[given.pop("format")]
+        assert type(made).__name__ == NAMES[asked["level"]], path.name
+        known = {field.name for field in dataclasses.fields(made)}  # it takes unknown arguments and drops them
+        assert given.keys() <= known and {key: getattr(made, key) for key in given} == given, path.name
+        seen.add(asked["level"])
+    assert seen == NAMES.keys()
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("format", ["HYBRID", "E4M3"])
+def test_every_live_key_arrives_unchanged(tmp_path, algo, format):
+    """By the environment that the installed launcher makes of the file. Accelerate's own path drops most_recent."""
+    path = tmp_path / "single_fp8_te.yml"
+    text = f"backend: TE, format: {format}, margin: 3, amax_history_len: 17, amax_compute_algo: {algo}"
+    path.write_text(yaml.dump(config(text)))
+    made = ours.recipe(on_a_gpu(rules.asked(exported_by_accelerate(path))))
+    assert type(made) is recipes.DelayedScaling
+    assert (made.fp8_format, made.margin, made.amax_history_len) == (recipes.Format[format], 3, 17)
+    assert made.amax_compute_algo == algo
+
+
+@pytest.mark.parametrize("level", NAMES)
+def test_the_rules_of_cards_are_its_own(level, monkeypatch):
+    """Which card and which CUDA a recipe needs: shared/rules.py's answer is TransformerEngine's."""
+    from transformer_engine.pytorch import quantization
+
+    made = ours.recipe(plan(f"backend: TE, recipe: {level}"))
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
+        for cuda in ("12.8", "12.9", "13.2"):
+            machine = {"device": "cuda", "devices": 1, "name": "a card", "capability": capability, "cuda": cuda,
+                       "packages": ["transformer_engine"]}  # fmt: skip
+            monkeypatch.setattr(quantization, "get_device_compute_capability", lambda now=capability: now)
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+                monkeypatch.setattr(quantization, name, None)
+            try:
+                with te.autocast(recipe=made):
+                    theirs = True
+            except (AssertionError, RuntimeError):
+                theirs = False
+            mine = rules.problems(asked_of(config(f"backend: TE, recipe: {level}")), machine) == []
+            assert mine == theirs, (level, capability, cuda)
+
+
+# What is converted
+
+
+def converted(model, **more):
+    return fp8.convert(None, plan(**more), model, torch.optim.AdamW(model.parameters()))
+
+
+def test_conversion_goes_on_past_an_odd_shape():
+    model = nn.Sequential(nn.Linear(60, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.Linear(64, 32))
+    before = dict(model.named_parameters())
+    optimizer, skipped = converted(model)
+    assert skipped == [("0", "60 is not a multiple of 16")]
+    assert [type(layer) for layer in model] == [nn.Linear, te.LayerNorm, te.Linear, te.Linear]
+    assert fp8.converted(model) == (2, 1)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert all(any(parameter is one for one in owned) for parameter in model.parameters())
+    assert model[1].eps == 1e-5 and not model[2].use_bias and model[3].use_bias
+
+
+def test_mxfp8_takes_multiples_of_32():
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64), nn.Linear(64, 96))
+    _, skipped = converted(model, text="backend: TE, recipe: mxfp8")
+    assert skipped == [("0", "48 is not a multiple of 32"), ("1", "48 is not a multiple of 32")]
+    assert type(model[2]) is te.Linear
+
+
+def test_what_transformer_engine_has_no_layer_for_stays():
+    plain = nn.LayerNorm(16, elementwise_affine=False)
+    model = nn.Sequential(plain, nn.LayerNorm((4, 16)), nn.LayerNorm(16, bias=False), nn.LayerNorm(16, eps=1e-3))
+    names = list(model.state_dict())
+    ours.convert(model, plan(), {})
+    assert model[0] is plain and [type(layer) for layer in model[1:3]] == [nn.LayerNorm, nn.LayerNorm]
+    assert type(model[3]) is te.LayerNorm and model[3].eps == 1e-3
+    assert [name for name in model.state_dict() if not name.endswith("_extra_state")] == names
+    timm = nn.Sequential(LayerNorm(16), LayerNorm2d(16))  # both are subclasses; the second normalizes channels
+    ours.convert(timm, plan(), {})
+    assert [type(layer) for layer in timm] == [te.LayerNorm, LayerNorm2d]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_dtype_and_frozen_weights_are_kept(bias):
+    model = nn.Sequential(nn.Linear(16, 32, bias=bias), nn.LayerNorm(32)).to(torch.bfloat16)
+    model[0].weight.requires_grad_(False)
+    x = seeded(8, 16).to(torch.bfloat16)
+    before = model(x)
+    ours.convert(model, plan(), {})
+    assert [type(layer) for layer in model] == [te.Linear, te.LayerNorm]
+    after = model.to("cuda")(x.to("cuda")).cpu()
+    assert (after.float() - before.float()).abs().max() <= 2**-7 * before.float().abs().max()  # a place of bf16
+    assert not model[0].weight.requires_grad and model[1].weight.requires_grad
+    assert [(n, p.shape) for n, p in model[0].named_parameters()] == [("weight", (32, 16)), ("bias", (32,))][: 1 + bias]
+
+
+# What it computes
+
+
+def pair(text=DELAYED, bias=False, inputs=64, outputs=48, dtype=torch.float32):
+    """One Linear as TransformerEngine's, with its recipe, and the same one emulated."""
+    torch.manual_seed(0)
+    asked = plan(text)
+    theirs, mine = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype)), nn.Sequential()
+    mine = copy.deepcopy(theirs)
+    emulate.convert(mine, asked.level, **asked.fp8_options)
+    ours.convert(theirs, asked, {})
+    ours.wrap_forward(asked, theirs)
+    return theirs.to("cuda"), mine
+
+
+def results(model, x, grad):
+    """[output, gradient of x, of each parameter], on the CPU, in fp32."""
+    x = x.detach().clone().requires_grad_()
+    out = model(x)
+    out.backward(grad)
+    found = [out, x.grad, *(p.grad for p in model.parameters())]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [tensor.detach().cpu().float() for tensor in found]
+
+
+def history(model):
+    """Amaxes and scales of input, weight and gradient of the output, of TransformerEngine's one layer."""
+    state = {name.split(".", 1)[1]: tensor.cpu() for name, tensor in ours.state(model).items()}
+    amaxes = torch.cat([state["scaling_fwd.amax_history"][:, :2], state["scaling_bwd.amax_history"][:, :1]], 1)
+    return amaxes, torch.cat([state["scaling_fwd.scale"][:2], state["scaling_bwd.scale"][:1]])
+
+
+def same(theirs, mine, what, rounding=0.0, bias=0.0):
+    """Products of the same FP8 values: a sum of 64 terms in fp32 is off by a rounding of each at most. Where results
+    are bf16, each is `rounding` of itself off, and the output of its two parts: the emulation adds a rounded `bias` to
+    a rounded product."""
+    for a, b in zip(theirs, mine, strict=True):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert ((a - b).abs() <= rounding * (b.abs() + bias) + 128 * 2**-24 * b.abs().max()).all(), what
+        bias = 0.0  # the output is the first
+
+
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_delayed_scaling_is_the_emulation_step_by_step(fp8_format, algo, dtype):
+    """Amaxes and scales are equal to the last bit; so then are the FP8 operands, and the products up to their sums."""
+    text = f"backend: TE, format: {fp8_format}, margin: 1, amax_history_len: 3, amax_compute_algo: {algo}"
+    theirs, mine = pair(text, bias=dtype == torch.bfloat16, dtype=dtype)
+    seen = []
+    for step, size in enumerate([1.0, 8.0, 0.5, 0.25, 0.0, 0.125, 2.0]):
+        x, grad = (seeded(16, 64, seed=step) * size).to(dtype), (seeded(16, 48, seed=10 + step) * size).to(dtype)
+        bounds = (2**-6, mine[0].bias.abs().max().item()) if dtype == torch.bfloat16 else ()  # 3 roundings of 2**-8
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step, *bounds)
+        emulate.update_scales(mine)
+        amaxes, scales = history(theirs)
+        assert torch.equal(amaxes, mine[0].fp8_amax_history) and torch.equal(scales, mine[0].fp8_scale), step
+        seen.append(scales)
+        with torch.no_grad():  # as an optimizer would, the same on both
+            for a, b in zip(theirs.parameters(), mine.parameters(), strict=True):
+                change = seeded(*b.shape, seed=20 + step).to(dtype) * size / 8
+                a.add_(change.to("cuda"))
+                b.add_(change)
+    assert torch.equal(seen[4][::2], seen[3][::2])  # from zeros nothing is learned
+    assert len({scale[0].item() for scale in seen}) >= 3
+
+
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+def test_current_scaling_is_the_emulation(fp8_format):
+    theirs, mine = pair(f"backend: TE, recipe: current, format: {fp8_format}")
+    for step in range(3):
+        x, grad = seeded(16, 64, seed=step) * 10**step, seeded(16, 48, seed=10 + step) / 10**step
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
+
+
+@pytest.mark.parametrize("rows", [1, 10, 24, 40])
+def test_any_number_of_rows(rows):
+    """In FP8 the layer itself takes multiples of 8, and cuBLASLt of 16 in the weight's gradient: zeros are added."""
+    theirs, mine = pair()
+    for step in range(3):
+        x, grad = seeded(rows, 64, seed=step), seeded(rows, 48, seed=10 + step)
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
+        emulate.update_scales(mine)
+        assert all(map(torch.equal, history(theirs), (mine[0].fp8_amax_history, mine[0].fp8_scale)))
+    del theirs[0].forward
+    if rows % 8:
+        with pytest.raises(Refused, match="multiples of 8.*per_device_train_batch_size"):
+            theirs(seeded(rows, 64).to("cuda"))
+    else:
+        out = theirs(seeded(rows, 64).to("cuda"))
+        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED"):
+            out.sum().backward()
+
+
+def test_leading_dimensions_come_back():
+    theirs, _ = pair()
+    assert theirs(seeded(3, 5, 64).to("cuda")).shape == (3, 5, 48)
+
+
+def test_fp8_is_for_training():
+    theirs, mine = pair()
+    x = seeded(16, 64)
+    before = {name: tensor.clone() for name, tensor in ours.state(theirs).items()}
+    out = theirs.eval()(x.to("cuda")).cpu()
+    assert (out - F.linear(x, mine[0].weight)).abs().max() < 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state(theirs).items())
+    trained = theirs.train()(x.to("cuda")).cpu()
+    assert not torch.equal(trained, out) and not FP8GlobalStateManager.is_fp8_enabled()
+
+
+# What it keeps
+
+
+def test_the_state_is_all_that_its_own_checkpoint_holds():
+    theirs, _ = pair()
+    assert {tuple(tensor.shape) for tensor in ours.state(theirs).values()} == {(3,), (2,), (1024, 3), (1024, 2)}
+    for step in range(2):
+        results(theirs, seeded(16, 64, seed=step).to("cuda"), seeded(16, 48, seed=step).to("cuda"))
+    pickled = pickle.loads(theirs[0].get_extra_state().numpy().tobytes())
+    own = ours.state(theirs)
+    tensors = {key: value for key, value in pickled.items() if torch.is_tensor(value)}
+    assert len(tensors) == len(own) == 4
+    for key, tensor in tensors.items():
+        kind, way = key.rsplit("_", 1)
+        assert torch.equal(tensor, own[f"0.scaling_{way}.{kind}"].cpu()), key
+    theirs.eval()(seeded(16, 64).to("cuda"))
+    assert theirs[0].get_extra_state().numel() == 0  # its own is empty after an evaluation
+    assert ours.state(theirs).keys() == own.keys()
+
+
+def test_a_restored_state_goes_on_as_if_it_had_never_stopped():
+    first, _ = pair()
+    steps = [(seeded(16, 64, seed=i).to("cuda") * 3**i, seeded(16, 48, seed=9 + i).to("cuda") / 2**i) for i in range(5)]
+    expected = [results(first, *step) for step in steps]
+    FP8GlobalStateManager.reset()
+    second, _ = pair()
+    for step in steps[:3]:
+        results(second, *step)
+    saved = {name: tensor.cpu().clone() for name, tensor in ours.state(second).items()}
+    FP8GlobalStateManager.reset()
+    third, forgetful = pair()[0], pair()[0]
+    for name, tensor in ours.state(third).items():
+        tensor.copy_(saved[name])
+    for number, step in enumerate(steps[3:], 3):
+        found = results(third, *step)
+        assert all(map(torch.equal, found, expected[number])), number
+        assert not all(map(torch.equal, results(forgetful, *step), expected[number]))  # so it had to be saved
+
+
+# Whole models
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks(**more):
+    torch.manual_seed(0)
+    model, asked = nn.Sequential(*(Block() for _ in range(3))), plan(**more)
+    model._no_split_modules = ["Block"]
+    ours.convert(model, asked, {})
+    ours.wrap_forward(asked, model)
+    return model.to("cuda")
+
+
+@pytest.mark.parametrize("level", ["delayed", "current"])
+def test_activations_computed_again_are_the_same(level):
+    """As the run does it: under bf16 autocast, for some steps, so that scales have changed since the first pass."""
+    kept, again, calls = blocks(text=f"backend: TE, recipe: {level}"), None, []
+    again = blocks(text=f"backend: TE, recipe: {level}", ckpt=True)
+    again[0].up.register_forward_hook(lambda *_: calls.append(FP8GlobalStateManager.is_fp8_enabled()))
+    for step in range(4):
+        x, grad = seeded(16, 64, seed=step).to("cuda") * 2**step, seeded(16, 64, seed=9 + step).to("cuda")
+        found = []
+        for model in (kept, again):
+            with torch.autocast("cuda", torch.bfloat16):
+                found.append(results(model, x, grad))
+        assert all(map(torch.equal, *found)), step
+        states = ours.state(kept), ours.state(again)
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][name].cpu(), states[1][name].cpu()) for name in states[0]), step
+    assert calls == [True] * 8  # twice a step, in FP8 both times
+
+
+def test_whole_blocks_as_transformer_layers():
+    """Patches of one image see each other, all of them, and no other image: TE's defaults would have it otherwise."""
+    model = models.vit("vit_tiny", 32, 3, 10, te_blocks=True)
+    assert len(model.blocks) == 12 and {type(block) for block in model.blocks} == {te.TransformerLayer}
+    assert model._no_split_modules == ["TransformerLayer"]
+    block = model.blocks[3]
+    attention = block.self_attention
+    assert attention.qkv_format == "bshd" and block.self_attn_mask_type == "no_mask"
+    assert attention.layernorm_qkv.eps == block.layernorm_mlp.eps == 1e-6 and block.hidden_dropout == 0
+    assert {name: tuple(p.shape) for name, p in attention.named_parameters()} == {
+        "layernorm_qkv.layer_norm_weight": (192,), "layernorm_qkv.layer_norm_bias": (192,),
+        "layernorm_qkv.weight": (576, 192), "layernorm_qkv.bias": (576,), "proj.weight": (192, 192), "proj.bias": (192,),
+    }  # fmt: skip
+    assert fp8.converted(model) == (4 * 12, 2 * 12)

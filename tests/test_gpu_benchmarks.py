@@ -1,0 +1,106 @@
+"""benchmarks/gpu.py and `./launch.sh gpu-report`: on a CPU, and on a pretended GPU as a whole, launchers and all."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, launched
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
+def test_every_timed_step_moves_the_weights(level, monkeypatch):
+    import gpu
+
+    made, built = {}, gpu.models.gpt
+
+    def remembered(*args):
+        made["model"] = built(*args)
+        return made["model"]
+
+    def seconds(step):
+        def weights():  # under O3 the masters: one step need not reach the next FP8 value
+            each = made["model"].named_parameters()
+            whole = {name: getattr(getattr(p, "amp8_linear", None), "master", None) for name, p in each}
+            return {name: (p if whole[name] is None else whole[name]).detach().clone() for name, p in
+                    made["model"].named_parameters()}  # fmt: skip
+
+        for _ in range(2):
+            before = weights()
+            step()
+            assert not [name for name, weight in weights().items() if torch.equal(before[name], weight)]
+        return 1.0
+
+    monkeypatch.setattr(gpu.models, "gpt", remembered)
+    monkeypatch.setattr(gpu, "seconds", seconds)
+    assert gpu.optimizer_step(level, True)["seconds"] == 1.0
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+    -L) echo "GPU 0: NVIDIA H100 (pretended)" ;;
+    *compute_cap*) echo "NVIDIA H100 (pretended), 9.0" ;;
+    *) echo "NVIDIA H100 (pretended), 580.00, 1980 MHz, 2619 MHz, 1980 MHz, 700.00 W, 30, 4 MiB" ;;
+esac
+"""
+CUSTOMIZE = """
+import sys
+if any(part.endswith(("gpu.py", "gpu_report.py", "vit.py", "gpt.py")) for part in sys.orig_argv):
+    sys.path.append({tests!r})
+    import pretend
+    pretend.wear(count=1)
+"""
+
+
+@pytest.fixture
+def everywhere(gpu, tmp_path):
+    """The environment in which each Python process of a launch has a pretended GPU, and so has nvidia-smi."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(CUSTOMIZE.format(tests=str(ROOT / "tests")))
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.slow
+def test_the_benchmark_on_a_pretended_gpu(everywhere, tmp_path):
+    only = ("rates", "optimizer-O3", "products", "level-", "vit_nano-8-fp8_msamp_o2")
+    line = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--output", str(tmp_path / "gpu.json"), "--only", *only]
+    done = launched(*line, env=everywhere, timeout=1500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    cases = json.loads((tmp_path / "gpu.json").read_text())["cases"]
+    assert {name: row["error"] for name, row in cases.items() if "error" in row} == {}
+    assert {"rates", "products", "optimizer-O3", "level-O3", "vit_nano-8-fp8_msamp_o2"} <= cases.keys()
+    assert cases["vit_nano-8-fp8_msamp_o2"]["truth"].startswith("single | fp8 MS-AMP O2")
+    assert max(cases["products"]["relative_difference"].values()) < cases["products"]["rounding_of_bfloat16"]
+    for level in ("O1", "O2", "O3"):
+        assert cases[f"level-{level}"]["steps_with_equal_scales"] == 20
+
+
+@pytest.mark.slow
+def test_the_report_on_a_pretended_gpu(everywhere, tmp_path):
+    page = tmp_path / "page.md"
+    words = ("--rehearse", "--steps", "6", "--output", str(page), "--only", "single_bf16", "single_fp8_msamp_o3",
+             "hsdp", "single_fp8_te_mxfp8")  # fmt: skip
+    done = launched("./launch.sh", "gpu-report", *words, env=everywhere, timeout=1500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    text = page.read_text()
+    rows = {row.split("|")[1].strip(" `"): row.split("|")[2].strip() for row in text.splitlines() if row[:3] == "| `"}
+    assert rows["single_bf16"] == rows["single_fp8_msamp_o3"] == "ran on 1", text
+    assert rows["hsdp_bf16"].startswith("refused: ") and rows["single_fp8_te_mxfp8"].startswith("refused: ")
+    assert "- `single_bf16`: single | bf16 compute" in text and "1 x NVIDIA H100 (pretended)" in text
+
+
+@pytest.mark.slow
+def test_a_recipe_launches_hardly_more_than_a_loop_by_hand(gpu, tmp_path):
+    only = ("vit single_fp32", "vit single_bf16", "gpt single_fp32", "gpt single_bf16")
+    line = [sys.executable, "benchmarks/launches.py", "--output", str(tmp_path / "launches.json"), "--only", *only]
+    done = launched(*line, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cases = json.loads((tmp_path / "launches.json").read_text())["cases"]
+    assert cases.keys() == set(only)
+    assert all(1 <= counts["ratio"] <= 1.05 and counts["waits"] <= 1 for counts in cases.values()), cases

@@ -1,0 +1,255 @@
+"""The recipes on a pretended GPU (tests/pretend.py): the plan a Hopper card gets, its branches executed with values.
+
+A run takes four optimizer steps with two checkpoints and an evaluation. A second one goes on from the first checkpoint,
+and its losses, norms and metrics must be those of the first, bit for bit. Whatever the device refuses fails both.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, metrics, record, train
+
+SHORT = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
+         "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
+MSAMP = "(amp8, not Microsoft's package) | 16 of 17 Linear in FP8"
+TRUTH = {  # config -> how its truth line begins
+    "single_bf16": "single | bf16 compute |",
+    "single_fp8": "single | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
+    "single_fp8_msamp_o2": f"single | fp8 MS-AMP O2 {MSAMP}",
+    "ddp_fp8_msamp_o3": f"ddp x2 nccl | fp8 MS-AMP O3 {MSAMP}",
+    "fsdp_fp8": "fsdp x2 nccl, sharded | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
+}
+MORE = {
+    "single_fp32": "single | fp32 |",
+    "single_fp16": "single | fp16 compute, gradient scaler |",
+    "single_fp8_ao_rowwise": "single | fp8 torchao rowwise | 15 of 17 Linear in FP8",
+    "single_fp8_ao_rowwise_with_gw_hp": "single | fp8 torchao rowwise_with_gw_hp | 15 of 17 Linear in FP8",
+    "single_fp8_msamp_o1": f"single | fp8 MS-AMP O1 {MSAMP}",
+    "single_fp8_msamp_o3": f"single | fp8 MS-AMP O3 {MSAMP}",
+    "ddp_bf16": "ddp x2 nccl | bf16 compute |",
+    "ddp_fp16": "ddp x2 nccl | fp16 compute, gradient scaler |",
+    "ddp_fp8": "ddp x2 nccl | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
+    "ddp_fp8_msamp_o1": f"ddp x2 nccl | fp8 MS-AMP O1 {MSAMP}",
+    "ddp_fp8_msamp_o2": f"ddp x2 nccl | fp8 MS-AMP O2 {MSAMP}",
+    "ddp_fp8_msamp_o2_te": "ddp x2 nccl | fp8 MS-AMP O2 (amp8, not Microsoft's package) with TE's delayed scaling | 16 of",
+    "fsdp_bf16": "fsdp x2 nccl, sharded | bf16 compute |",
+    "fsdp_fp16": "fsdp x2 nccl, sharded | fp16 compute, gradient scaler |",
+    "fsdp_bf16_ckpt": "fsdp x2 nccl, sharded | bf16 compute, activations computed again |",
+    "fsdp_bf16_noreshard": "fsdp x2 nccl, sharded | bf16 compute",
+    "fsdp_bf16_offload": "fsdp x2 cuda:nccl,cpu:gloo, sharded | bf16 compute, offloaded to the host |",
+    "fsdp_fp8_ao_rowwise": "fsdp x2 nccl, sharded | fp8 torchao rowwise | 15 of 17 Linear in FP8",
+    "zero1_bf16": "zero1 x2 nccl, 50% of the optimizer state each | bf16 compute |",
+    "zero2_bf16": "zero2 x2 nccl, 50% of the optimizer state each | bf16 compute |",
+    "zero3_bf16": "zero3 x2 nccl, 50% of the optimizer state each | bf16 compute |",
+}
+# DeepSpeed's engine waits by itself; FSDP2 waits for gradients that it has sent to the host.
+WAITS = {"zero1_bf16": 9, "zero2_bf16": 9, "zero3_bf16": 9}
+
+
+def processes(config):
+    return {} if config.startswith("single") else {"processes": 2}
+
+
+def waits(run, rank=0):
+    """Where the host waited for the device from the third optimizer step to the fourth, without a checkpoint."""
+    return json.loads(Path(f"{run}.rank{rank}.json").read_text())[3]["waits"]
+
+
+def resumed(gpu, config, folder, *argv, **job):
+    """A run, and one that goes on from its middle. Returns the first one's folder."""
+    whole = gpu.train(config, folder / "whole", *SHORT, *argv, **job)
+    part = gpu.train(config, folder / "part", *SHORT, *argv, "--resume_from_checkpoint", whole / "checkpoint-2", **job)
+    rows = [row for row in metrics(whole) if row["step"] > 2]
+    assert len(rows) == 3 and metrics(part) == rows
+    return whole
+
+
+@pytest.mark.parametrize("config", [*TRUTH, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_vit(gpu, config, tmp_path):
+    run = resumed(gpu, config, tmp_path, **processes(config))
+    made = record(run)
+    assert made["status"] == "finished" and made["device_name"] == "NVIDIA H100 (pretended)"
+    assert made["plan"]["device"] == "cuda" and not made["plan"]["rehearsal"] and not made["plan"]["emulated"]
+    assert made["evidence"]["truth"].startswith((TRUTH | MORE)[config])
+    assert made["final"]["metrics"]["eval_loss"] < 2.29  # ten classes by chance: 2.303
+    for rank in range(made["plan"]["num_processes"]):
+        assert len(waits(run, rank)) <= WAITS.get(config, 1), waits(run, rank)
+
+
+GPT = ("--dataset", ROOT / "launch.sh", "--sequence_length", 32)
+GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1", "single_fp8_msamp_o2",
+               "single_fp8_msamp_o3", "ddp_bf16", "ddp_fp8", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16",
+               "fsdp_fp8", "tp_bf16")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", GPT_CONFIGS)
+def test_gpt(gpu, config, tmp_path):
+    run = resumed(gpu, config, tmp_path, *GPT, name="gpt", **processes(config))
+    assert record(run)["final"]["loss"] < 5.2  # 256 bytes by chance: 5.545
+    assert config == "tp_bf16" or len(waits(run)) <= 1, waits(run)
+
+
+def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
+    """NVML raises an error of its own for a slice of a card; one that counts is recorded."""
+    short = (*SHORT, "--max_steps", 1, "--save_steps", 0)
+    counted = gpu.train("single_fp32", tmp_path / "card", *short, wear={"utilization": 50})
+    assert record(counted)["gpu_utilization_mean"] == 50
+    assert record(gpu.train("single_fp32", tmp_path / "slice", *short))["gpu_utilization_mean"] is None
+
+
+def test_fp16_counts_the_steps_that_were_taken(gpu, tmp_path):
+    """A fused optimizer skips an overflowed step inside its kernel: it is no step of ours, nor of the schedule."""
+    shrinking = ("--grad_scaler", "init_scale=1e30,backoff_factor=0.0001", "--max_steps", 3)
+    here = gpu.train("single_fp16", tmp_path / "gpu", *SHORT, *shrinking)
+    rehearsed = train("single_fp16", tmp_path / "cpu", *SHORT, *shrinking)
+    for made, other in zip(metrics(here), metrics(rehearsed), strict=True):
+        assert made["step"] == other["step"] and made.get("samples") == other.get("samples")
+        assert made.get("learning_rate") == other.get("learning_rate")
+    assert metrics(here)[0]["samples"] > 16 and metrics(here)[2]["loss"] < metrics(here)[0]["loss"]
+
+
+def test_levels_on_a_card_without_fp8(gpu, tmp_path):
+    """An A100: MS-AMP's levels multiply in bf16 there, and say so."""
+    a100 = {"capability": (8, 0), "name": "NVIDIA A100 (pretended)"}
+    run = gpu.train("single_fp8_msamp_o2", tmp_path / "run", *SHORT, "--max_steps", 1, wear=a100)
+    assert "emulated: no FP8 hardware" in record(run)["evidence"]["truth"]
+
+
+LOST = {  # what NCCL and torch's watchdog say (texts of torch's library) -> the line a user reads
+    "NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.":
+        "error: another process of this run ended",
+    "NCCL communicator was aborted on rank 0.": "error: another process of this run ended",
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)": "error: no answer from another process",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", LOST)
+def test_a_lost_process_is_one_line_and_a_record(gpu, said, tmp_path):
+    """As far as NCCL raises it. A process that its watchdog aborts says nothing more, and its record stays `running`."""
+    out = tmp_path / "run"
+    codes, text = gpu.run("ddp_bf16", out, *SHORT, processes=2, wear={"lost": said})
+    assert codes == [1, 1] and "Traceback" not in text
+    assert [line for line in text.splitlines() if line.startswith("error")][0].startswith(LOST[said])
+    assert record(out)["status"] == "failed" and record(out)["error"].startswith(LOST[said].removeprefix("error: "))
+
+
+@pytest.mark.slow
+def test_levels_with_accumulation(gpu, tmp_path):
+    gpu.train("ddp_fp8_msamp_o3", tmp_path / "run", *SHORT, "--gradient_accumulation_steps", 2, processes=2)
+
+
+# What the device refuses. Each program is one that a GPU would not run, or not run right, and that a CPU runs.
+
+HEAD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pretend, os, torch, torch.distributed as dist
+from torch.optim.adam import adam as torch_adam
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+CASES = %r
+pretend.wear(**%r)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+here = dict(device="cuda")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+one = torch.ones((), **here)
+def fp8(rows, columns, dtype=E4M3):
+    return torch.randn(rows, columns, **here).to(dtype)
+def product(a, b, scale_a=one, scale_b=one, **more):
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **({"out_dtype": torch.bfloat16} | more))
+def adam(step_device):
+    weight, grad, m, v = (torch.ones(4, **here) for _ in range(4))
+    torch_adam([weight], [grad], [m], [v], [], [torch.zeros((), device=step_device)], fused=True, amsgrad=False,
+                          beta1=0.9, beta2=0.99, lr=0.1, weight_decay=0.0, eps=1e-8, maximize=False)
+for name, program in CASES.items():
+    try:
+        exec(program)
+        print(name, "| ran")
+    except (pretend.Refused, RuntimeError, TypeError) as error:
+        print(name, "|", str(error).splitlines()[0])
+os._exit(0)
+"""
+BAD = {  # program -> a part of what the device says
+    "torch.ones(4, **here) + torch.ones(4)": "on the CPU are float32 [4]",
+    "torch.stack([torch.ones((), **here), torch.ones(())])": "on the CPU are float32 []",
+    "torch.zeros(()).add_(torch.ones((), **here))": "on the CPU are float32 []",
+    "torch.ones(4, **here)[torch.tensor([0, 1])] = torch.ones(2)": "on the CPU are float32 [2]",
+    "torch.nn.Linear(4, 4)(torch.ones(2, 4, **here))": "on the CPU are",
+    "torch.ones(2, **here).numpy()": "can't convert cuda:0 device type tensor to numpy",
+    "adam('cpu')": "a fused optimizer reads device memory",
+    "product(fp8(16, 32), fp8(32, 16))": "mat2 must be col_major",
+    "product(fp8(32, 16).t(), fp8(16, 32).t())": "self must be row_major",
+    "product(fp8(16, 24), fp8(16, 24).t())": "divisible by 16",
+    "product(fp8(16, 32), fp8(24, 32).t())": "divisible by 16",
+    "product(fp8(16, 32, E5M2), fp8(16, 32, E5M2).t())": "two e5m2 operands",
+    "product(fp8(16, 32), torch.ones(16, 32, **here).t())": "operands are FP8",
+    "product(fp8(16, 32), fp8(16, 32).t(), scale_a=torch.ones(()))": "all operands on the device",
+    "product(fp8(16, 32), fp8(16, 32).t(), scale_a=one.double())": "fp32",
+    "product(fp8(16, 32), fp8(16, 32).t(), torch.ones(16, 1, **here), torch.ones(1, 16, **here), out_dtype=torch.float32)":
+        "scales per row give bf16 only",
+    "dist.all_reduce(torch.ones(2))": "tensors must be CUDA and dense",
+    "dist.all_reduce(torch.ones(2, 3, **here).t())": "tensors must be contiguous",
+    "dist.broadcast(torch.ones(2, dtype=torch.int16, **here), 0)": "data type not supported by NCCL: int16",
+    "dist.all_reduce(fp8(4, 4))": "NCCL does not reduce FP8",
+}  # fmt: skip
+GOOD = (
+    "torch.ones(4, **here) + torch.ones(())",
+    "torch.ones(4, **here)[torch.tensor([0])]",
+    "adam('cuda')",
+    "product(fp8(16, 32), fp8(16, 32).t())",
+    "product(fp8(17, 32, E5M2), fp8(16, 32).t(), use_fast_accum=True)",
+    "product(fp8(16, 32), fp8(16, 32).t(), torch.ones(16, 1, **here), torch.ones(1, 16, **here))",
+    "dist.all_reduce(torch.ones(2, **here))",
+    "dist.all_gather_into_tensor(torch.empty(4, 4, **here).to(E4M3), fp8(4, 4))",
+)
+
+
+def outcomes(programs, **wear):
+    """{program: what became of it}"""
+    named = {f"case {i}": program for i, program in enumerate(programs)}
+    line = [sys.executable, "-c", HEAD % (named, wear), str(ROOT / "tests")]
+    said = subprocess.run(line, capture_output=True, text=True)
+    rows = dict(row.split(" | ", 1) for row in said.stdout.splitlines() if row.startswith("case "))
+    assert rows.keys() == named.keys(), said.stderr[-2000:]
+    return {program: rows[name] for name, program in named.items()}
+
+
+def test_what_a_gpu_refuses_is_refused(gpu):
+    found = outcomes([*BAD, *GOOD])
+    for program, part in BAD.items():
+        assert part in found[program], (program, found[program])
+    assert {found[program] for program in GOOD} == {"ran"}, found
+    [without] = outcomes(["product(fp8(16, 32), fp8(16, 32).t())"], capability=(8, 0)).values()
+    assert "compute capability 8.9" in without
+
+
+COUNTED = {  # program -> waits for the device
+    "w.sum().item()": 1,
+    "w.tolist()": 1,
+    "bool(w.sum() > 0)": 1,
+    "w.cpu()": 1,
+    "w.to('cpu', non_blocking=True)": 0,
+    "w[w > 0]": 1,
+    "w.nonzero()": 1,
+    "torch.ones(4).to('cuda')": 1,
+    "torch.ones(4).to('cuda', non_blocking=True)": 1,
+    "torch.ones(4).pin_memory().to('cuda')": 1,
+    "torch.ones(4).pin_memory().to('cuda', non_blocking=True)": 0,
+    "torch.cuda.synchronize()": 1,
+    "w * 2 + w.sum()": 0,
+}
+
+
+def test_waits_are_counted(gpu):
+    programs = [f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
+                "assert 0, len(steps[0]['waits'])" for program in COUNTED]  # fmt: skip
+    head = HEAD.replace("TypeError)", "TypeError, AssertionError)")
+    line = [sys.executable, "-c", head % ({f"case {i}": p for i, p in enumerate(programs)}, {}), str(ROOT / "tests")]
+    said = subprocess.run(line, capture_output=True, text=True).stdout
+    found = [row.split(" | ")[1] for row in said.splitlines() if row.startswith("case ")]
+    assert dict(zip(COUNTED, found, strict=True)) == {program: str(count) for program, count in COUNTED.items()}
