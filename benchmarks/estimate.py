@@ -24,7 +24,8 @@ from provenance import save
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from tools.compare import die_with_me  # noqa: E402
-from tools.estimate import estimate, load, of_config, traced  # noqa: E402
+from tools.estimate import estimate, of_config, traced  # noqa: E402
+from tools.tracing import load  # noqa: E402
 
 LIMITS = {"states": 0.10, "total": 0.25}
 RUNTIME = {"single": "single_bf16", "several": "ddp_bf16"}  # measured with vit_nano

@@ -39,10 +39,10 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(ROOT))
+from faithful.checkpoint import write_json  # noqa: E402
 from shared import models  # noqa: E402
-from shared.checkpoint import write_json  # noqa: E402
-from tools.estimate import make_fake, without_storage  # noqa: E402
 from tools.report import table  # noqa: E402
+from tools.tracing import make_fake, without_storage  # noqa: E402
 
 CONFIGS = ("bf16_compile", "fp8_compile", "bf16", "fp8_ao_rowwise_compile", "fp8_te", "fp8_te_current", "fp8_te_block",
            "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3")  # fmt: skip
@@ -224,8 +224,7 @@ def launched(config, words, env=None):
             why = "; ".join(said) or (raised or lines or ["it said nothing"])[-1].strip()
             refused = done.returncode == 2 and not why.startswith("refused")
             raise SystemExit(f"refused: {why.removeprefix('error: ')}" if refused else why)
-        record = json.loads((out / "run.json").read_text())
-        return record | {"command": " ".join(line[:-2])}
+        return models.own_run(out) | {"command": " ".join(line[:-2])}
 
 
 # --------------------------------------------------------------------------------------------------------- one by one

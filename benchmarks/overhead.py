@@ -14,14 +14,14 @@ turns one of them does 20 steps while the others wait: a machine is not equally 
 ratio is that of the median steps of one turn; reported are the median over the turns and their quartiles. In one
 process the final losses in fp32 must agree, or this compares different trainings.
 
-Not alike: to clip, the loop by hand walks through model.parameters() at each step, as loops by hand do, and the recipe
-keeps that list. After a wait the recipe's ranks exchange losses one time more than they would.
+Not alike: after a wait the recipe's ranks exchange losses one time more than they would.
 
 Start-up is from the command to the end of the first optimizer step, by the clock. Needs the extra `bench`.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -34,6 +34,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
 WAYS = ("hand", "recipe", "fabric", "trainer")
 BATCH, SEED = 32, 0  # the batch is the global one
 TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those of its begin that are not timed, as others were in the caches
@@ -66,30 +67,27 @@ def watch(file, steps, port):
 def ingredients(model, steps):
     """What all but the recipe itself build: model, optimizer, schedule and data, as recipes/vit.py does."""
     import torch
-    from torch.optim import AdamW
-    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import get_cosine_schedule_with_warmup
 
-    sys.path.append(str(ROOT))
-    from recipes.vit import warmup_cosine
     from shared import data, models
 
     torch.manual_seed(SEED)
     train_set, _ = data.images("digits", None)
     net = models.vit(model, train_set.image_size, train_set.in_chans, train_set.num_classes)
-    optimizer = AdamW(net.parameters(), 2e-3, weight_decay=0.05)
-    return net, optimizer, LambdaLR(optimizer, lambda step: warmup_cosine(step, 30, steps)), train_set
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3, weight_decay=0.05)
+    return net, optimizer, get_cosine_schedule_with_warmup(optimizer, 30, steps), train_set
 
 
-def order(train_set, rank, world):
-    """This rank's samples in the order of the recipe: of each global batch the ranks take a slice each."""
-    from shared.data import Order
+def order(train_set, steps):
+    """The samples of so many global batches, in the order of the recipe."""
+    from shared.data import Order, Progress
 
-    per_rank = BATCH // world
-    return [
-        sample
-        for at, sample in zip(range(100_000), Order(len(train_set), BATCH, SEED), strict=False)
-        if at % BATCH // per_rank == rank
-    ]
+    return list(itertools.islice(Order(len(train_set), BATCH, SEED, Progress({})), steps * BATCH))
+
+
+def share(samples, rank, world):
+    """A rank's: of each global batch the ranks take a slice each."""
+    return [sample for at, sample in enumerate(samples) if at % BATCH // (BATCH // world) == rank]
 
 
 def hand(model, precision, steps):
@@ -104,7 +102,8 @@ def hand(model, precision, steps):
     if world > 1:
         dist.init_process_group("gloo")
         net = DistributedDataParallel(net)
-    loader = DataLoader(train_set, BATCH // world, sampler=order(train_set, rank, world), collate_fn=as_is())
+    samples = share(order(train_set, steps), rank, world)
+    loader = DataLoader(train_set, BATCH // world, sampler=samples, collate_fn=as_is)
     net.train()
     for step, batch in enumerate(loader, 1):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -133,8 +132,8 @@ def fabric(model, precision, steps):
     made.launch()
     net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     net, optimizer = made.setup(net, optimizer)
-    samples = order(train_set, made.global_rank, world)
-    loader = DataLoader(train_set, BATCH // world, sampler=samples, collate_fn=as_is())
+    samples = share(order(train_set, steps), made.global_rank, world)
+    loader = DataLoader(train_set, BATCH // world, sampler=samples, collate_fn=as_is)
     loader = made.setup_dataloaders(loader, use_distributed_sampler=False)
     net.train()
     for step, batch in enumerate(loader, 1):
@@ -160,9 +159,7 @@ def trainer(model, precision, steps):
             return F.cross_entropy(net(inputs["pixel_values"]).float(), inputs["labels"])
 
         def _get_train_sampler(self, dataset):  # of all samples: Accelerate deals the batches out
-            from shared.data import Order
-
-            return [sample for _, sample in zip(range(steps * BATCH), Order(len(dataset), BATCH, SEED), strict=False)]
+            return order(dataset, steps)
 
     net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -173,13 +170,13 @@ def trainer(model, precision, steps):
             seed=SEED, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
         )  # fmt: skip
         optimizers = (optimizer, lr_scheduler)
-        made = Images(net, arguments, data_collator=as_is(), train_dataset=train_set, optimizers=optimizers)
+        made = Images(net, arguments, data_collator=as_is, train_dataset=train_set, optimizers=optimizers)
         made.train()
     return None
 
 
 def recipe(model, precision, steps):
-    """recipes/vit.py as its own __main__; it ends the process."""
+    """recipes/vit.py as its own __main__."""
     import runpy
 
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -196,10 +193,9 @@ def recipe(model, precision, steps):
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def as_is():
-    from shared import data
-
-    return data.as_is
+def as_is(batch):
+    """The data set returns whole batches: nothing is left to collate."""
+    return batch
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -255,7 +251,7 @@ def side_by_side(model, precision, processes, turns):
                     )
                     found[way][key].append(statistics.median(after[at] - before[at] for before, after in pairs))
             said = (folder / f"{way}.log").read_text()
-            found[way]["losses"] = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.]+)", said)]
+            found[way]["losses"] = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.e-]+)", said)]
     return found
 
 

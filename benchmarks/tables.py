@@ -236,24 +236,12 @@ def strategies(made):
     return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
 
 
-def kills(made):
-    phases = (("launcher", "imports and rendezvous", "model and first step"), ("training", "end"), ("saving",))
-    rows = []
-    for row in made["rows"]:
-        cells = [row["kills"], *(sum(row["phase"].get(name, 0) for name in group) for group in phases)]
-        rows.append([f"`{row['config']}`", *cells, *(row[key] for key in KILLS)])
-    rows.append(["all", *map(sum, zip(*(row[1:] for row in rows), strict=True))])
-    heads = ["config", "kills", "while it starts", "trains", "saves", *(key.replace("_", " ") for key in KILLS)]
-    return f"{came_from(made)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
-
-
 TABLES = {
     COMPARISON: comparison,
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
     "results/demo.json": demo,
-    "results/kills.json": kills,
     "results/photos.json": photos,
     "results/gpt_python_docs.json": gpt,
     "results/finetune_textures.json": finetune,

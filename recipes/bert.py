@@ -1,41 +1,37 @@
 """Train an encoder to classify texts, or pairs of them.
 
-    accelerate launch --config_file accelerate_configs/ddp_bf16.yml recipes/bert.py
     accelerate launch --config_file accelerate_configs/fsdp_bf16.yml recipes/bert.py --model bert_small
-    torchrun --nproc_per_node 2 recipes/bert.py
-    python recipes/bert.py --max_steps 20
 
 What is trained is here; how it is trained (precision, processes, sharding) is in the YAML and nowhere else.
 """
 
-import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from sklearn.metrics import f1_score
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import get_cosine_schedule_with_warmup
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faithful import Accelerator  # noqa: E402
+from shared import args as options  # noqa: E402
 from shared import data, models, text  # noqa: E402
-from shared.fp8 import evaluation  # noqa: E402
-from shared.plan import resolve  # noqa: E402
-from shared.precision import prepare  # noqa: E402
-from shared.run import Run, launch  # noqa: E402
 
 
 @dataclass
-class Arguments:
+class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, save_steps, resume_from_checkpoint, ...
     # what is trained
     dataset: str = "python_packages"  # python_packages, a Hub dataset (nyu-mll/glue:mrpc), or a .csv or .json file
     sequence_length: int = 128  # tokens; what is longer is cut
     vocab_size: int = 2048  # of a byte-level BPE trained on the dataset; 0 means bytes
-    model: str = "bert_nano"  # bert_nano, bert_small, bert_base, bert_large
+    model: str = "bert_nano"  # bert_nano, bert_small, bert_base
     pretrained: bool = False  # start from the weights and tokenizer of --model, a Hub name or the folder of a run
     freeze: int = 0  # so many first blocks, and what is before them, stay as they are
     layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
@@ -48,55 +44,36 @@ class Arguments:
     warmup_steps: int = 30  # optimizer steps of linear warm-up; cosine decay to zero after it
     max_steps: int = 300  # optimizer steps
     per_device_train_batch_size: int = 32  # samples per process and micro-batch
-    per_device_eval_batch_size: int = 64  # samples per process
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
     max_grad_norm: float = 1.0  # clip the global gradient norm; 0 means don't
     grad_scaler: str = ""  # for fp16: init_scale=65536,growth_factor=2,backoff_factor=0.5,growth_interval=2000
     seed: int = 0  # of weights, sample order and dropout
-    # the run
-    output_dir: str | None = None  # default: runs/<recipe>-<config>-<time>
-    logging_steps: int = 10  # optimizer steps
-    eval_steps: int = 100  # optimizer steps; 0 means only at the end
-    save_steps: int = 100  # optimizer steps; 0 means only when stopped by SIGTERM
-    save_total_limit: int = 2  # complete checkpoints kept
-    resume_from_checkpoint: str | None = None  # latest (in output_dir), or a checkpoint folder
-    report_to: str | None = None  # tensorboard, trackio or wandb; metrics.jsonl is always written
-    dataloader_num_workers: int = 0  # processes that load data, per training process
 
 
-def evaluate(run, model, loader):
+def evaluate(accelerator, model, loader):
     """Mean loss, accuracy and F1, the mean of the classes', over the held-out set, every sample counted once."""
     seen = []
+    model.eval()
     for batch in loader:
-        labels = batch.pop("labels")
-        with torch.no_grad(), evaluation(model):
-            logits = model(**batch).logits
-        loss = F.cross_entropy(at_least_float32(logits), labels, reduction="none")
-        seen.append(run.accelerator.gather_for_metrics((loss, logits.argmax(-1), labels)))
-        run.stop_if_asked()
+        with torch.no_grad():
+            logits = models.at_least_float32(model(batch["input_ids"], batch["attention_mask"]).logits)
+        loss = F.cross_entropy(logits, batch["labels"], reduction="none")
+        seen.append(accelerator.gather_for_metrics((loss, logits.argmax(-1), batch["labels"])))
+    model.train()
     losses, found, labels = (torch.cat(values).double().cpu() for values in zip(*seen, strict=True))
-    assert len(labels) == len(loader.dataset), f"evaluated {len(labels)} samples of {len(loader.dataset)}"
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     f1 = f1_score(labels, found, average="macro")
     return {"eval_loss": losses.mean().item(), "accuracy": (found == labels).double().mean().item(), "f1": float(f1)}
 
 
-def at_least_float32(logits):
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def warmup_cosine(step, warmup_steps, max_steps):
-    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-    return (step + 1) / warmup_steps if step < warmup_steps else 0.5 * (1 + math.cos(math.pi * min(1, progress)))
-
-
 def main(args):
-    plan = resolve()
     accelerator = Accelerator(
-        **plan.kwargs(args.gradient_accumulation_steps, args.grad_scaler),
-        log_with=args.report_to,
-        project_dir=args.output_dir if args.report_to else None,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=options.trackers(args.report_to),
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )
-    run = Run(accelerator, plan, args)
     set_seed(args.seed)
     with accelerator.main_process_first():
         known = models.model_folder(args.model) if args.pretrained else None
@@ -104,46 +81,59 @@ def main(args):
     dtype = getattr(torch, args.dtype)
     shape = train_set.vocab_size, args.sequence_length, len(train_set.classes)
     model = models.bert(args.model, *shape, args.pretrained, args.dropout).to(dtype)
+    set_seed(args.seed, device_specific=True)  # each process has a dropout of its own
 
-    fused = accelerator.device.type == "cuda"
-    groups = models.groups(model, args)
-    if args.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, args.learning_rate, weight_decay=args.weight_decay, fused=fused)
-    else:
-        optimizer = torch.optim.SGD(groups, args.learning_rate, 0.9, weight_decay=args.weight_decay, fused=fused)
-    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, args.warmup_steps, args.max_steps)
-    )
-    loading = data.loading(args.dataloader_num_workers, pin_memory=fused)
-    order = run.order(train_set)
+    optimizers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
+    optimizer = optimizers[args.optimizer](models.groups(model, args), fused=accelerator.device.type == "cuda")
+    lr_scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.max_steps)
+    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()})
+    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
-    model, optimizer, train_loader, eval_loader, evidence = prepare(
-        accelerator, plan, model, optimizer, train_loader, eval_loader
-    )
-    run.start(model, optimizer, lr_scheduler, evidence, train_set)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+    accelerator.register_for_checkpointing(progress, lr_scheduler)
+    if args.resume_from_checkpoint:
+        accelerator.load_state(None if args.resume_from_checkpoint == "latest" else args.resume_from_checkpoint)
+    accelerator.init_trackers("bert", options.given(args))
+    output_dir = data.describe(accelerator, train_set)
 
     model.train()
-    for batch in run.batches(train_loader):
-        if run.due(args.eval_steps):
-            run.log(evaluate(run, model, eval_loader))
-        with accelerator.accumulate(model):
-            labels = batch.pop("labels")
-            loss = F.cross_entropy(at_least_float32(model(**batch).logits), labels)
-            run.share(loss)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                grad_norm = accelerator.clip_grad_norm_(run.parameters, args.max_grad_norm or math.inf)
-                run.agree(grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            if not accelerator.optimizer_step_was_skipped:
-                lr_scheduler.step()
-            run.stepped()
-    run.finish(evaluate(run, model, eval_loader))
-    text.leave(run, model, train_set, prompt=None)
+    batches = iter(train_loader)
+    bar = tqdm(total=args.max_steps, initial=progress.step, disable=None if accelerator.is_main_process else True)
+    while progress.step < args.max_steps:
+        if progress.due(args.eval_steps):
+            accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
+        losses = []
+        for _ in range(args.gradient_accumulation_steps):
+            batch = next(batches)
+            with accelerator.accumulate(model):
+                logits = models.at_least_float32(model(batch["input_ids"], batch["attention_mask"]).logits)
+                loss = F.cross_entropy(logits, batch["labels"])
+                accelerator.backward(loss)
+                losses.append(loss.detach())
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or torch.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+        progress.batch += 1
+        if accelerator.optimizer_step_was_skipped:  # fp16's gradient scaler saw an overflow
+            continue
+        progress.step += 1
+        bar.update()
+        if progress.step == args.max_steps or (args.logging_steps and progress.step % args.logging_steps == 0):
+            loss = accelerator.gather(torch.stack(losses)).mean().item()
+            values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
+            accelerator.log(values, step=progress.step)
+        lr_scheduler.step()
+        if args.save_steps and progress.step % args.save_steps == 0:
+            accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
+    bar.close()
+    accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
+    accelerator.save_model(model, f"{output_dir}/model")
+    text.leave(accelerator, model, train_set, output_dir)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    launch(main, Arguments)
+    main(options.parse(Arguments))

@@ -1,35 +1,31 @@
 """Train a language model to predict the next token.
 
-    accelerate launch --config_file accelerate_configs/ddp_bf16.yml recipes/gpt.py
     accelerate launch --config_file accelerate_configs/fsdp_bf16.yml recipes/gpt.py --model gpt_small
-    torchrun --nproc_per_node 2 recipes/gpt.py
-    python recipes/gpt.py --max_steps 20
 
 What is trained is here; how it is trained (precision, processes, sharding) is in the YAML and nowhere else.
 """
 
-import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import get_cosine_schedule_with_warmup
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faithful import Accelerator  # noqa: E402
+from shared import args as options  # noqa: E402
 from shared import data, models, text  # noqa: E402
-from shared.fp8 import evaluation  # noqa: E402
-from shared.plan import resolve  # noqa: E402
-from shared.precision import prepare  # noqa: E402
-from shared.run import Run, launch  # noqa: E402
 
 
 @dataclass
-class Arguments:
+class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, save_steps, resume_from_checkpoint, ...
     # what is trained
     dataset: str = "python_docs"  # python_docs, python_source, a text file, a folder of them, or a Hub dataset
     sequence_length: int = 128  # tokens
@@ -48,103 +44,97 @@ class Arguments:
     warmup_steps: int = 30  # optimizer steps of linear warm-up; cosine decay to zero after it
     max_steps: int = 300  # optimizer steps
     per_device_train_batch_size: int = 32  # samples per process and micro-batch
-    per_device_eval_batch_size: int = 64  # samples per process
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
     max_grad_norm: float = 1.0  # clip the global gradient norm; 0 means don't
     grad_scaler: str = ""  # for fp16: init_scale=65536,growth_factor=2,backoff_factor=0.5,growth_interval=2000
     seed: int = 0  # of weights, sample order and dropout
-    # the run
-    output_dir: str | None = None  # default: runs/<recipe>-<config>-<time>
-    logging_steps: int = 10  # optimizer steps
-    eval_steps: int = 100  # optimizer steps; 0 means only at the end
-    save_steps: int = 100  # optimizer steps; 0 means only when stopped by SIGTERM
-    save_total_limit: int = 2  # complete checkpoints kept
-    resume_from_checkpoint: str | None = None  # latest (in output_dir), or a checkpoint folder
-    report_to: str | None = None  # tensorboard, trackio or wandb; metrics.jsonl is always written
-    dataloader_num_workers: int = 0  # processes that load data, per training process
 
 
-def evaluate(run, model, loader):
+def evaluate(accelerator, model, loader):
     """Mean loss and perplexity over the tokens of the held-out set, every sequence counted once."""
     seen = []
+    model.eval()
     for batch in loader:
-        with torch.no_grad(), evaluation(model):
-            logits = model(batch["input_ids"]).logits
-        loss = F.cross_entropy(at_least_float32(logits).transpose(1, 2), batch["labels"], reduction="none").sum(1)
-        seen.append(run.accelerator.gather_for_metrics((loss, (batch["labels"] >= 0).sum(1))))
-        run.stop_if_asked()
-    losses, counts = (torch.cat(values) for values in zip(*seen, strict=True))
-    assert len(counts) == len(loader.dataset), f"evaluated {len(counts)} samples of {len(loader.dataset)}"
-    loss = (losses.double().sum() / counts.sum()).item()
-    return {"eval_loss": loss, "perplexity": math.exp(loss)}
-
-
-def at_least_float32(logits):
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def warmup_cosine(step, warmup_steps, max_steps):
-    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-    return (step + 1) / warmup_steps if step < warmup_steps else 0.5 * (1 + math.cos(math.pi * min(1, progress)))
+        with torch.no_grad():
+            logits = models.at_least_float32(model(batch["input_ids"]).logits)
+        loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").sum(1)
+        seen.append(accelerator.gather_for_metrics((loss, (batch["labels"] >= 0).sum(1))))
+    model.train()
+    losses, counts = (torch.cat(values).double() for values in zip(*seen, strict=True))
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
+    loss = losses.sum() / counts.sum()
+    return {"eval_loss": loss.item(), "perplexity": loss.exp().item()}
 
 
 def main(args):
-    plan = resolve()
     accelerator = Accelerator(
-        **plan.kwargs(args.gradient_accumulation_steps, args.grad_scaler),
-        log_with=args.report_to,
-        project_dir=args.output_dir if args.report_to else None,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=options.trackers(args.report_to),
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )
-    run = Run(accelerator, plan, args)
     set_seed(args.seed)
     with accelerator.main_process_first():
         known = models.model_folder(args.model) if args.pretrained else None
         train_set, eval_set = text.texts(args.dataset, args.sequence_length, args.vocab_size, args.packing, known)
     dtype = getattr(torch, args.dtype)
     model = models.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained, args.dropout).to(dtype)
+    set_seed(args.seed, device_specific=True)  # each process has a dropout of its own
 
-    fused = accelerator.device.type == "cuda"
-    groups = models.groups(model, args)
-    if args.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, args.learning_rate, weight_decay=args.weight_decay, fused=fused)
-    else:
-        optimizer = torch.optim.SGD(groups, args.learning_rate, 0.9, weight_decay=args.weight_decay, fused=fused)
-    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, args.warmup_steps, args.max_steps)
-    )
-    loading = data.loading(args.dataloader_num_workers, pin_memory=fused)
-    order = run.order(train_set)
+    optimizers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
+    optimizer = optimizers[args.optimizer](models.groups(model, args), fused=accelerator.device.type == "cuda")
+    lr_scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.max_steps)
+    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()})
+    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
-    model, optimizer, train_loader, eval_loader, evidence = prepare(
-        accelerator, plan, model, optimizer, train_loader, eval_loader
-    )
-    run.start(model, optimizer, lr_scheduler, evidence, train_set)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+    accelerator.register_for_checkpointing(progress, lr_scheduler)
+    if args.resume_from_checkpoint:
+        accelerator.load_state(None if args.resume_from_checkpoint == "latest" else args.resume_from_checkpoint)
+    accelerator.init_trackers("gpt", options.given(args))
+    output_dir = data.describe(accelerator, train_set)
 
     model.train()
-    for batch in run.batches(train_loader):
-        if run.due(args.eval_steps):
-            run.log(evaluate(run, model, eval_loader))
-        with accelerator.accumulate(model):
-            logits = at_least_float32(model(batch["input_ids"]).logits)
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            # The mean over all tokens of the optimizer step: Accelerate and DDP divide by its number of batches.
-            tokens = train_set.count(order.batch(run.batch))
-            loss = loss * (run.global_batch_size // args.per_device_train_batch_size) / tokens
-            run.share(loss)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                grad_norm = accelerator.clip_grad_norm_(run.parameters, args.max_grad_norm or math.inf)
-                run.agree(grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            if not accelerator.optimizer_step_was_skipped:
-                lr_scheduler.step()
-            run.stepped()
-    run.finish(evaluate(run, model, eval_loader))
-    text.leave(run, model, train_set)
+    batches = iter(train_loader)
+    bar = tqdm(total=args.max_steps, initial=progress.step, disable=None if accelerator.is_main_process else True)
+    while progress.step < args.max_steps:
+        if progress.due(args.eval_steps):
+            accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
+        # The mean over all tokens of an optimizer step: Accelerate and DDP take the mean over its batches.
+        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * args.per_device_train_batch_size
+        losses = []
+        for _ in range(args.gradient_accumulation_steps):
+            batch = next(batches)
+            with accelerator.accumulate(model):
+                logits = models.at_least_float32(model(batch["input_ids"]).logits)
+                loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="sum") / tokens_per_batch
+                accelerator.backward(loss)
+                losses.append(loss.detach())
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or torch.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+        progress.batch += 1
+        if accelerator.optimizer_step_was_skipped:  # fp16's gradient scaler saw an overflow
+            continue
+        progress.step += 1
+        bar.update()
+        if progress.step == args.max_steps or (args.logging_steps and progress.step % args.logging_steps == 0):
+            loss = accelerator.gather(torch.stack(losses)).mean().item()
+            values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
+            accelerator.log(values, step=progress.step)
+        lr_scheduler.step()
+        if args.save_steps and progress.step % args.save_steps == 0:
+            accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
+    bar.close()
+    accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
+    accelerator.save_model(model, f"{output_dir}/model")
+    text.leave(accelerator, model, train_set, output_dir, prompt="The ")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    launch(main, Arguments)
+    main(options.parse(Arguments))

@@ -23,6 +23,21 @@ class Refused(Exception):
     exit_code = 2
 
 
+@dataclasses.dataclass
+class Run:
+    """Options of every recipe that don't change what is computed: a resumed run may differ in them."""
+
+    output_dir: str | None = None  # default: runs/<recipe>-<config>-<time>
+    resume_from_checkpoint: str | None = None  # latest (in output_dir), or a checkpoint folder
+    logging_steps: int = 10  # optimizer steps
+    eval_steps: int = 100  # optimizer steps; 0 means only at the end
+    save_steps: int = 100  # optimizer steps; 0 means only when stopped by SIGTERM
+    save_total_limit: int = 2  # complete checkpoints kept
+    per_device_eval_batch_size: int = 64  # samples per process
+    dataloader_num_workers: int = 0  # processes that load data, per training process
+    report_to: str | None = None  # tensorboard, trackio or wandb; metrics.jsonl is always written
+
+
 class Parser(argparse.ArgumentParser):
     """Every rank parses the same line; only the first of each launch says what is wrong with it."""
 
@@ -34,11 +49,11 @@ class Parser(argparse.ArgumentParser):
 
 def parse(cls, argv=None):
     """The dataclass `cls`, filled from `argv` (default: the command line). Exits with 2 on a bad option."""
-    source = inspect.getsource(cls)
+    source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
     types_of = typing.get_type_hints(cls)
     parser = Parser(description=(inspect.getmodule(cls).__doc__ or "").strip(), allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    for field in dataclasses.fields(cls):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):  # own first
         comment = re.search(rf"^ +{field.name}\b[^#\n]*#(.*)$", source, re.M)
         help = f"{comment.group(1).strip() if comment else ''} (default: {field.default})".replace("%", "%%").strip()
         flags = sorted({f"--{field.name}", f"--{field.name.replace('_', '-')}"})
@@ -54,14 +69,41 @@ def parse(cls, argv=None):
     return cls(**vars(parser.parse_args(argv)))
 
 
-def key_values(text, allowed):
-    """`"init_scale=1024,growth_interval=100"` -> {"init_scale": 1024.0, ...}; `allowed` maps each key to its type."""
-    values = {}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        try:
-            values[key] = allowed[key](value)
-        except (KeyError, ValueError):
-            keys = ", ".join(f"{k}={t.__name__}" for k, t in allowed.items())
-            raise Refused(f"{item!r} is not one of {keys}") from None
-    return values
+def that_count(args):
+    """{option: value} of those that change what is computed."""
+    return {key: value for key, value in dataclasses.asdict(args).items() if key not in Run.__annotations__}
+
+
+def given(args):
+    """{option: value} of those that have one, for trackers and the record."""
+    return {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
+
+
+def grad_scaler(text):
+    """Accelerate's handlers for fp16's gradient scaler: `"init_scale=1024,growth_interval=100"`; "" means none."""
+    from accelerate.utils import GradScalerKwargs
+
+    kinds = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
+    try:
+        pairs = [item.split("=") for item in text.split(",") if item]
+        return [GradScalerKwargs(**{key: kinds[key](value) for key, value in pairs})] if pairs else []
+    except (KeyError, ValueError):
+        keys = ", ".join(f"{key}={kind.__name__}" for key, kind in kinds.items())
+        raise Refused(f"--grad_scaler {text!r} is not one of {keys}") from None
+
+
+def trackers(report_to):
+    """What `accelerator.log` writes to: the console and, where --report_to names one, a tracker of Accelerate."""
+    from accelerate.tracking import GeneralTracker
+    from tqdm.auto import tqdm
+
+    class Console(GeneralTracker):
+        name, requires_logging_directory, tracker = "console", False, None
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step, **kwargs):
+            tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+    return [Console()] + ([report_to] if report_to else [])

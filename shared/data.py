@@ -4,31 +4,39 @@ A training run sees one sequence of samples: epoch after epoch, each a fresh per
 alone, cut to whole global batches. So step k sees the same samples on any number of processes and after any resume.
 """
 
+import functools
 import hashlib
 import io
 import itertools
+import json
 import random
-import signal
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.functional import interpolate
 
-from shared import processes
 from shared.args import Refused
 
 OFFLINE = "digits, photos, synthetic, textures"
+ABOUT = """image_size in_chans num_classes mean std interpolation crop_pct left_out sequence_length vocab_size
+           classes""".split()  # of a dataset, for data.json
 
 
 class Broken(Refused):
-    """An image that cannot be read. The process that draws it is the only one to know, and says so."""
+    """An image that cannot be read."""
+
+    of_one_process = True  # the one that draws it; the others do not know
 
 
 class Images(torch.utils.data.Dataset):
     """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
 
-    Whole batches are indexed at once, so the loader costs one gather per batch, not one Python call per sample.
+    Whole batches are indexed at once, so the loader costs one gather per batch, not one Python call per sample. An
+    index may be of a later epoch: it counts on from the end of the set.
     """
+
+    classes, left_out = None, ()
 
     def __init__(self, pixels, labels, num_classes):
         self.pixels, self.labels, self.num_classes = pixels, labels, num_classes
@@ -48,22 +56,18 @@ class Images(torch.utils.data.Dataset):
         return len(self.labels)
 
     def __getitems__(self, indices):
+        indices = torch.as_tensor(indices) % len(self.labels)
         pixels = self.pixels[indices]
         if pixels.dtype == torch.uint8:
             pixels = pixels.float().div_(127.5).sub_(1)
         if pixels.shape[-1] != self.image_size:
-            pixels = torch.nn.functional.interpolate(pixels, (self.image_size,) * 2, mode="bilinear", antialias=True)
+            pixels = interpolate(pixels, (self.image_size,) * 2, mode="bilinear", antialias=True)
         if pixels.shape[1] != self.in_chans:
             pixels = pixels.expand(-1, self.in_chans, -1, -1)
         if self.mean != (0.5,) or self.std != (0.5,):
             mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
             pixels = ((pixels + 1) / 2 - mean) / std
         return {"pixel_values": pixels, "labels": self.labels[indices]}
-
-    def about(self):
-        """What `run.json` says of the data, and inference needs."""
-        shape = {"image_size": self.image_size, "in_chans": self.in_chans, "num_classes": self.num_classes}
-        return shape | {"mean": self.mean, "std": self.std, "classes": None, "left_out": []}
 
     def fingerprint(self):
         """sha256 of every pixel and label."""
@@ -79,9 +83,8 @@ class Synthetic(Images):
     A batch is a view into a pool made once: the loader is never what is measured.
     """
 
-    def __init__(self, image_size=224, pool=256, length=1_000_000):
-        generator = torch.Generator().manual_seed(0)
-        pixels = torch.randn(pool, 3, image_size, image_size, generator=generator)
+    def __init__(self, image_size=224, length=1_000_000, pool=256):
+        pixels = torch.randn(pool, 3, image_size, image_size, generator=torch.Generator().manual_seed(0))
         super().__init__(pixels, torch.arange(pool) * 997 % 1000, num_classes=1000)
         self.length = length
 
@@ -91,7 +94,7 @@ class Synthetic(Images):
     def __getitems__(self, indices):
         count, pool = len(indices), len(self.labels)
         if count > pool:
-            return super().__getitems__([i % pool for i in indices])
+            return super().__getitems__(indices)
         start = indices[0] % (pool - count + 1)
         return {"pixel_values": self.pixels[start : start + count], "labels": self.labels[start : start + count]}
 
@@ -107,40 +110,36 @@ class HubImages(torch.utils.data.Dataset):
     def __init__(self, split, columns, image_size, config, train, seed=0, left_out=()):
         from timm.data import create_transform
 
-        self.split, (self.image_column, self.label_column), self.seed, self.train = split, columns, seed, train
-        self.classes = split.features[self.label_column].names
+        self.split, (self.image_column, self.label_column), self.seed = split, columns, seed
+        self.classes, self.left_out = split.features[self.label_column].names, left_out
         self.num_classes, self.image_size, self.in_chans = len(self.classes), image_size, 3
-        self.config = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "crop_pct": 1.0} | {
-            key: config[key] for key in ("mean", "std", "interpolation", "crop_pct") if key in config
-        }
-        self.left_out = left_out
+        self.mean, self.std = (tuple(config.get(key, (0.5,) * 3)) for key in ("mean", "std"))
+        self.interpolation, self.crop_pct = config.get("interpolation", "bicubic"), config.get("crop_pct", 1.0)
         self.transform = create_transform(
-            (3, image_size, image_size), is_training=train, color_jitter=None,
+            (3, image_size, image_size), is_training=train, color_jitter=None, mean=self.mean, std=self.std,
+            interpolation=self.interpolation, crop_pct=self.crop_pct,
             scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # a twelfth of 32 pixels shows nothing
-            **self.config,
         )  # fmt: skip
 
     def __len__(self):
         return len(self.split)
 
     def __getitems__(self, indices):
-        rows = self.split[[int(index) for index in indices]]
-        pixels = []
-        for index, entry in zip(indices, rows[self.image_column], strict=True):
-            image = read_image(entry, int(index))
-            if self.train:  # nothing else draws from these generators between here and the step, which seeds anew
-                random.seed(f"{self.seed} {getattr(index, 'epoch', 0)} {int(index)}")
-                torch.manual_seed(random.getrandbits(60))
-            pixels.append(self.transform(image))
+        drawn = [divmod(index, len(self)) for index in indices]
+        rows, pixels = self.split[[index for _, index in drawn]], []
+        before = random.getstate()
+        with torch.random.fork_rng(devices=[]):  # afterwards Python's and torch's numbers go on as if none were drawn
+            for (epoch, index), entry in zip(drawn, rows[self.image_column], strict=True):
+                image = read_image(entry, index)
+                random.seed(f"{self.seed} {epoch} {index}")
+                torch.default_generator.manual_seed(random.getrandbits(60))  # not the device's, which dropout uses
+                pixels.append(self.transform(image))
+        random.setstate(before)
         return {"pixel_values": torch.stack(pixels), "labels": torch.tensor(rows[self.label_column])}
 
     def fingerprint(self):
         """The fingerprint that `datasets` itself keeps: it changes with the data and with every transform of it."""
         return self.split._fingerprint
-
-    def about(self):
-        shape = {"image_size": self.image_size, "in_chans": self.in_chans, "num_classes": self.num_classes}
-        return shape | self.config | {"classes": self.classes, "left_out": self.left_out}
 
 
 def read_image(entry, index):
@@ -157,26 +156,19 @@ def read_image(entry, index):
         ) from None
 
 
-def loading(num_workers, pin_memory):
-    """Options of the DataLoaders."""
+def loading(num_workers, dtype=torch.float32):
+    """Options of the DataLoaders; images arrive in `dtype`."""
     return {
-        "collate_fn": as_is,
+        "collate_fn": functools.partial(as_is, dtype=dtype),
         "num_workers": num_workers,
-        "pin_memory": pin_memory,
-        "worker_init_fn": outlive_sigterm,
+        "pin_memory": torch.cuda.is_available(),
+        "generator": torch.Generator(),  # a loader's seeds are not drawn from the one that dropout uses
     }
 
 
-def as_is(batch):
+def as_is(batch, dtype=torch.float32):
     """The datasets above return whole batches: nothing is left to collate."""
-    return batch
-
-
-def outlive_sigterm(worker_id):
-    """Slurm and Docker tell every process to stop. The training process then writes a checkpoint, in steps that still
-    need data; a loader's process ends when that one does."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes.end_with_the_parent(signal.SIGKILL)
+    return {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
 
 
 def images(name, image_size=None, config=None, seed=0, skip_broken=0):
@@ -208,58 +200,48 @@ def digits():
 
 def photos():
     """32x32 colour patches of ten photographs; the class is the photograph."""
-    skimage, load_sample_image = photographs("photos")
-    shipped = "astronaut chelsea coffee hubble_deep_field immunohistochemistry retina rocket".split()
-    pictures = [getattr(skimage.data, name)() for name in shipped]
-    pictures += [skimage.data.stereo_motorcycle()[0], load_sample_image("china.jpg"), load_sample_image("flower.jpg")]
-    return patches_of([picture[:, :, :3] for picture in pictures])
+    from sklearn.datasets import load_sample_image
+
+    pictures = shipped("photos", "astronaut chelsea coffee hubble_deep_field immunohistochemistry retina rocket")
+    pictures += [shipped("photos", "stereo_motorcycle")[0][0]]
+    return patches_of([*pictures, load_sample_image("china.jpg"), load_sample_image("flower.jpg")])
 
 
 def textures():
     """32x32 grey patches of eight grey pictures, from bricks to the moon; the class is the picture."""
-    skimage, _ = photographs("textures")
-    shipped = "brick camera coins grass gravel moon page text".split()
-    return patches_of([np.atleast_3d(getattr(skimage.data, name)()) for name in shipped])
+    return patches_of(shipped("textures", "brick camera coins grass gravel moon page text"))
 
 
-def photographs(dataset):
+def shipped(dataset, names):
+    """Pictures that come with scikit-image."""
     try:
         import skimage.data
     except ImportError:
         raise Refused(
             f"--dataset {dataset} needs scikit-image: ./launch.sh setup --extra photos, or pip install scikit-image"
         ) from None
-    from sklearn.datasets import load_sample_image
-
-    return skimage, load_sample_image
+    return [getattr(skimage.data, name)() for name in names.split()]
 
 
 def patches_of(pictures, size=32, stride=16, per_class=700):
-    """(training set, held-out set) of patches of `pictures`, uint8 (height, width, channels).
+    """(training set, held-out set) of patches of `pictures`, uint8 (height, width[, channels]).
 
     The left three quarters of each picture are for training, the right quarter is held out, and no patch crosses the
     line: the held-out patches show places never seen. At most `per_class` training patches (a quarter of that held out)
     of each, so that no picture dominates.
     """
-    order = np.random.default_rng(0)
-    parts = {True: ([], []), False: ([], [])}
+    order, parts = np.random.default_rng(0), ([], [])
     for label, picture in enumerate(pictures):
-        border = picture.shape[1] * 3 // 4
-        for train, columns in ((True, slice(0, border)), (False, slice(border, None))):
-            part = np.ascontiguousarray(picture[:, columns])
-            channels = part.shape[2]
-            patches = np.lib.stride_tricks.sliding_window_view(part, (size, size, channels))[::stride, ::stride, 0]
-            patches = patches.reshape(-1, size, size, channels)
-            patches = patches[np.ptp(patches, axis=(1, 2, 3)) > 32]  # the black around a retina is no place
-            chosen = order.permutation(len(patches))[: per_class if train else per_class // 4]
-            parts[train][0].append(patches[chosen])
-            parts[train][1].append(np.full(len(chosen), label))
-
-    def pack(pixels, labels):
-        pixels = torch.from_numpy(np.concatenate(pixels)).permute(0, 3, 1, 2).contiguous()
-        return Images(pixels, torch.from_numpy(np.concatenate(labels)).long(), len(pictures))
-
-    return pack(*parts[True]), pack(*parts[False])
+        pixels = torch.from_numpy(np.atleast_3d(picture)[:, :, :3].copy()).permute(2, 0, 1)
+        border = pixels.shape[2] * 3 // 4
+        of_both = (pixels[:, :, :border], per_class), (pixels[:, :, border:], per_class // 4)
+        for part, (half, most) in zip(parts, of_both, strict=True):
+            patches = half.unfold(1, size, stride).unfold(2, size, stride).permute(1, 2, 0, 3, 4).flatten(0, 1)
+            span = patches.amax((1, 2, 3)).int() - patches.amin((1, 2, 3)).int()
+            patches = patches[span > 32]  # the black around a retina is no place
+            chosen = torch.from_numpy(order.permutation(len(patches))[:most])
+            part.append((patches[chosen], torch.full((len(chosen),), label)))
+    return tuple(Images(*map(torch.cat, zip(*part, strict=True)), len(pictures)) for part in parts)
 
 
 def hub(name, image_size, config, seed=0, skip_broken=0):
@@ -315,21 +297,20 @@ def split_of(loaded, name):
 def no_class_is_empty(folder):
     """`datasets` passes over a class without images, and trains on the others."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+    from torchvision.datasets.folder import find_classes, make_dataset
 
-    named = {path.name: path for path in folder.iterdir() if path.is_dir()}
-    splits = [named[name] for name in ("train", "test", "validation", "val", "valid") if name in named]
-    for split in splits or [folder]:
-        folders = sorted(path for path in split.iterdir() if path.is_dir())
-        if len(folders) < 2:
-            raise Refused(f"{split} has {len(folders)} folders of one class each: at least two are needed")
-        for one in folders:
-            if not any(path.suffix.lower() in ImageFolder.EXTENSIONS for path in one.rglob("*")):
-                raise Refused(f"{one} is a class without images: put some in, or remove the folder")
-    if len(splits) > 1:
-        classes = [{path.name for path in split.iterdir() if path.is_dir()} for split in splits]
-        for split, found in zip(splits, classes, strict=True):
-            if missing := sorted(classes[0] ^ found):
-                raise Refused(f"{split} and {splits[0]} differ in classes: {', '.join(missing[:3])}")
+    names = [name for name in ("train", "test", "validation", "val", "valid") if (folder / name).is_dir()]
+    first = None
+    for split in [folder / name for name in names] or [folder]:
+        try:
+            classes, numbers = find_classes(split)
+            make_dataset(split, numbers, tuple(ImageFolder.EXTENSIONS))
+        except FileNotFoundError as error:
+            raise Refused(f"{split}: {str(error).split(' Supported')[0]} Put images in, or remove the folder") from None
+        first = first or (split, classes)
+        if classes != first[1]:
+            differing = ", ".join(sorted({*classes} ^ {*first[1]})[:3])
+            raise Refused(f"{split} and {first[0]} differ in classes: {differing}")
 
 
 def labels_in_range(name, split, column):
@@ -348,37 +329,56 @@ def labels_in_range(name, split, column):
 
 def without_broken(name, split, column, most):
     """(the split without images that cannot be read, their names). Reads every image once, before training."""
-
-    def reason(entry, index):
+    kept, left_out = [], []
+    for index, entry in enumerate(split[column]):
         try:
             read_image(entry, index)
+            kept.append(index)
         except Refused as error:
-            return str(error).split(": ")[0]
-
-    reasons = [reason(entry, index) for index, entry in enumerate(split[column])]
-    left_out = list(filter(None, reasons))
+            left_out.append(str(error).split(": ")[0])
     if len(left_out) > most:
         raise Refused(
             f"--dataset {name}: {len(left_out)} images are broken, --skip_broken allows {most} more: {left_out[0]}"
         )
-    return split.select([index for index, why in enumerate(reasons) if not why]), left_out
+    return split.select(kept), left_out
 
 
-class Drawn(int):
-    """An index into the training set that knows the epoch it was drawn in: augmentations depend on it."""
+class Progress:
+    """How far a run is: optimizer steps taken, global batches consumed (more, where fp16 skipped a step).
 
-    epoch = 0
+    same: {name: value} of what must be equal for a resumed run to be the same run. Register it for checkpointing.
+    """
+
+    def __init__(self, same):
+        self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
+
+    def due(self, every):
+        """Whether it is time, before the next step, for what happens every so many steps; once for each step."""
+        due = bool(every) and self.step > 0 and self.step % every == 0 and self.last_due != self.step
+        self.last_due = self.step
+        return due
+
+    def state_dict(self):
+        return {"same": self.same, "step": self.step, "batch": self.batch}
+
+    def load_state_dict(self, state):
+        was = state["same"]
+        differs = [f"{key} {was.get(key)} -> {value}" for key, value in self.same.items() if was.get(key) != value]
+        if differs:
+            raise Refused(f"the checkpoint is of another run: {', '.join(differs)}. Resume as it was, or start anew")
+        self.step, self.batch = state["step"], state["batch"]
 
 
 class Order(torch.utils.data.Sampler):
-    """The sample indices of a whole run, from `first_batch` on, without end.
+    """The sample indices of a whole run, from where `progress` is, without end.
 
     length: samples in the set. global_batch_size: samples per optimizer step, over all processes and micro-batches.
-    What does not fill a global batch is left out of its epoch (another few samples each time).
+    What does not fill a global batch is left out of its epoch (another few samples each time). The indices of epoch e
+    begin at e * length: random crops are drawn from the epoch, too.
     """
 
-    def __init__(self, length, global_batch_size, seed, first_batch=0):
-        self.length, self.global_batch_size, self.seed, self.first_batch = length, global_batch_size, seed, first_batch
+    def __init__(self, length, global_batch_size, seed, progress):
+        self.length, self.global_batch_size, self.seed, self.progress = length, global_batch_size, seed, progress
         self.batches_per_epoch = length // global_batch_size
         self.epoch = self.permutation = None
         if not self.batches_per_epoch:
@@ -396,8 +396,28 @@ class Order(torch.utils.data.Sampler):
         return self.permutation[at * self.global_batch_size : (at + 1) * self.global_batch_size]
 
     def __iter__(self):
-        for number in itertools.count(self.first_batch):
-            for index in self.batch(number).tolist():
-                drawn = Drawn(index)
-                drawn.epoch = number // self.batches_per_epoch
-                yield drawn
+        for number in itertools.count(self.progress.batch):
+            epoch = number // self.batches_per_epoch
+            yield from (self.batch(number) + epoch * self.length).tolist()
+
+
+def global_batch_size(accelerator, args):
+    """Samples per optimizer step. Processes that split layers between them (tensor parallel) share a batch."""
+    parallel = accelerator.parallelism_config
+    processes = accelerator.num_processes // (parallel.non_data_parallel_size if parallel else 1)
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+
+
+def about(dataset):
+    """What inference needs to know of the data, as JSON."""
+    return {key: getattr(dataset, key) for key in ABOUT if hasattr(dataset, key)}
+
+
+def describe(accelerator, dataset):
+    """Writes data.json, what predict and export need to know of the data, into the run's folder, which it returns."""
+    folder = Path(accelerator.project_dir or "runs/latest")
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = about(dataset) | {"fingerprint": dataset.fingerprint()}
+        (folder / "data.json").write_text(json.dumps(known, indent=1) + "\n")
+    return folder

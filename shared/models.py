@@ -3,19 +3,21 @@
 Every model names its blocks in `_no_split_modules`: FSDP2 shards by them, whatever the recipe.
 """
 
+import importlib
 import json
 from pathlib import Path
 
 import timm
 import torch
-import torch.distributed as dist
+import transformers
+from accelerate.utils import reduce
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shared.args import Refused
-from shared.te import package
 
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
     "vit_nano": (64, 4, 4),
@@ -38,19 +40,23 @@ GPT_SIZES = {  # shape, width, depth, heads; GPT-2's shape in GPT-3's sizes, Lla
     "llama_medium": ("llama", 1024, 24, 16),  # 380M parameters with a vocabulary of 16,384
     "llama_1b": ("llama", 2048, 16, 32),  # 1.2B parameters with a vocabulary of 128,256
 }
-BERT_SIZES = {"bert_nano": (128, 4, 4), "bert_small": (512, 4, 8), "bert_base": (768, 12, 12)}  # width, depth, heads
-TRANSFORMERS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForSequenceClassification"}  # whose recipes these are
+BERT_SIZES = {
+    "bert_nano": ("bert", 128, 4, 4),
+    "bert_small": ("bert", 512, 4, 8),
+    "bert_base": ("bert", 768, 12, 12),
+}
 
 
 def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=None, **_):
     """A block of a vision transformer as one te.TransformerLayer, for timm's `block_fn`; (batch, tokens, dim) each way.
 
-    TE fuses LayerNorm into the products behind it and picks its own attention kernels, on a GPU alone. Its defaults are
-    a language model's: `sbhd` would attend across the batch, and the causal mask would hide later patches from earlier
-    ones, both without an error. Kept as timm's: 1e-6, no dropout, q, k and v one after another in one weight. Not as
-    timm's: GELU is the tanh approximation. timm's other options stand at their defaults and are not passed on.
+    TE's defaults are a language model's: `sbhd` would attend across the batch, and the causal mask would hide later
+    patches, both without an error. Unlike timm's block, its GELU is the tanh approximation.
     """
-    te = package()
+    try:
+        te = importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:  # the last two where a CUDA library is missing
+        raise Refused(f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te") from None
     if not torch.cuda.is_available():
         raise Refused("TransformerEngine's blocks compute on an NVIDIA GPU, and here is none: train without them")
     return te.TransformerLayer(
@@ -86,20 +92,24 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, 
     else:
         kwargs = {"img_size": image_size} if "vit" in name else {}
         model = of_timm(name, pretrained, VIT_SIZES, in_chans=in_chans, num_classes=num_classes, **kwargs)
-    blocks = getattr(model, "blocks", None)
-    if isinstance(blocks, torch.nn.ModuleList | torch.nn.Sequential) and len(blocks):
-        model._no_split_modules = sorted({type(block).__name__ for block in blocks})
-    return with_dropout(model, dropout)
+    return ready(model, getattr(model, "blocks", ()), dropout)
 
 
-def with_dropout(model, rate):
-    """`model` with this rate wherever it has dropout: all through ViT and GPT-2, Llama's attention, ResNet's head."""
+def ready(model, blocks, dropout):
+    """`model` with its blocks named, and this rate wherever it has dropout."""
+    if kinds := {type(block).__name__ for block in blocks}:
+        model._no_split_modules = sorted(kinds)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = rate
-        for name in {"attention_dropout", "drop_rate"} & vars(module).keys():
-            setattr(module, name, rate)
+            module.p = dropout
+        for name in {"attention_dropout", "drop_rate"} & vars(module).keys():  # of Llama's attention, of ResNet's head
+            setattr(module, name, dropout)
     return model
+
+
+def at_least_float32(logits):
+    """For the loss: what FSDP2 or --dtype computed in 16 bit, as float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class BatchNorm(torch.nn.BatchNorm2d):
@@ -136,29 +146,20 @@ def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.
     for module in model.modules():
         if type(module) is torch.nn.BatchNorm2d:
             module.__class__ = BatchNorm
-    model._no_split_modules = sorted({type(block).__name__ for stage in stages(model) for block in stage})
-    return with_dropout(model, dropout)
-
-
-def stages(model):
-    return model.layer1, model.layer2, model.layer3, model.layer4
+    stages = model.layer1, model.layer2, model.layer3, model.layer4
+    return ready(model, [block for stage in stages for block in stage], dropout)
 
 
 def average_statistics(model):
     """The running averages of batch norm, averaged over the processes. Every rank calls it after its optimizer step.
 
-    While training, each process normalizes by the statistics of its own micro-batch, as DDP does by default; the
-    running averages, with which it is evaluated, would then differ between processes, and the saved model's would be
-    those of rank 0, from a part of the data.
+    In training each process normalizes by its own micro-batch, as DDP does by default; without this the saved model
+    would have the averages of rank 0, from a part of the data.
     """
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return
     running = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
-    flat = torch.cat([buffer.flatten() for buffer in running])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for buffer, mean in zip(running, flat.split([buffer.numel() for buffer in running]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    mean = reduce(torch.cat([buffer.flatten() for buffer in running]), "mean")
+    for buffer, values in zip(running, mean.split([buffer.numel() for buffer in running]), strict=True):
+        buffer.copy_(values.view_as(buffer))
 
 
 def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
@@ -167,41 +168,51 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
     Takes (batch, tokens) int64, gives an output whose `logits` are (batch, tokens, vocab_size). Its head shares the
     weight of the embedding.
     """
-    import transformers
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    common = {"vocab_size": vocab_size, "use_cache": False, "tie_word_embeddings": True}
-    common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's business
+    options = {"use_cache": False, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
+    options |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout} if name.startswith("gpt") else {}
+    kind = transformers.AutoModelForCausalLM
     if pretrained:
-        model = published(transformers.AutoModelForCausalLM, name, sequence_length)
+        model = published(kind, name, sequence_length)
         model.config.use_cache = False
-        return with_dropout(model, dropout)
-    if name not in GPT_SIZES:
-        raise Refused(
-            f"no model {name!r}: one of {', '.join(GPT_SIZES)}, or a Hub name or run folder with --pretrained"
-        )
-    shape, width, depth, heads = GPT_SIZES[name]
-    if shape == "gpt2":
-        config = transformers.GPT2Config(
-            n_positions=sequence_length, n_embd=width, n_layer=depth, n_head=heads,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **common,
-        )  # fmt: skip
     else:
-        config = transformers.LlamaConfig(
-            max_position_embeddings=sequence_length, hidden_size=width, intermediate_size=4 * width,
-            num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 2),
-            attention_dropout=dropout, **common,
-        )  # fmt: skip
-    # torch's attention, causal by itself. Under the name sdpa transformers would look in each forward whether sequences
-    # are packed with positions of their own, and wait for the device to know.
-    transformers.AttentionInterface.register("causal", sdpa_attention_forward)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="causal")
+        # torch's attention, causal by itself. Under the name sdpa transformers would look in each forward whether
+        # sequences are packed with positions of their own, and wait for the device to know.
+        transformers.AttentionInterface.register("causal", sdpa_attention_forward)
+        config = sized(name, GPT_SIZES, vocab_size, sequence_length, **options)
+        model = kind.from_config(config, attn_implementation="causal")
+    return ready(model, first_list(model), dropout)
 
 
-def published(kind, name, sequence_length, **kwargs):
+def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropout=0.0):
+    """An encoder of transformers under a head for classes: one of BERT_SIZES, a published one, or a run's.
+
+    Takes (batch, tokens) int64 input_ids and attention_mask, gives an output whose `logits` are (batch, num_classes).
+    """
+    kind = transformers.AutoModelForSequenceClassification
+    if pretrained:  # a head for other classes gives way to a new one
+        model = published(kind, name, sequence_length, ignore_mismatched_sizes=True, num_labels=num_classes)
+    else:
+        model = kind.from_config(sized(name, BERT_SIZES, vocab_size, sequence_length, num_labels=num_classes))
+    return ready(model, first_list(model), dropout)
+
+
+def sized(name, sizes, vocab_size, sequence_length, **options):
+    """The configuration, transformers' own, of one of our sizes."""
+    if name not in sizes:
+        raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a Hub name or run folder with --pretrained")
+    kind, width, depth, heads = sizes[name]
+    options |= {"intermediate_size": 4 * width} if kind != "gpt2" else {}
+    options |= {"num_key_value_heads": max(heads // 4, 2)} if kind == "llama" else {}
+    return transformers.AutoConfig.for_model(
+        kind, vocab_size=vocab_size, max_position_embeddings=sequence_length, hidden_size=width,
+        num_hidden_layers=depth, num_attention_heads=heads, **options,
+    )  # fmt: skip
+
+
+def published(kind, name, sequence_length, **options):
     """A model with the weights of the Hub's `name`, or of the run in that folder, for so many tokens."""
     try:
-        model = kind.from_pretrained(model_folder(name), dtype=torch.float32, **kwargs)
+        model = kind.from_pretrained(model_folder(name), dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise Refused(f"--model {name}: no pretrained weights ({str(error).splitlines()[0]})") from None
     longest = getattr(model.config, "max_position_embeddings", sequence_length)
@@ -210,76 +221,58 @@ def published(kind, name, sequence_length, **kwargs):
     return model
 
 
-def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropout=0.0):
-    """An encoder of transformers under a head for classes: one of BERT_SIZES, a published one, or a run's.
-
-    Takes (batch, tokens) int64 input_ids and attention_mask, gives an output whose `logits` are (batch, num_classes).
-    """
-    import transformers
-
-    kind, head = transformers.AutoModelForSequenceClassification, {"num_labels": num_classes}
-    if pretrained:  # a head for other classes gives way to a new one
-        model = published(kind, name, sequence_length, ignore_mismatched_sizes=True, **head)
-    elif name not in BERT_SIZES:
-        raise Refused(f"no model {name!r}: {', '.join(BERT_SIZES)}, or a Hub name or run folder with --pretrained")
-    else:
-        width, depth, heads = BERT_SIZES[name]
-        model = kind.from_config(transformers.BertConfig(
-            vocab_size=vocab_size, max_position_embeddings=sequence_length, hidden_size=width, num_hidden_layers=depth,
-            num_attention_heads=heads, intermediate_size=4 * width, **head,
-        ))  # fmt: skip
-    blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    model._no_split_modules = [type(blocks[0]).__name__]
-    return with_dropout(model, dropout)
+def first_list(model):
+    """The blocks of a model of transformers."""
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
 def own_run(name):
-    """The record of a run of these recipes, if `name` is its folder."""
-    file = Path(name, "run.json")
-    return json.loads(file.read_text()) if file.is_file() else None
+    """The record of a run of these recipes with what it says of its data, if `name` is its folder."""
+    run, about = (Path(name, file) for file in ("run.json", "data.json"))
+    return json.loads(run.read_text()) | {"data": json.loads(about.read_text())} if about.is_file() else None
 
 
 def model_folder(name):
     return str(Path(name, "model")) if own_run(name) else name
 
 
-def of_timm(name, pretrained, sizes, **kwargs):
-    if timm.is_model(name):
-        return timm.create_model(name, pretrained, **kwargs)
-    if pretrained:
+def of_timm(name, pretrained, sizes, **options):
+    try:
+        return timm.create_model(name, pretrained, **options)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
         raise Refused(
-            f"--pretrained needs a timm name such as vit_base_patch16_224, or the folder of a run, not {name!r}"
-        )
-    raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a name of timm.list_models()")
+            f"--model {name}: {reason}. It can be a name of timm.list_models(), the folder of a run with --pretrained, "
+            f"or without it {', '.join(sizes)}"
+        ) from None
 
 
 def as_recorded(record, folder):
-    """The model of the run in `folder`, whose record this is, with random weights."""
-    args, about = record["args"], record["data"]
-    if record["recipe"] in TRANSFORMERS:
-        import transformers
-
+    """The model of the run in `folder` with random weights. record: own_run(folder)."""
+    args, about, recipe = record["args"], record["data"], record["recipe"]
+    if recipe in ("gpt", "bert"):
         if Path(folder, "model", "config.json").is_file():
             config = transformers.AutoConfig.from_pretrained(Path(folder, "model"))
-            return getattr(transformers, TRANSFORMERS[record["recipe"]]).from_config(config)
-        build, classes = (bert, [len(about["classes"])]) if record["recipe"] == "bert" else (gpt, [])
-        return build(args["model"], about["vocab_size"], about["sequence_length"], *classes)
+            heads = {"gpt": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForSequenceClassification}
+            return heads[recipe].from_config(config)
+        shape = about["vocab_size"], about["sequence_length"]
+        return gpt(args["model"], *shape) if recipe == "gpt" else bert(args["model"], *shape, len(about["classes"]))
     if before := own_run(args["model"]):
         return as_recorded(before | {"data": about}, args["model"])
     shape = about["image_size"], about["in_chans"], about["num_classes"]
-    if record["recipe"] == "resnet" and args["pretrained"]:  # with the stem that it came with
+    if recipe == "resnet" and args["pretrained"]:  # with the stem that it came with
         return resnet(args["model"], 224, *shape[1:])
-    return {"vit": vit, "resnet": resnet}[record["recipe"]](args["model"], *shape)
+    return {"vit": vit, "resnet": resnet}[recipe](args["model"], *shape)
 
 
 def trained(run, pretrained, image_size, in_chans, num_classes):
     """The model of a finished run with its weights; a new head, where `num_classes` is another."""
     if not pretrained:
         raise Refused(f"--model {run} is a run: add --pretrained to start from its weights")
-    record, file = own_run(run), Path(run, "model", "model.safetensors")
+    record = own_run(run)
     try:
         model = as_recorded(record, run)
-        model.load_state_dict(load_file(file))
+        model.load_state_dict(load_file(Path(run, "model", "model.safetensors")))
     except (OSError, SafetensorError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Refused(f"--model {run}: its weights cannot be loaded ({reason}); did the run finish?") from None
@@ -308,28 +301,24 @@ def data_config(name, pretrained=False):
 
 
 def groups(model, args):
-    """Parameter groups for the optimizer: everything that trains, each block at its own learning rate.
+    """Parameter groups for the optimizer: everything that trains, with its learning rate and weight decay.
 
     args.freeze: so many first blocks, and what comes before them, stay as they are. args.layer_decay: each block
     learns at this fraction of the rate of the next one; 1 means all alike.
     """
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
-    depth_of, depth = {}, 0
-    for name, _ in model.named_parameters():  # before the first block 0, in block i i + 1, after the last as the head
-        inside = next((i + 1 for i, block in enumerate(blocks) if name.startswith(block + ".")), None)
-        depth = inside or (len(blocks) + 1 if depth else 0)
-        depth_of[name] = depth
+    blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]
     if args.freeze > len(blocks):
         raise Refused(f"--freeze {args.freeze}, but the model has {len(blocks)} blocks")
-    by_depth = {}
-    for name, parameter in model.named_parameters():
-        if args.freeze and depth_of[name] <= args.freeze:
+    head, depth, by_scale = len(blocks) + 1, 0, {}
+    for name, parameter in model.named_parameters():  # depth: before the first block 0, in block i i + 1, then `head`
+        inside = next((i for i, block in enumerate(blocks, 1) if name.startswith(block)), None)
+        depth = inside or (head if depth else 0)
+        if args.freeze and depth <= args.freeze:
             parameter.requires_grad_(False)
         else:
-            scale = args.layer_decay ** (len(blocks) + 1 - depth_of[name])
-            by_depth.setdefault(scale, []).append(parameter)
+            by_scale.setdefault(args.layer_decay ** (head - depth), []).append(parameter)
     return [
-        {"params": parameters, "lr": args.learning_rate * scale}
-        for scale, parameters in sorted(by_depth.items(), key=lambda item: -item[0])  # first the rate that is logged
+        {"params": by_scale[scale], "lr": args.learning_rate * scale, "weight_decay": args.weight_decay}
+        for scale in sorted(by_scale, reverse=True)  # first the rate that is logged
     ]

@@ -12,7 +12,6 @@ import torch
 
 from shared.args import Refused
 from shared.data import labels_in_range, load, split_of
-from shared.fp8 import evaluation
 
 END = "<|endoftext|>"
 SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a folder's text files
@@ -27,14 +26,15 @@ class Text(torch.utils.data.Dataset):
 
     def __init__(self, tokens, starts, counts, length, tokenizer, classes=None, classes_of=None):
         self.classes, self.classes_of = classes, classes_of if classes else torch.empty(0)
-        self.tokens, self.starts, self.counts, self.length, self.tokenizer = tokens, starts, counts, length, tokenizer
+        self.tokens, self.starts, self.counts, self.tokenizer = tokens, starts, counts, tokenizer
+        self.length = self.sequence_length = length
         self.vocab_size = -(-len(tokenizer) // 16) * 16  # a multiple of 16, as FP8 needs; the last few are never used
 
     def __len__(self):
         return len(self.starts)
 
     def __getitems__(self, indices):
-        indices = torch.tensor([int(index) for index in indices])
+        indices = torch.as_tensor(indices) % len(self)
         at = self.starts[indices, None] + torch.arange(self.length + 1)
         tokens = self.tokens[at.clamp(max=len(self.tokens) - 1)].long()
         padding = torch.arange(self.length) >= self.counts[indices, None]
@@ -43,9 +43,9 @@ class Text(torch.utils.data.Dataset):
             return {"input_ids": ids, "attention_mask": (~padding).long(), "labels": self.classes_of[indices]}
         return {"input_ids": ids, "labels": tokens[:, 1:].masked_fill(padding, -100)}
 
-    def count(self, indices):
-        """Labels in these sequences, without loading them: the tokens that a loss over them is the mean of."""
-        return self.counts[indices].sum().item()
+    def mean_count(self, indices):
+        """Labels per sequence, on average over these, without loading them."""
+        return self.counts[indices].double().mean().item()
 
     def fingerprint(self):
         """sha256 of every token and of where sequences begin."""
@@ -53,11 +53,6 @@ class Text(torch.utils.data.Dataset):
         for part in (self.tokens, self.starts, self.counts, self.classes_of):
             digest.update(part.numpy())
         return digest.hexdigest()
-
-    def about(self):
-        """What `run.json` says of the data, and inference needs."""
-        return {"sequence_length": self.length, "vocab_size": self.vocab_size, "sequences": len(self),
-                "labels": self.counts.sum().item(), "classes": self.classes}  # fmt: skip
 
 
 def encode(tokenizer, columns, length):
@@ -196,30 +191,27 @@ def files(path):
 
 def train_tokenizer(documents, vocab_size):
     """A byte-level BPE of `vocab_size` tokens, learned from `documents`; 0: the bytes alone, and an end of text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size and vocab_size <= len(alphabet):
-        raise Refused(f"--vocab_size {vocab_size} leaves nothing to learn: 0 means bytes, a BPE has more than 257")
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate([*alphabet, END])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if vocab_size:
-        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet,
-                                      show_progress=False)  # fmt: skip
-        tokenizer.train_from_iterator(documents, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    smallest = 257  # bytes, END
+    if 0 < vocab_size <= smallest:
+        raise Refused(
+            f"--vocab_size {vocab_size} leaves nothing to learn: 0 means bytes, a BPE has more than {smallest}"
+        )
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(documents if vocab_size else [], vocab_size or smallest, min_frequency=1,
+                                show_progress=False, special_tokens=[END])  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained.to_str()), eos_token=END)
 
 
 def tokenizer_of(name):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise Refused(f"--model {name}: no tokenizer ({str(error).splitlines()[0]})") from None
-    return tokenizer
 
 
 def cut(documents, tokenizer, length, packing):
@@ -253,16 +245,14 @@ def continuation(model, tokenizer, prompt, length, context, seed=0):
     return tokenizer.decode(ids[0])
 
 
-def leave(run, model, dataset, prompt="The "):
+def leave(accelerator, model, dataset, folder, prompt=None):
     """After a run's end: a sample of what it goes on with, and what `from_pretrained` needs. Every rank calls it."""
     if prompt:
-        with evaluation(model):
-            sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
-        run.accelerator.print(f"sample: {sample}", flush=True)
-    if not run.main:
-        return
-    if prompt:
-        (run.output_dir / "sample.txt").write_text(sample + "\n")
-    plain = model.module if hasattr(model, "module") else model
-    plain.config.save_pretrained(run.output_dir / "model")
-    dataset.tokenizer.save_pretrained(run.output_dir / "model")
+        model.eval()
+        sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
+        accelerator.print(f"sample: {sample}", flush=True)
+    if accelerator.is_main_process:
+        if prompt:
+            Path(folder, "sample.txt").write_text(sample + "\n")
+        accelerator.unwrap_model(model).config.save_pretrained(Path(folder, "model"))
+        dataset.tokenizer.save_pretrained(Path(folder, "model"))

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -27,7 +28,9 @@ sys.path.append(str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
-from shared import plan, rules  # noqa: E402
+from faithful import config as config_module  # noqa: E402
+from faithful import plan, process  # noqa: E402
+from shared.args import parse  # noqa: E402
 
 # The first backward decides for good whether forks may compute gradients: on tensors of this CPU they may, but not if it
 # was one that tools/estimate.py traces.
@@ -50,16 +53,34 @@ def free_port():
         return s.getsockname()[1]
 
 
-class Ranks:
-    """Forked ranks of one run; their output goes to <output_dir>.log."""
+def as_a_script(main):
+    """What Python does with a script whose lines are `main()`, to the end of the process."""
+    from faithful.accelerator import Accelerator
 
-    def __init__(self, config, argv, name="vit", processes=None, env=None, before=None):
+    try:
+        main()
+    except SystemExit as left:
+        process.leave(None, Accelerator.current)
+        os._exit(left.code)
+    except BaseException as problem:
+        process.leave(problem, Accelerator.current)
+    process.leave(None, Accelerator.current)
+    os._exit(0)
+
+
+class Ranks:
+    """Forked ranks of one run; their output goes to <output_dir>.log.
+
+    name: of a recipe. script: the path of another script, to be run instead. before(rank): is called in each of them.
+    """
+
+    def __init__(self, config, argv, name="vit", processes=None, env=None, before=None, script=None):
         path = Path(config) if Path(config).suffix else CONFIGS / f"{config}.yml"
         mapping = yaml.safe_load(path.read_text())
         mapping["num_processes"] = processes or mapping["num_processes"]
-        exported = rules.exported(mapping) | (env or {})
+        exported = config_module.exported(mapping) | (env or {})
         world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
-        port, module = str(free_port()), recipe(name)
+        port, module = str(free_port()), None if script else recipe(name)
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
         for rank in range(world):
@@ -74,13 +95,17 @@ class Ranks:
                     os.dup2(self.log.fileno(), 1)
                     os.dup2(self.log.fileno(), 2)
                     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # not pytest's capture
-                    sys.argv = [module.__file__, *argv]
+                    sys.argv = [str(script or module.__file__), *argv]
                     plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
                     if before:
                         before(rank)
-                    from shared.run import launch
-
-                    launch(module.main, module.Arguments)
+                    as_a_script(
+                        lambda: (
+                            runpy.run_path(str(script), run_name="__main__")
+                            if script
+                            else module.main(parse(module.Arguments))
+                        )
+                    )
                 finally:
                     os._exit(99)
             self.pids.append(pid)
@@ -150,10 +175,10 @@ def launched(*command, cwd=ROOT, env=None, timeout=240):
 def alive(marker):
     """Processes, other than this one, whose command line holds `marker`."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if marker in line and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append((process.pid, line))
+    for other in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(other.info["cmdline"] or [])
+        if marker in line and other.pid != os.getpid() and other.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append((other.pid, line))
     return found
 
 

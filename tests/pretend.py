@@ -200,8 +200,9 @@ def dispatch(func, kinds, args, kwargs):
     if name == "is_pinned":
         return False
     given = {id(leaf.held): leaf for leaf in mine}  # an operator in place gives back what it was given
+    inside = bytewise if names(func)[1] else bare
     out = (scaled_mm if name == "_scaled_mm" else func)(
-        *(each(bare, value) for value in args), **{key: each(bare, value) for key, value in kwargs.items()}
+        *(each(inside, value) for value in args), **{key: each(inside, value) for key, value in kwargs.items()}
     )
     out = each(lambda value: given[id(value)] if id(value) in given else wrapped(value, here), out)
     return each(functools.partial(done, out), out) if func.namespace == "c10d" else out
@@ -250,6 +251,12 @@ def bare(leaf):
     if isinstance(leaf, torch.ScriptObject) and group_name(leaf) in twins:
         return twins[group_name(leaf)].boxed()
     return f"{leaf} on gloo" if isinstance(leaf, str) and leaf in twins else leaf
+
+
+def bytewise(leaf):
+    """For collectives: gloo knows no FP8, which NCCL moves as bytes."""
+    held = bare(leaf)
+    return held.view(torch.uint8) if isinstance(leaf, CudaTensor) and held.dtype in FP8 else held
 
 
 def done(out, leaf):
@@ -330,9 +337,10 @@ def refuse(func, name, args, kwargs, leaves):
                 _check_scaled_mm_sizes(*args, **kwargs)  # torch's own rules of shapes, layouts and scales on a GPU
         except (RuntimeError, ValueError) as error:
             raise Refused(f"{func}: {error}") from None
-        rowwise = max(part.numel() for part in (kwargs.get("scale_a", args[2:3]), kwargs.get("scale_b", args[3:4]))
-                      if isinstance(part, torch.Tensor)) > 1 if kwargs else False  # fmt: skip
-        need(not rowwise or kwargs.get("out_dtype") == torch.bfloat16, "scales per row give bf16 only")
+        names = ("scale_a", "scale_b", "bias", "scale_result", "out_dtype")
+        given = dict(zip(names, args[2:], strict=False)) | kwargs
+        rowwise = max(given[name].numel() for name in ("scale_a", "scale_b")) > 1
+        need(not rowwise or given.get("out_dtype") == torch.bfloat16, "scales per row give bf16 only")
     elif name not in COPIES and mine:
         if name in INDEXED:  # indices may stay on the CPU. aten/src/ATen/native/TensorAdvancedIndexing.cpp
             host = [tensor for tensor in host if not any(tensor is index for index in args[1])]
@@ -468,6 +476,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
     utilization: what torch.cuda.utilization returns; None: it raises, as NVML does for a slice of a card. lost: what
     NCCL says in every collective after the second optimizer step, as if another process had ended.
     """
+    capability = tuple(capability)
     global lost_process
     lost_process = lost
     if isinstance(DRIVER, str):

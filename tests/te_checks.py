@@ -20,9 +20,11 @@ from timm.layers import LayerNorm, LayerNorm2d
 from torch import nn
 
 from amp8 import emulate
-from shared import fp8, models, rules
-from shared import te as ours
-from shared.args import Refused
+from faithful import Refused, rules
+from faithful.backends import transformer_engine as ours
+from faithful.config import asked as read
+from faithful.evidence import converted as counted
+from shared import models
 
 if reason := (pretend.DRIVER if isinstance(pretend.DRIVER, str) else fake_tex.missing()):
     pytest.skip(reason, allow_module_level=True)
@@ -56,7 +58,7 @@ def plan(text=DELAYED, **more):
 def test_the_shipped_files_reach_their_recipes():
     seen = set()
     for path in TE_FILES:
-        asked = rules.asked(exported_by_accelerate(path))
+        asked = read(exported_by_accelerate(path))
         made = ours.recipe(on_a_gpu(asked))
         given = {key: value for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
                  if key not in ("backend", "recipe")}  # fmt: skip
@@ -76,7 +78,7 @@ def test_every_live_key_arrives_unchanged(tmp_path, algo, format):
     path = tmp_path / "single_fp8_te.yml"
     text = f"backend: TE, format: {format}, margin: 3, amax_history_len: 17, amax_compute_algo: {algo}"
     path.write_text(yaml.dump(config(text)))
-    made = ours.recipe(on_a_gpu(rules.asked(exported_by_accelerate(path))))
+    made = ours.recipe(on_a_gpu(read(exported_by_accelerate(path))))
     assert type(made) is recipes.DelayedScaling
     assert (made.fp8_format, made.margin, made.amax_history_len) == (recipes.Format[format], 3, 17)
     assert made.amax_compute_algo == algo
@@ -84,7 +86,7 @@ def test_every_live_key_arrives_unchanged(tmp_path, algo, format):
 
 @pytest.mark.parametrize("level", NAMES)
 def test_the_rules_of_cards_are_its_own(level, monkeypatch):
-    """Which card and which CUDA a recipe needs: shared/rules.py's answer is TransformerEngine's."""
+    """Which card and which CUDA a recipe needs: faithful/rules.py's answer is TransformerEngine's."""
     from transformer_engine.pytorch import quantization
 
     made = ours.recipe(plan(f"backend: TE, recipe: {level}"))
@@ -109,7 +111,7 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
 
 
 def converted(model, **more):
-    return fp8.convert(None, plan(**more), model, torch.optim.AdamW(model.parameters()))
+    return ours.convert(None, plan(**more), model, torch.optim.AdamW(model.parameters()))
 
 
 def test_conversion_goes_on_past_an_odd_shape():
@@ -118,7 +120,7 @@ def test_conversion_goes_on_past_an_odd_shape():
     optimizer, skipped = converted(model)
     assert skipped == [("0", "60 is not a multiple of 16")]
     assert [type(layer) for layer in model] == [nn.Linear, te.LayerNorm, te.Linear, te.Linear]
-    assert fp8.converted(model) == (2, 1)
+    assert counted(plan(), model) == (2, 1)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -137,12 +139,12 @@ def test_what_transformer_engine_has_no_layer_for_stays():
     plain = nn.LayerNorm(16, elementwise_affine=False)
     model = nn.Sequential(plain, nn.LayerNorm((4, 16)), nn.LayerNorm(16, bias=False), nn.LayerNorm(16, eps=1e-3))
     names = list(model.state_dict())
-    ours.convert(model, plan(), {})
+    ours.convert(None, plan(), model, None)
     assert model[0] is plain and [type(layer) for layer in model[1:3]] == [nn.LayerNorm, nn.LayerNorm]
     assert type(model[3]) is te.LayerNorm and model[3].eps == 1e-3
     assert [name for name in model.state_dict() if not name.endswith("_extra_state")] == names
     timm = nn.Sequential(LayerNorm(16), LayerNorm2d(16))  # both are subclasses; the second normalizes channels
-    ours.convert(timm, plan(), {})
+    ours.convert(None, plan(), timm, None)
     assert [type(layer) for layer in timm] == [te.LayerNorm, LayerNorm2d]
 
 
@@ -152,9 +154,9 @@ def test_values_dtype_and_frozen_weights_are_kept(bias):
     model[0].weight.requires_grad_(False)
     x = seeded(8, 16).to(torch.bfloat16)
     before = model(x)
-    ours.convert(model, plan(), {})
+    ours.convert(None, plan(), model, None)
     assert [type(layer) for layer in model] == [te.Linear, te.LayerNorm]
-    after = model.to("cuda")(x.to("cuda")).cpu()
+    after = model.eval().to("cuda")(x.to("cuda")).cpu()
     assert (after.float() - before.float()).abs().max() <= 2**-7 * before.float().abs().max()  # a place of bf16
     assert not model[0].weight.requires_grad and model[1].weight.requires_grad
     assert [(n, p.shape) for n, p in model[0].named_parameters()] == [("weight", (32, 16)), ("bias", (32,))][: 1 + bias]
@@ -170,8 +172,7 @@ def pair(text=DELAYED, bias=False, inputs=64, outputs=48, dtype=torch.float32):
     theirs, mine = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype)), nn.Sequential()
     mine = copy.deepcopy(theirs)
     emulate.convert(mine, asked.level, **asked.fp8_options)
-    ours.convert(theirs, asked, {})
-    ours.wrap_forward(asked, theirs)
+    ours.convert(None, asked, theirs, None)
     return theirs.to("cuda"), mine
 
 
@@ -247,7 +248,7 @@ def test_any_number_of_rows(rows):
         assert all(map(torch.equal, history(theirs), (mine[0].fp8_amax_history, mine[0].fp8_scale)))
     del theirs[0].forward
     if rows % 8:
-        with pytest.raises(Refused, match="multiples of 8.*per_device_train_batch_size"):
+        with pytest.raises(Refused, match="multiples of 8.*batch size"):
             theirs(seeded(rows, 64).to("cuda"))
     else:
         out = theirs(seeded(rows, 64).to("cuda"))
@@ -326,8 +327,7 @@ def blocks(**more):
     torch.manual_seed(0)
     model, asked = nn.Sequential(*(Block() for _ in range(3))), plan(**more)
     model._no_split_modules = ["Block"]
-    ours.convert(model, asked, {})
-    ours.wrap_forward(asked, model)
+    ours.convert(None, asked, model, None)
     return model.to("cuda")
 
 
@@ -363,4 +363,4 @@ def test_whole_blocks_as_transformer_layers():
         "layernorm_qkv.layer_norm_weight": (192,), "layernorm_qkv.layer_norm_bias": (192,),
         "layernorm_qkv.weight": (576, 192), "layernorm_qkv.bias": (576,), "proj.weight": (192, 192), "proj.bias": (192,),
     }  # fmt: skip
-    assert fp8.converted(model) == (4 * 12, 2 * 12)
+    assert counted(plan(), model) == (4 * 12, 2 * 12)

@@ -12,10 +12,11 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ROOT, Ranks, alive, free_port, launched, metrics, record, train, weights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from shared import checkpoint
+from faithful import checkpoint
 
 STEPS = ("--max_steps", "60", "--logging_steps", "1", "--save_steps", "7", "--eval_steps", "20")
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -67,7 +68,7 @@ def test_killed_and_resumed_is_the_same_run(uninterrupted, tmp_path, config, kil
 def test_sigterm_to_one_worker(uninterrupted, tmp_path, config, victim):
     out = tmp_path / "run"
     ranks = Ranks(config, ["--output_dir", str(out), *STEPS, "--save_steps", "0"])
-    while "step 11/60: loss" not in ranks.text():
+    while "step 11: loss" not in ranks.text():
         time.sleep(0.02)
     os.kill(ranks.pids[victim], signal.SIGTERM)
     assert set(ranks.wait()) == {143}
@@ -114,10 +115,12 @@ def test_sigterm_during_evaluation(tmp_path, config):
     out = tmp_path / "run"
 
     def slow_evaluation(rank):
-        from shared.run import Run
+        from faithful import Accelerator
 
-        heed = Run.stop_if_asked
-        Run.stop_if_asked = lambda self: (print("evaluating", flush=True), time.sleep(0.2), heed(self))
+        gather = Accelerator.gather_for_metrics
+        Accelerator.gather_for_metrics = lambda *seen: (
+            print("evaluating", flush=True), time.sleep(0.2), gather(*seen)
+        )[-1]  # fmt: skip
 
     argv = ("--max_steps", "10", "--eval_steps", "5", "--save_steps", "0", "--logging_steps", "1")
     few = ("--output_dir", str(out), "--per_device_eval_batch_size", "4")
@@ -150,7 +153,7 @@ class Payload:
         return os.mkdir, (self.marker,)
 
 
-FILES = ("rank0.safetensors", "trainer_state.json", "manifest.json")
+FILES = ("rank0.safetensors", "rank1.safetensors", "trainer_state.json", "manifest.json")
 
 
 def spoil(folder, how, marker):
@@ -233,12 +236,14 @@ def test_pruning_keeps_the_newest(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 12, "--save_steps", 2, "--save_total_limit", 3)
     assert [path.name for path in checkpoint.list_checkpoints(run)] == [f"checkpoint-{n}" for n in (12, 10, 8)]
     assert sorted(path.name for path in run.iterdir()) == [
-        "checkpoint-10", "checkpoint-12", "checkpoint-8", "metrics.jsonl", "model", "run.json"
+        "checkpoint-10", "checkpoint-12", "checkpoint-8", "data.json", "metrics.jsonl", "model", "run.json"
     ]  # fmt: skip
-    assert sorted(path.name for path in (run / "checkpoint-12").iterdir()) == sorted(FILES)
-    assert load_file(run / "model" / "model.safetensors").keys() == {
-        key.removeprefix("model/") for key in load_file(run / "checkpoint-12" / FILES[0]) if key.startswith("model/")
-    }
+    files = {path.name for path in (run / "checkpoint-12").iterdir()}
+    assert files == {"rank0.safetensors", "trainer_state.json", "manifest.json"}
+    held = load_file(run / "checkpoint-12" / "rank0.safetensors")
+    own = {key.removeprefix("0:model/"): tensor for key, tensor in held.items() if key.startswith("0:model/")}
+    final = load_file(run / "model" / "model.safetensors")
+    assert final.keys() == own.keys() and all(final[name].equal(own[name]) for name in final)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +257,9 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
     def fill(rank):
         import resource
 
-        write = checkpoint.save
+        write = checkpoint.write
 
-        def save(accelerator, folder, *rest):
+        def limited(accelerator, folder, *rest):
             if folder.name != "checkpoint-3" and rank in ranks:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -263,7 +268,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-        checkpoint.save = save
+        checkpoint.write = limited
 
     argv = ("--max_steps", 7, "--save_steps", 3, "--save_total_limit", 1)
     run = train(config, tmp_path / "run", *argv, before=fill, code=1)
@@ -271,7 +276,31 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
     assert "checkpoint-6 could not be written" in log and "1 checkpoints could not be written" in log
     [only] = checkpoint.list_checkpoints(run)
     assert only.name == "checkpoint-3" and checkpoint.unsound(only) is None
-    assert not list(run.glob("*.tmp")) and record(run)["final"]["step"] == 7
+    made = record(run)
+    assert not list(run.glob("*.tmp")) and made["final"]["step"] == 7
+    assert made["status"] == "failed" and made["error"] == "1 checkpoints could not be written"
+
+
+def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
+    """As runs of earlier versions left them: no number of a format, no random state, tensors of the one model."""
+    folder = tmp_path / "run" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    save_file({"model/head.bias": torch.zeros(10), "optimizer/head.bias/exp_avg": torch.zeros(10)},
+              folder / "rank0.safetensors")  # fmt: skip
+    state = {"step": 3, "batch": 3, "same": {"seed": 0}, "lr_scheduler": {"last_epoch": 3}, "scaler": None, "cuts": {}}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    files = {path.name: checkpoint.entry(path) for path in folder.iterdir()}
+    (folder / "manifest.json").write_text(json.dumps(files))
+    assert checkpoint.unsound(folder) is None
+    for wanted in ("latest", folder):
+        train("single_fp32", tmp_path / "run", "--max_steps", 4, "--resume_from_checkpoint", wanted, code=2)
+    log = (tmp_path / "run.log").read_text()
+    line = (
+        f"refused: {folder} was written in format 1, this version reads 2: resume it with the version that wrote it, "
+        "or export its weights and start from them"
+    )
+    assert log.splitlines().count(line) == 2 and "Traceback" not in log
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_latest_without_any_starts_and_says_so(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import CONFIGS, distance, free_port, launched, metrics, record, train, weights
 
-from shared import precision, rules
+from faithful import evidence, rules, tensors
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*.yml"))]
 NAMES = [  # test_fp8.py, test_zero.py and test_tp.py have the others
@@ -19,14 +19,14 @@ CPU_ONLY = not torch.accelerator.is_available()
 
 def write_local_share(folder, rank):
     """Before the run: let each rank say how many parameter elements it holds."""
-    complete = precision.Evidence.complete
+    count = evidence.Evidence.after_first_update
 
     def patched(self):
-        held = sum(precision.local(p).numel() for p in self.parameters.values())
+        held = sum(tensors.local(p).numel() for p in self.parameters.values())
         (folder / f"held{rank}").write_text(f"{held} {sum(p.numel() for p in self.parameters.values())}")
-        complete(self)
+        count(self)
 
-    precision.Evidence.complete = patched
+    evidence.Evidence.after_first_update = patched
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "compile" not in n])
@@ -38,37 +38,39 @@ def test_rehearses(tmp_path, name):
         return
     run = train(name, tmp_path / "run", *STEPS, before=functools.partial(write_local_share, tmp_path))
     made, asked = record(run), rules.grammar(name)
-    assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 1
+    assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 2
     assert made["config"]["name"] == name and made["config"]["sha256"]
     assert {key: made["plan"][key] for key in asked} == asked
     assert made["plan"]["rehearsal"] is CPU_ONLY
     losses = [row["loss"] for row in metrics(run) if "loss" in row]
     assert len(losses) == 5 and all(0 < loss < 10 for loss in losses)
-    evidence, processes = made["evidence"], made["plan"]["num_processes"]
-    assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16.0
+    seen, processes = made["evidence"], made["plan"]["num_processes"]
+    assert seen["optimizer_owns_all"] and seen["bytes_per_parameter"]["total"] == 16.0
     compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[asked["precision"]]
-    assert evidence["dtypes"]["linear_output"] == compute
+    assert seen["dtypes"]["linear_output"] == compute
     total = sum(tensor.numel() for tensor in weights(run).values())
-    assert evidence["dtypes"]["parameters"] == {"float32": total}
-    assert evidence["dtypes"]["gradients"] == {"float32": total}
-    assert evidence["dtypes"]["optimizer_state"] == {"exp_avg": {"float32": total}, "exp_avg_sq": {"float32": total}}
+    assert seen["dtypes"]["parameters"] == {"float32": total}
+    assert seen["dtypes"]["gradients"] == {"float32": total}
+    assert seen["dtypes"]["optimizer_state"] == {"exp_avg": {"float32": total}, "exp_avg_sq": {"float32": total}}
     assert made["final"]["step"] == 5 and 0 <= made["final"]["metrics"]["accuracy"] <= 1
     assert made["throughput"]["steps_measured"] == 2 and made["peak_memory_bytes"] > 0
-    assert made["global_batch_size"] == 32 * processes
-    assert len((tmp_path / "run.log").read_text().split("asked: ")) == 2, "one rank speaks"
+    assert made["seen"]["samples_per_step"] == 32 * processes
+    log = (tmp_path / "run.log").read_text()
+    assert len(log.split("asked: ")) == 2, "one rank speaks"
+    assert len(log.split("vit | ")) == 3 and f"{seen['truth']} | global batch {32 * processes}\n" in log
     # ring accounting: fp32 gradients all-reduced; under FSDP2 gathered twice and reduced once
     sixteen = asked["precision"] != "fp32"
     bytes_each = {"single": 0, "ddp": 4, "fsdp": 4 if sixteen else 6, "hsdp": 6}[
         asked["strategy"]
     ]  # two ranks: half of each
     bytes_each -= asked["noreshard"]  # gathered once; hsdp: reduced among the copies, too
-    assert evidence["wire_bytes_per_step"] == pytest.approx(bytes_each * total, rel=0.02)
+    assert seen["wire_bytes_per_step"] == pytest.approx(bytes_each * total, rel=0.02)
     for rank in range(processes):
         held, whole = map(int, (tmp_path / f"held{rank}").read_text().split())
         assert whole == total
         share = held / whole
         assert 0.4 < share < 0.6 if asked["strategy"] in ("fsdp", "hsdp") else share == 1
-    assert evidence["sharded"] is (asked["strategy"] in ("fsdp", "hsdp"))
+    assert seen["sharded"] is (asked["strategy"] in ("fsdp", "hsdp"))
 
 
 @pytest.mark.slow

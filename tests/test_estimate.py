@@ -9,7 +9,7 @@ from conftest import CONFIGS, ROOT, record, train
 from torch import nn
 
 from shared.args import Refused
-from tools import estimate
+from tools import estimate, tracing
 
 VIT = ROOT / "recipes" / "vit.py"
 
@@ -21,7 +21,7 @@ def seen():
 
 @pytest.fixture(scope="module")
 def vit():
-    return estimate.load(VIT)
+    return tracing.load(VIT)
 
 
 def of(vit, seen, config, *argv, processes=None, cpu=False):
@@ -32,7 +32,7 @@ def of(vit, seen, config, *argv, processes=None, cpu=False):
 
 def test_memory_knows_what_lives():
     """y = (x w).relu().sum(): the product is saved for relu's backward, x for the gradient of w."""
-    memory = estimate.Memory()
+    memory = tracing.Memory()
     w, x = nn.Parameter(torch.randn(64, 32)), torch.randn(8, 64)
     w.register_post_accumulate_grad_hook(memory.is_gradient)
     with memory.watch():
@@ -48,12 +48,12 @@ def test_memory_knows_what_lives():
 
 
 def test_tied_weights_stay_tied():
-    with estimate.without_storage():
+    with tracing.without_storage():
         model = nn.ModuleList([nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)])
         model[1].weight = model[0].weight
         optimizer = torch.optim.AdamW(model.parameters())
     assert model[0].weight.is_meta and model[1].weight is model[0].weight
-    estimate.make_fake(model, optimizer)
+    tracing.make_fake(model, optimizer)
     [owned] = optimizer.param_groups[0]["params"]
     assert owned is model[0].weight is model[1].weight and owned.device.type == "cpu" and owned.shape == (10, 4)
 
@@ -118,7 +118,7 @@ def test_a_large_model_takes_no_memory(vit, seen):
 
 
 def test_what_fits(monkeypatch, capsys, vit):
-    monkeypatch.setattr(estimate, "load", lambda recipe: vit)
+    monkeypatch.setattr(tracing, "load", lambda recipe: vit)
     words = ["single_bf16", "fsdp_bf16", "--", "vit"]
     assert estimate.main(["--memory", "1MB", *words]) == 1
     assert "fits: none of them" in capsys.readouterr().out
@@ -154,8 +154,8 @@ def test_sizes(text, size):
 def test_a_recipe_of_another_kind_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def main(): pass\n")
-    with pytest.raises(Refused, match="mine.py has no resolve, prepare, Run, Arguments"):
-        estimate.load(file)
+    with pytest.raises(Refused, match="mine.py has no Accelerator, Arguments"):
+        tracing.load(file)
 
 
 def test_the_committed_validation():

@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file, save_file
 
-from shared import checkpoint, models
+from faithful import checkpoint
+from shared import models
 from shared.args import Refused
 
 spec = importlib.util.spec_from_file_location("export", ROOT / "tools" / "export.py")
@@ -99,13 +100,17 @@ def test_model_and_checkpoint_give_the_same_weights(trained, tmp_path, config):
         assert all(model[name].equal(saved[name]) for name in model)
         return
     stored = load_file(run / "checkpoint-6" / "rank0.safetensors")
-    codes = {key[10:]: tensor for key, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    codes = {
+        key.removeprefix("0:all/model/"): tensor
+        for key, tensor in stored.items()
+        if tensor.dtype == torch.float8_e4m3fn
+    }
     in_fp8 = {name for name in codes if name in model}
     assert len(in_fp8) == 16
     for name in model:
         if name in in_fp8:
             assert not model[name].equal(saved[name])
-            assert e4m3_apart(saved[name], model[name], stored[f"all/model/{name}_scale"])
+            assert e4m3_apart(saved[name], model[name], stored[f"0:all/model/{name}_scale"])
         else:
             assert model[name].equal(saved[name])
 
@@ -153,7 +158,7 @@ def test_a_stopped_run_gives_its_newest_sound_checkpoint(copied, run_tool):
     assert code == 0 and out.startswith(f"{run}/export.safetensors: 55 tensors") and "checkpoint-6 (2 files)" in out
     newest = load_file(run / "export.safetensors")
     part = run / "checkpoint-6" / "rank1.safetensors"
-    part.write_bytes(part.read_bytes()[:-1] + b"\0")
+    part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
     code, out, err = run_tool(run)
     assert code == 0 and "from checkpoint-3" in out
     assert err == f"skipping {run}/checkpoint-6: rank1.safetensors is not what was written\n"
@@ -203,12 +208,12 @@ def test_shards_of_any_shape_are_put_together(tmp_path):
     counts, none = torch.tensor(3), torch.zeros(0, 4)
     files = []
     for rank in range(3):
-        parts = {"buffer/batches": counts.clone(), "model/none": none.clone()}
+        parts = {"0:buffer/batches": counts.clone(), "0:model/none": none.clone(), "random/torch": torch.zeros(3)}
         for name, tensor in whole.items():
             chunks = tensor.chunk(3)
             empty = tensor.new_empty(0, *tensor.shape[1:])
-            parts[f"model/{name}"] = chunks[rank].contiguous() if rank < len(chunks) else empty
-            parts[f"optimizer/{name}/exp_avg"] = torch.zeros_like(parts[f"model/{name}"])
+            parts[f"0:model/{name}"] = chunks[rank].contiguous() if rank < len(chunks) else empty
+            parts[f"0:optimizer/{name}/exp_avg"] = torch.zeros_like(parts[f"0:model/{name}"])
         files.append(tmp_path / f"rank{rank}.safetensors")
         save_file(parts, files[-1])
     made = tool.plain_state_dict(files)
@@ -223,8 +228,14 @@ def test_only_the_model_s_own_entries_are_exported(tmp_path):
     save_file(own | others, tmp_path / "model.safetensors")
     made = tool.plain_state_dict([tmp_path / "model.safetensors"])
     assert made.keys() == own.keys() and made["head.weight"].dtype == torch.float32
-    save_file({f"model/{name}": tensor for name, tensor in (own | others).items()}, tmp_path / "rank0.safetensors")
-    assert tool.plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
+    for before in ("0:model/", "model/"):  # of this format of checkpoints, and of the first
+        save_file(
+            {f"{before}{name}": tensor for name, tensor in (own | others).items()}, tmp_path / "rank0.safetensors"
+        )
+        assert tool.plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
+    save_file({"0:model/a": torch.ones(1), "1:model/a": torch.ones(1)}, tmp_path / "rank0.safetensors")
+    with pytest.raises(Refused, match="checkpoints of several models cannot be exported"):
+        tool.plain_state_dict([tmp_path / "rank0.safetensors"])
 
 
 def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
@@ -259,7 +270,7 @@ def test_levels_give_what_amp8_says_they_mean(tmp_path, level):
         optimizer.step()
         optimizer.zero_grad()
     state = amp8.exact_state(model, optimizer)
-    save_file({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "rank0.safetensors")
+    save_file({f"0:{name}": tensor.clone() for name, tensor in state.items()}, tmp_path / "rank0.safetensors")
     made, wanted = tool.plain_state_dict([tmp_path / "rank0.safetensors"]), amp8.state.master_state_dict(model)
     assert made.keys() == plain and any(name.startswith("rank/master/") for name in state) == (level == "O3")
     assert all(made[name].equal(wanted[name]) for name in made)

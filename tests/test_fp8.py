@@ -1,5 +1,9 @@
 """Every FP8 config, for real on this machine: what is converted, that it trains, that it resumes as the same run."""
 
+import contextlib
+import copy
+import dataclasses
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from amp8 import emulate
-from shared import data, fp8, models, plan, rules
-from shared.args import Refused
-from shared.precision import compile_blocks
+from faithful import Refused, backends, plan, rules
+from faithful.backends import torchao, transformer_engine
+from faithful.blocks import compile_blocks
+from faithful.config import asked, exported
+from faithful.evidence import converted
+from shared import data, models
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
 EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name and "zero" not in name]  # test_zero
@@ -80,22 +87,23 @@ def test_rehearses(tmp_path, bf16, name):
 
 def test_torchao_is_imported_in_silence():
     """torch's warning about one of its enums would come from every process of every run."""
-    said = launched(sys.executable, "-c", "from shared import fp8; from torchao.float8 import Float8LinearConfig")
+    said = launched(
+        sys.executable, "-c", "from faithful.backends import torchao; from torchao.float8 import Float8LinearConfig"
+    )
     assert said.returncode == 0 and "Enum" not in said.stderr, said.stderr
 
 
 def told_to_stop_at(step):
     def before(rank):
-        from shared import run
-        from shared.run import Run
+        from faithful import Accelerator, process, steps
 
-        share = Run.share
+        backward = Accelerator.backward
 
-        def share_and_stop(self, loss):
-            Run.told_to_stop = self.step + 1 == step
-            share(self, loss)
+        def told(self, loss):
+            process.stop_asked = self.steps.taken + 1 == step
+            backward(self, loss)
 
-        Run.share, run.AGREE_SECONDS = share_and_stop, 0
+        Accelerator.backward, steps.AGREE_SECONDS = told, 0
 
     return before
 
@@ -133,26 +141,22 @@ def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path, name):
 
 def resolved(name):
     """The Plan of a config as on this machine."""
-    import dataclasses
-
     import yaml
 
-    asked = rules.asked(rules.exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
-    fields = {field.name: asked[field.name] for field in dataclasses.fields(plan.Plan) if field.name in asked}
-    kind = {"ao": "emulated", "te": "emulated", "msamp": "amp8"}[asked["backend"]]
+    found = asked(exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
+    fields = {field.name: found[field.name] for field in dataclasses.fields(plan.Plan) if field.name in found}
+    kind = backends.implementation(found["backend"], found["strategy"], rehearsal=True)
     return plan.Plan(config=name, device="cpu", rehearsal=True, implementation=kind, emulated=True, **fields)
 
 
 @pytest.mark.parametrize("name", ["fsdp_fp8", "fsdp_fp8_ao_rowwise"])
 def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name):
     """In bf16, as FSDP2 computes: output and both gradients beside those of torch._scaled_mm."""
-    import dataclasses
-
     from torchao.float8 import convert_to_float8_training
 
     rehearsal, sides = resolved(name), []
     on_a_card = dataclasses.replace(rehearsal, device="cuda", rehearsal=False, emulated=False)
-    configs = [fp8.torchao_config(planned) for planned in (rehearsal, on_a_card)]
+    configs = [torchao.config(planned) for planned in (rehearsal, on_a_card)]
     assert [config.emulate for config in configs] == [True, False]
     for config in configs:
         torch.manual_seed(0)
@@ -171,9 +175,9 @@ def test_layers_of_vit_tiny(name, count):
     model = models.vit("vit_tiny", 224, 3, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
-    accelerator = SimpleNamespace(ao_recipe_handler=None)
-    optimizer, skipped = fp8.convert(accelerator, resolved(name), model, optimizer)
-    assert fp8.converted(model) == (count, 0) and len(skipped) == 49 - count and skipped[0][0] == "head"
+    planned = resolved(name)
+    optimizer, skipped = backends.of(planned).convert(None, planned, model, optimizer)
+    assert converted(planned, model) == (count, 0) and len(skipped) == 49 - count and skipped[0][0] == "head"
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
 
 
@@ -182,35 +186,42 @@ def test_a_linear_of_another_class_is_named(name, count):
     """torch's attention reads out_proj's weight past its forward: in FP8 it would compute something else."""
     model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
-    _, skipped = fp8.convert(SimpleNamespace(ao_recipe_handler=None), resolved(name), model, optimizer)
-    assert fp8.converted(model) == (count, 0) and len(skipped) == 4 - count
+    planned = resolved(name)
+    _, skipped = backends.of(planned).convert(None, planned, model, optimizer)
+    assert converted(planned, model) == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
                       "the module around it reads its weight directly")  # fmt: skip
 
 
-def counted_under_fsdp(rank, world):
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
-    emulate.convert(model[0], "delayed")
-    convert_to_float8_training(
-        model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda _, name: name == "1"
-    )
-    before, mesh = fp8.converted(model), init_device_mesh("cpu", (world,))
-    for layer in (*model, model):  # a norm and a head by themselves are what Accelerate shards beside the blocks
+def counted_under_fsdp(rank, world, backend):
+    """A norm and a head by themselves are what Accelerate shards beside the blocks."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    asked = SimpleNamespace(backend="ao", level="tensorwise", precision="fp8", fp8_options={}, strategy="fsdp",
+                            implementation=backend, rehearsal=True)  # fmt: skip
+    if backend == "emulated":
+        emulate.convert(model, "delayed")
+    else:
+        convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    before, mesh = converted(asked, model), init_device_mesh("cpu", (world,))
+    for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
+    backends.of(asked).after_prepare(None, asked, model, None)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    with fp8.evaluation(model), torch.no_grad():
+    model.eval()
+    with torch.no_grad():
         evaluated = model(x)
     plain = [layer.full_tensor() for layer in model.parameters()]
     for weight, bias in zip(plain[::2], plain[1::2], strict=True):
         x = torch.nn.functional.linear(x, weight, bias)
-    return [type(layer).__name__ for layer in model], before, fp8.converted(model), torch.equal(evaluated, x)
+    return [type(layer).__name__ for layer in model], before, converted(asked, model), torch.equal(evaluated, x)
 
 
-def test_a_layer_that_fsdp_shards_by_itself_is_counted():
+@pytest.mark.parametrize("backend, name", [("emulated", "FSDPEmulatedLinear"), ("torchao", "FSDPFloat8Linear")])
+def test_a_layer_that_fsdp_shards_by_itself_is_counted(backend, name):
     """FSDP2 gives what it shards another class: Accelerate does so to the last norm and an untied head."""
-    [(names, before, after, plain)] = run_ranks(1, counted_under_fsdp)
-    assert names == ["FSDPEmulatedLinear", "FSDPFloat8Linear", "FSDPLinear"]
+    [(names, before, after, plain)] = run_ranks(1, counted_under_fsdp, backend)
+    assert names == [name, name]
     assert before == after == (2, 0)
     assert plain  # evaluation is outside FP8 there too
 
@@ -221,9 +232,9 @@ def test_a_model_that_names_no_blocks_is_not_said_to_be_compiled():
         if names:
             model._no_split_modules = names
         with pytest.raises(Refused, match="the model names none"):
-            compile_blocks(model)
+            compile_blocks(model, eager_in_eval=False)
     model._no_split_modules = ["Linear"]
-    compile_blocks(model)
+    compile_blocks(model, eager_in_eval=False)
     assert model[0]._compiled_call_impl is not None
 
 
@@ -243,7 +254,7 @@ def test_without_amp8_it_says_what_to_copy(tmp_path):
         sys.modules["amp8"] = sys.modules["amp8.emulate"] = None
 
     train("single_fp8_msamp_o2", tmp_path / "run", *STEPS, before=hide, code=2)
-    assert "needs the folder amp8/ beside shared/" in (tmp_path / "run.log").read_text()
+    assert "needs the folder amp8/ beside faithful/" in (tmp_path / "run.log").read_text()
 
 
 def test_the_default_of_accelerate_is_caught_before_step_1(tmp_path):
@@ -274,27 +285,83 @@ def test_evaluation_is_outside_fp8(tmp_path):
         assert record(run)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-3), name
 
 
+@pytest.mark.parametrize(
+    "name", ["single_fp8", "zero2_fp8", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3"]
+)
+def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
+    """Also where a copy of it is evaluated, an average of weights say, while the model itself trains on."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), torch.randn(16, 32)
+    before, planned = copy.deepcopy(model), resolved(name)
+    optimizer, _ = backends.of(planned).convert(None, planned, model, torch.optim.AdamW(model.parameters()))
+    prepared = SimpleNamespace(optimizer=optimizer)  # as Accelerate's
+    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True), planned, model, prepared)
+    assert converted(planned, model)[0] >= 2
+
+    def computed(some):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return some(x)
+
+    if "msamp" in name:  # its weights were rounded: amp8's own products of them, past every hook
+        for layer in model:
+            layer.high_precision = True
+        plain = computed(lambda y: functools.reduce(lambda y, layer: layer.forward(y), model, y))
+        for layer in model:
+            layer.high_precision = False
+    else:
+        plain = computed(before)
+    in_fp8 = computed(model.train())
+    assert not in_fp8.equal(plain) and in_fp8.allclose(plain, atol=0.2)
+    assert computed(model.eval()).equal(plain)
+    assert computed(model.train()).equal(in_fp8)
+    twin = copy.deepcopy(model).eval()
+    assert computed(twin).equal(plain) and computed(model).equal(in_fp8)
+    assert computed(twin.train()).equal(in_fp8)
+
+
+def test_a_copy_of_a_model_in_transformer_engine_s_autocast_is_a_model_of_its_own(monkeypatch):
+    """Its own weights, and its own train() and eval()."""
+    entered = []
+
+    @contextlib.contextmanager
+    def autocast(enabled, recipe):
+        entered.append(enabled)
+        yield
+
+    te = SimpleNamespace(autocast=autocast, Linear=None, LayerNormLinear=None, LayerNormMLP=None)
+    monkeypatch.setattr(transformer_engine, "recipe", lambda planned: None)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
+    transformer_engine.compute_in_fp8(te, dataclasses.replace(resolved("single_fp8_te"), level="current"), model)
+    twin = copy.deepcopy(model).eval()
+    twin[0].weight.data.zero_(), twin[0].bias.data.fill_(7)
+    assert twin(x).eq(7).all() and not model.train()(x).eq(7).any()
+    assert entered == [False, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if "compile" in name])
 def test_compiles_without_breaks_or_recompiles(tmp_path, name):
     def count(rank):
         import torch._dynamo as dynamo
 
-        from shared.run import Run
+        from faithful import Accelerator
 
         dynamo.config.error_on_recompile = False
-        stepped, close, seen = Run.stepped, Run.close, {}
+        update, close, seen = Accelerator.after_update, Accelerator.close, {}
 
-        def counted(self):
-            stepped(self)
-            seen[self.step] = dict(dynamo.utils.counters["stats"]), sum(dynamo.utils.counters["graph_break"].values())
+        def counted(self, optimizer):
+            update(self, optimizer)
+            seen[self.steps.taken] = (
+                dict(dynamo.utils.counters["stats"]),
+                sum(dynamo.utils.counters["graph_break"].values()),
+            )
 
-        def report(self, error=None):
+        def report(self, error, code):
             early, last = seen[2], seen[max(seen)]
             print(f"graphs {early[0].get('unique_graphs')} -> {last[0].get('unique_graphs')}, breaks {last[1]}")
-            close(self, error)
+            return close(self, error, code)
 
-        Run.stepped, Run.close = counted, report
+        Accelerator.after_update, Accelerator.close = counted, report
 
     run = train(name, tmp_path / "run", *STEPS, before=count)
     log = (tmp_path / "run.log").read_text()

@@ -96,7 +96,8 @@ def test_a_copied_recipe_runs_from_an_empty_folder(tmp_path, with_git):
     project = tmp_path / "mine"
     (project / "recipes").mkdir(parents=True)
     shutil.copy(ROOT / "recipes" / "vit.py", project / "recipes")
-    shutil.copytree(ROOT / "shared", project / "shared", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("shared", "faithful"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "accelerate_configs" / "ddp_bf16.yml", project)
     env = {"PYTHONPATH": ""}
     result = launched("accelerate", "launch", "--config_file", "ddp_bf16.yml", "--main_process_port", "0",

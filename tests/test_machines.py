@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import ROOT, alive, distance, metrics, record, train
 
-from shared import checkpoint
+from faithful import checkpoint
 
 OPTIONS = ("--logging_steps", "1", "--save_steps", "10", "--eval_steps", "0", "--resume_from_checkpoint", "latest")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
@@ -178,10 +178,10 @@ def test_a_process_that_falls_silent_is_waited_for_as_long_as_was_said(tmp_path,
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 
     def silent(rank):
-        from shared.run import Run
+        from shared.data import Progress
 
-        due = Run.due
-        Run.due = lambda self, every: time.sleep(15 * (rank == 1 and self.step == 3)) or due(self, every)
+        due = Progress.due
+        Progress.due = lambda self, every: time.sleep(15 * (rank == 1 and self.step == 3)) or due(self, every)
 
     argv = ("--max_steps", 8, "--save_steps", 2)
     run = train(config, tmp_path / "run", *argv, before=silent, env={"COLLECTIVE_TIMEOUT": "5"}, code=1)

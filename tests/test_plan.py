@@ -9,8 +9,8 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, launched
 
-from shared import plan, rules
-from shared.args import Refused
+from faithful import Refused, arguments, machine, plan, rules
+from faithful.config import KEYS, asked, exported
 
 FILES = sorted(CONFIGS.glob("*.yml"))
 GPU = {
@@ -57,10 +57,7 @@ def exported_by_accelerate(path, *options):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_the_name_the_file_and_accelerate_agree(path):
-    ours, theirs = (
-        rules.asked(rules.exported(yaml.safe_load(path.read_text()))),
-        rules.asked(exported_by_accelerate(path)),
-    )
+    ours, theirs = asked(exported(yaml.safe_load(path.read_text()))), asked(exported_by_accelerate(path))
     ours.pop("local_processes"), theirs.pop("local_processes")  # torchrun exports it, not the launcher
     assert ours == theirs
     promised = rules.grammar(path.stem)
@@ -76,8 +73,8 @@ def test_our_list_of_keys_is_what_the_launcher_reads():
 
     options = {action.dest for action in launch_command_parser()._actions}
     top = {field.name for field in dataclasses.fields(ClusterConfig)}
-    assert set(rules.KEYS[""].split()) <= top
-    for section, keys in rules.KEYS.items():
+    assert set(KEYS[""].split()) <= top
+    for section, keys in KEYS.items():
         if section:
             # the launcher hands on any key of fp8_config: one is ours, one has no option but is read by TERecipeKwargs
             extra = set(keys.split()) - options - {"fp8_recipe", "fp8_use_mxfp8_block_scaling"}
@@ -87,8 +84,8 @@ def test_our_list_of_keys_is_what_the_launcher_reads():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_is_sound(path):
     assert rules.file_problems(path)[0] == []
-    machine = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
-    assert rules.problems(rules.asked(rules.exported(yaml.safe_load(path.read_text()))), machine) == []
+    card = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
+    assert rules.problems(asked(exported(yaml.safe_load(path.read_text()))), card) == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_its_fix(config, machine, expected):
-    lines = rules.problems(rules.asked(rules.exported(config)), machine)
+    lines = rules.problems(asked(exported(config)), machine)
     assert len(lines) == 1 and expected in lines[0], lines
 
 
@@ -189,9 +186,9 @@ def test_what_cannot_run_is_refused_with_its_fix(config, machine, expected):
 def test_machines_that_cannot_meet_are_named(options, expected):
     sound = DDP | {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
     assert rules.problems_of_machines(sound, {}) == []
-    asked = sound | options
-    asked |= {"main_process_ip": None} if options == {"num_machines": 2} else {}
-    [line] = rules.problems_of_machines(asked, {})
+    launch = sound | options
+    launch |= {"main_process_ip": None} if options == {"num_machines": 2} else {}
+    [line] = rules.problems_of_machines(launch, {})
     assert expected in line
 
 
@@ -237,20 +234,18 @@ def test_every_problem_is_named_at_once(tmp_path):
 
 
 def test_check_is_quick_and_needs_no_torch():
-    code = (
-        "import sys; sys.path.insert(0, '.'); import shared.rules; print(sys.modules.keys() & {'torch', 'accelerate'})"
-    )
+    code = "import sys; sys.path.insert(0, '.'); import faithful.rules; print(sys.modules.keys() & {'torch', 'accelerate'})"
     assert launched(sys.executable, "-c", code).stdout.strip() == "set()"
     start = time.perf_counter()
     result = launched("./launch.sh", "check")
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.splitlines()) == len(FILES)
-    assert "fsdp_fp16.yml: not on this machine" in result.stdout or rules.machine()["devices"]
+    assert "fsdp_fp16.yml: not on this machine" in result.stdout or machine.of_driver()["devices"]
     assert time.perf_counter() - start < 10
 
 
 def test_a_config_asked_for_by_name_must_run_here():
-    if rules.machine()["devices"]:
+    if machine.of_driver()["devices"]:
         pytest.skip("this machine has a GPU: fsdp_fp16 runs here")
     result = launched("./launch.sh", "fsdp_fp16", "vit")
     assert result.returncode == 2 and "use fsdp_bf16" in result.stderr
@@ -273,32 +268,90 @@ def test_grammar_refuses_what_begins_as_ours():
         rules.grammar("ddp_fp12")
 
 
+def merged(planned, **script):
+    """The arguments that Accelerate gets for a script's own."""
+    return arguments.merged(planned, script)
+
+
+SINGLE = plan.Plan(None, "single", 1, "fp32", "cpu", rehearsal=True)
+
+
 def test_gradient_accumulation_is_said_in_one_place(monkeypatch):
+    from accelerate.utils import GradientAccumulationPlugin
+
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
-    with pytest.raises(Refused, match="2, but the launcher exports 8"):
-        plan.Plan(None, "single", 1, "fp32", "cpu").kwargs(gradient_accumulation_steps=2)
+    for script in ({"gradient_accumulation_steps": 2}, {},
+                   {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}):  # fmt: skip
+        with pytest.raises(Refused, match="the launcher exports 8: say it in one place"):
+            merged(SINGLE, **script)
+    assert merged(SINGLE, gradient_accumulation_steps=8)["gradient_accumulation_steps"] == 8
 
 
 def test_the_collective_timeout_reaches_the_process_group(monkeypatch):
     monkeypatch.setenv("COLLECTIVE_TIMEOUT", "7")
-    [handler] = plan.Plan(None, "ddp", 2, "fp32", "cuda").kwargs()["kwargs_handlers"]
+    two = plan.Plan(None, "ddp", 2, "fp32", "cuda")
+    [handler] = merged(two)["kwargs_handlers"]
     assert handler.timeout.total_seconds() == 7
     for text in ("0", "-1", "1.5", "ten"):
         monkeypatch.setenv("COLLECTIVE_TIMEOUT", text)
-        with pytest.raises(Refused, match=f"COLLECTIVE_TIMEOUT={text}: seconds"):
-            plan.patience()
+        with pytest.raises(Refused, match=f"COLLECTIVE_TIMEOUT={text}: write seconds"):
+            merged(two)
+
+
+def script_says(**script):
+    """Each argument of a script that means something else than the config does, with what is said about it."""
+    import accelerate.utils as u
+
+    return {
+        "mixed_precision": ({"mixed_precision": "fp16"}, "passes mixed_precision='fp16', the config says bf16"),
+        "cpu": ({"cpu": True}, "passes cpu=True, the config asks for an accelerator"),
+        "fsdp_plugin": ({"fsdp_plugin": u.FullyShardedDataParallelPlugin()}, "passes fsdp_plugin, which is the config"),
+        "dynamo": ({"dynamo_backend": "inductor"}, "passes dynamo_backend, which is the config's to say"),
+        "AORecipeKwargs": ({"kwargs_handlers": [u.AORecipeKwargs()]}, "passes AORecipeKwargs, FP8 is the config's"),
+        "GradScalerKwargs": ({"kwargs_handlers": [u.GradScalerKwargs()]}, "is for fp16, this run is bf16"),
+    }
+
+
+@pytest.mark.parametrize("name", script_says())
+def test_a_script_that_contradicts_its_config_is_refused_by_name(name):
+    planned, (script, expected) = plan.Plan(None, "ddp", 2, "bf16", "cuda"), script_says()[name]
+    assert merged(planned)
+    with pytest.raises(Refused, match=expected) as refused:
+        merged(planned, **script)
+    assert "\n" not in str(refused.value)
+
+
+def test_all_contradictions_of_a_script_are_named_at_once():
+    script = {key: value for given, _ in script_says().values() for key, value in given.items()}
+    with pytest.raises(Refused) as refused:
+        merged(plan.Plan(None, "ddp", 2, "bf16", "cuda"), **script)
+    assert len(str(refused.value).splitlines()) == 5
+
+
+def test_a_script_that_says_what_the_config_says_is_taken_at_its_word():
+    from accelerate.utils import GradScalerKwargs, ProjectConfiguration
+
+    assert "cpu" not in merged(SINGLE, cpu=True, mixed_precision="no")  # the rehearsal is on the CPU already
+    scaling = GradScalerKwargs(init_scale=8.0)
+    fp16 = plan.Plan(None, "single", 1, "fp16", "cuda")
+    made = merged(fp16, kwargs_handlers=[scaling], project_config=ProjectConfiguration("here"), log_with="tensorboard")
+    assert made["kwargs_handlers"] == [scaling] and made["log_with"] == "tensorboard"
+    assert made["project_config"].project_dir == "here"
+    assert arguments.given((), {"mixed_precision": None, "log_with": "wandb"}) == {"log_with": "wandb"}
+    assert arguments.given((False,), {"cpu": True}) == {"device_placement": False, "cpu": True}  # by place or by name
 
 
 def test_recipes_name_no_precision():
     for path in (ROOT / "recipes").glob("*.py"):
         text = path.read_text()
-        for word in ("mixed_precision", "trust_remote_code", "register_for_checkpointing", "torch.load"):
+        for word in ("mixed_precision", "trust_remote_code", "torch.load"):
             assert word not in text, f"{path.name}: {word}"
 
 
 def test_no_pickle_is_ever_loaded():
     found = subprocess.run(
-        ["grep", "-rnE", r"torch\.load\(|pickle\.load|trust_remote_code=True", "shared", "tools", "recipes"],
+        ["grep", "-rnE", r"torch\.load\(|pickle\.load|trust_remote_code=True", "shared", "faithful", "amp8", "tools",
+         "recipes"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert found.stdout == ""

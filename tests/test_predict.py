@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, record, train
 from PIL import Image
 
-from shared import data, text
+from shared import data, models, text
 from shared.args import Refused
 
 sys.path.append(str(ROOT / "tools"))
@@ -47,7 +47,7 @@ def keep_predictions(folder, name, rank):
     module = sys.modules[name]
     evaluate, cross_entropy = module.evaluate, module.F.cross_entropy
 
-    def kept(run, model, loader):
+    def kept(*args):
         seen = []
 
         def noted(logits, labels, **kwargs):
@@ -56,7 +56,7 @@ def keep_predictions(folder, name, rank):
 
         module.F.cross_entropy = noted
         try:
-            return evaluate(run, model, loader)
+            return evaluate(*args)
         finally:
             module.F.cross_entropy = cross_entropy
             torch.save(seen, f"{folder}/seen{rank}.pt")
@@ -235,7 +235,7 @@ def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
     pytest.importorskip("skimage")
     held_out = data.photos()[1]
     Image.fromarray(held_out.pixels[7].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
-    pixels = predict.transform_of(held_out.about())(Image.open(tmp_path / "a.png"))
+    pixels = predict.transform_of(data.about(held_out))(Image.open(tmp_path / "a.png"))
     assert pixels.equal(held_out.__getitems__([7])["pixel_values"][0])
 
 
@@ -251,7 +251,7 @@ def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path)
     other = train("ddp_bf16", tmp_path / "other", *argv, "--dataset", "digits", "--freeze", 2, "--layer_decay", 0.1)
     found = weights(other)
     assert found["head.weight"].shape == (10, 64) and before["head.weight"].shape == (4, 64)
-    about = record(other)["data"]
+    about = models.own_run(other)["data"]
     assert (about["image_size"], about["in_chans"]) == (32, 3)  # digits, as the model wants them
     still = [name for name in before if "head" not in name and found[name].equal(before[name])]
     assert set(still) == {n for n in before if n.startswith(("patch_embed", "pos_embed", "blocks.0.", "blocks.1."))}

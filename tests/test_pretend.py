@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, metrics, record, train
+from conftest import ROOT, distance, metrics, record, train
 
-SHORT = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
+SHORT = ("--max_steps", 4, "--logging_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
          "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
 MSAMP = "(amp8, not Microsoft's package) | 16 of 17 Linear in FP8"
 TRUTH = {  # config -> how its truth line begins
@@ -54,7 +54,7 @@ def processes(config):
 
 
 def waits(run, rank=0):
-    """Where the host waited for the device from the third optimizer step to the fourth, without a checkpoint."""
+    """Where the host waited for the device from the third optimizer step, which is neither logged nor saved, to the fourth."""
     return json.loads(Path(f"{run}.rank{rank}.json").read_text())[3]["waits"]
 
 
@@ -63,7 +63,7 @@ def resumed(gpu, config, folder, *argv, **job):
     whole = gpu.train(config, folder / "whole", *SHORT, *argv, **job)
     part = gpu.train(config, folder / "part", *SHORT, *argv, "--resume_from_checkpoint", whole / "checkpoint-2", **job)
     rows = [row for row in metrics(whole) if row["step"] > 2]
-    assert len(rows) == 3 and metrics(part) == rows
+    assert len(rows) == 2 and metrics(part) == rows and distance(whole, part) == 0
     return whole
 
 
@@ -107,9 +107,10 @@ def test_fp16_counts_the_steps_that_were_taken(gpu, tmp_path):
     here = gpu.train("single_fp16", tmp_path / "gpu", *SHORT, *shrinking)
     rehearsed = train("single_fp16", tmp_path / "cpu", *SHORT, *shrinking)
     for made, other in zip(metrics(here), metrics(rehearsed), strict=True):
-        assert made["step"] == other["step"] and made.get("samples") == other.get("samples")
-        assert made.get("learning_rate") == other.get("learning_rate")
-    assert metrics(here)[0]["samples"] > 16 and metrics(here)[2]["loss"] < metrics(here)[0]["loss"]
+        assert made["step"] == other["step"] and made.get("learning_rate") == other.get("learning_rate")
+    tried, other = (json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["steps"]["tried"]
+                    for run in (here, rehearsed))  # fmt: skip
+    assert tried == other > 2 and metrics(here)[1]["loss"] < 2.303  # ten classes by chance
 
 
 def test_levels_on_a_card_without_fp8(gpu, tmp_path):

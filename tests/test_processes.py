@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import ROOT, Ranks, alive, free_port, launched, record
 
-from shared import checkpoint
+from faithful import checkpoint
 
 # Stands for the recipe. Its rank 1 stops for good at one point; rank 0 then waits for it, in C++ mostly.
 HELD = """
@@ -23,34 +23,35 @@ if phase == "imports":  # these end some time
     time.sleep(4)
 
 import torch.distributed, vit
-from shared import checkpoint, data, processes, run
+from faithful import Accelerator, checkpoint, launcher, steps
+from shared import data
 
 def hold(*_, **__):
     pathlib.Path({held!r}).touch()
     time.sleep(600)
 
 def once(method):
-    return lambda self, *rest: hold() if self.step == 3 else method(self, *rest)
+    return lambda self, *rest: hold() if self.taken == 3 else method(self, *rest)
 
-processes.GRACE = 3
+launcher.GRACE = 3
 if os.environ["RANK"] == "1":
     if phase == "process group":
         torch.distributed.init_process_group = hold
     elif phase == "data":
         data.images = hold
     elif phase == "first step":
-        run.Run.agree = hold
+        steps.Steps.check = hold
     elif phase == "training":
-        run.Run.agree = once(run.Run.agree)
+        steps.Steps.check = once(steps.Steps.check)
     elif phase == "evaluation":
-        run.Run.stop_if_asked = hold
+        steps.Steps.anyone_told_to_stop = hold
     elif phase == "saving":
-        checkpoint.save = hold
+        checkpoint.write = hold
     elif phase == "end":
-        run.Run.close = hold
+        Accelerator.end_training = hold
 sys.argv[0] = {root!r} + "/recipes/vit.py"
 vit.Arguments.__module__ = "vit"
-run.launch(vit.main, vit.Arguments)
+vit.main(vit.options.parse(vit.Arguments))
 """
 SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
         ("imports", "data", "first step", "evaluation", "saving", "end")]  # fmt: skip
@@ -134,13 +135,13 @@ def test_launch_sh_takes_a_free_port_unless_one_is_named(tmp_path, words, free):
     assert said.returncode == 0 and ("--main_process_port 0 " in said.stdout) == free, said
 
 
-def exit_codes_and_errors(tmp_path, before, seconds):
+def exit_codes_and_errors(tmp_path, before, seconds, leaves=False):
     argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
     ranks = Ranks("ddp_fp32", argv, before=before, env={"COLLECTIVE_TIMEOUT": str(seconds)})
     began = time.time()
     codes, text = ranks.wait(), ranks.text()
     assert "Traceback" not in text, text
-    assert time.time() - began < seconds + 15 and not (tmp_path / "run").exists()
+    assert time.time() - began < seconds + 15 and (tmp_path / "run").exists() is leaves
     return codes, sorted(line for line in text.splitlines() if line.startswith("error: "))
 
 
@@ -189,11 +190,11 @@ def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path)
     """The others know its address, or wait for it, in vain."""
 
     def before(rank):
-        from shared import processes
+        from faithful import launcher
 
-        meet = processes.meet
+        meet = launcher.meet
         if rank == 1:
-            processes.meet = lambda patience: (meet(patience), os._exit(5))
+            launcher.meet = lambda patience: (meet(patience), os._exit(5))
 
     codes, errors = exit_codes_and_errors(tmp_path, before, 3)
     assert codes == [1, 5]
@@ -203,14 +204,17 @@ def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path)
 
 
 def test_what_fails_while_a_run_is_being_made_is_one_line(tmp_path):
+    """The process group is there, the run is not yet: the record says so much."""
+
     def before(rank):
-        from shared.run import Run
+        from faithful import accelerator
 
         if rank == 1:
-            Run.__init__ = lambda *_: os._exit(5)
+            accelerator.Steps = lambda *_: os._exit(5)
 
-    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    codes, errors = exit_codes_and_errors(tmp_path, before, 3, leaves=True)
     assert codes == [1, 5] and errors == ["error: another process of this run ended"]
+    assert record(tmp_path / "run")["status"] == "failed" and record(tmp_path / "run")["error"] in errors[0]
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
@@ -218,12 +222,12 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
     argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "0", "--eval_steps", "0"]
 
     def impatient(rank):
-        from shared import processes
+        from faithful import launcher
 
-        processes.GRACE = -4
+        launcher.GRACE = -4
 
     first = Ranks("single_fp32", argv)
-    while "step 20/" not in first.text():
+    while "step 20:" not in first.text():
         time.sleep(0.02)
     argv += ["--resume_from_checkpoint", "latest"]
     second = Ranks("single_fp32", argv, before=impatient)
@@ -241,9 +245,9 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
 
 def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
     def before(rank):
-        from shared.run import Run
+        from faithful.steps import Steps
 
-        Run.agree = lambda *_: (print("held", flush=True), time.sleep(600))
+        Steps.check = lambda *_: (print("held", flush=True), time.sleep(600))
 
     ranks = Ranks("single_fp32", ["--output_dir", str(tmp_path / "run"), "--max_steps", "3"], before=before)
     while "held" not in ranks.text():

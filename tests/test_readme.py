@@ -9,7 +9,9 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, recipe, train
 
 from benchmarks import tables as tables_script
-from shared import args, models, rules
+from faithful import rules
+from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, asked, exported
+from shared import args, models
 from tools import formats
 
 TEXT = (ROOT / "README.md").read_text()
@@ -123,7 +125,7 @@ def test_its_list_of_commands_is_launch_shs_help():
 
 
 def test_paths_exist():
-    folders = "accelerate_configs amp8 benchmarks cluster recipes results shared tests tools".split()
+    folders = "accelerate_configs amp8 benchmarks cluster faithful recipes results shared tests tools".split()
     found = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(folders)})/(?:[\w./-]*\w)?", TEXT))
     found |= set(re.findall(r"(?<![\w/.-])(?:launch\.sh|pyproject\.toml|requirements\.txt|LICENSE)\b", TEXT))
     found |= {link for link in re.findall(r"\]\(([^)#]+)", TEXT) if "://" not in link}
@@ -136,12 +138,12 @@ def test_every_config_has_its_row_and_it_says_what_the_rules_say():
     assert sorted(row[0].strip("`") for row in rows) == NAMES
     here = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": ["torchao", "deepspeed"]}
     for name, cpu, gpu in rows:
-        lines, config = rules.file_problems(CONFIGS / f"{name.strip('`')}.yml")
+        lines, mapping = rules.file_problems(CONFIGS / f"{name.strip('`')}.yml")
         assert not lines
-        asked = rules.asked(rules.exported(config))
-        assert cpu.startswith("refused: " if rules.problems(asked, here) else "ran"), name
-        assert ("emulated" in cpu) == (asked["precision"] == "fp8" and cpu.startswith("ran")), name
-        assert ("TransformerEngine" in gpu) == (asked["backend"] == "te"), name
+        found = asked(exported(mapping))
+        assert cpu.startswith("refused: " if rules.problems(found, here) else "ran"), name
+        assert ("emulated" in cpu) == (found["precision"] == "fp8" and cpu.startswith("ran")), name
+        assert ("TransformerEngine" in gpu) == (found["backend"] == "te"), name
 
 
 def test_grammar_is_the_codes():
@@ -152,19 +154,19 @@ def test_grammar_is_the_codes():
     def ticked(cell):
         return re.findall(r"`(\w+)`", cell)
 
-    assert set(ticked(cells["strategy"])) == set(rules.STRATEGIES)
-    assert set(ticked(cells["precision"])) == set(rules.PRECISIONS.values())
-    assert set(ticked(cells["tail"])) == set(rules.TAILS)
-    assert set(ticked(cells["backend"])) == set(rules.LEVELS)
+    assert set(ticked(cells["strategy"])) == set(STRATEGIES)
+    assert set(ticked(cells["precision"])) == set(PRECISIONS.values())
+    assert set(ticked(cells["tail"])) == set(TAILS)
+    assert set(ticked(cells["backend"])) == set(LEVELS)
     levels = dict(part.strip().split(": ", 1) for part in cells["level"].split(";"))
-    assert levels.keys() == rules.LEVELS.keys()
+    assert levels.keys() == LEVELS.keys()
     for backend, listed in levels.items():
         for level in ticked(listed):
             promised = rules.grammar(f"single_fp8_{backend}_{level}")
             assert promised["backend"] == backend and level in (promised["level"], f"{promised['level']}_te")
-        assert set(rules.LEVELS[backend]) <= set(ticked(listed))
+        assert set(LEVELS[backend]) <= set(ticked(listed))
         for default in re.findall(r"`(\w+)` \(default\)", listed):
-            assert default == rules.LEVELS[backend][0] == rules.grammar(f"single_fp8_{backend}")["level"]
+            assert default == LEVELS[backend][0] == rules.grammar(f"single_fp8_{backend}")["level"]
 
 
 def test_datasets_models_and_extras_are_the_codes():
@@ -187,7 +189,7 @@ def test_datasets_models_and_extras_are_the_codes():
 def test_what_a_run_leaves_is_what_it_says(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 2, "--save_steps", 1)
     left = {re.sub(r"checkpoint-\d+", "checkpoint-<step>", str(path.relative_to(run))) for path in run.glob("*")}
-    assert left == {"run.json", "metrics.jsonl", "checkpoint-<step>", "model"}
+    assert left == {"run.json", "metrics.jsonl", "data.json", "checkpoint-<step>", "model"}
     assert [path.name for path in (run / "model").iterdir()] == ["model.safetensors"]
     section = TEXT[TEXT.index("## What a run leaves behind") :]
     for name in ("`run.json`", "`metrics.jsonl`", "`checkpoint-<step>/`", "`model/model.safetensors`"):

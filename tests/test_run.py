@@ -5,10 +5,11 @@ import json
 import math
 import re
 import shutil
+import sys
 
 import pytest
 import torch
-from conftest import distance, metrics, recipe, record, train, weights
+from conftest import distance, launched, metrics, recipe, record, train, weights
 
 from shared import args, models
 
@@ -19,8 +20,6 @@ def poison(step, rank_hit):
     """Before the run: the loss of one rank becomes NaN at optimizer step `step`."""
 
     def before(rank):
-        import sys
-
         vit, seen = sys.modules["vit"], []
         cross_entropy = vit.F.cross_entropy
 
@@ -46,15 +45,16 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path, con
     from safetensors.torch import load_file
 
     held = load_file(run / "checkpoint-4" / "rank0.safetensors")
-    assert all(tensor.isfinite().all() for tensor in held.values())
+    own = [tensor for name, tensor in held.items() if name.startswith(("0:model/", "0:optimizer/"))]
+    assert len(own) > 100 and all(tensor.isfinite().all() for tensor in own)
 
 
 @pytest.mark.parametrize("config", ["ddp_fp32", "ddp_fp8_msamp_o3"])
 def test_also_between_two_times_that_the_ranks_agree(tmp_path, config):
     def before(rank):
-        from shared import run
+        from faithful import steps
 
-        run.AGREE_SECONDS = 1000
+        steps.AGREE_SECONDS = 1000
         poison(6, rank_hit=1)(rank)
 
     run = train(config, tmp_path / "run", *QUICK, "--logging_steps", 0, before=before, code=1)
@@ -69,12 +69,13 @@ def test_a_gradient_overflow_under_fp16_skips_the_step_everywhere(tmp_path):
     run = train("single_fp16", tmp_path / "run", *argv)
     rows = [row for row in metrics(run) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert rows[0]["samples"] // 32 - 1 >= 5  # data moved on, steps did not
-    assert [row["learning_rate"] for row in rows] == pytest.approx([2e-3 * (step + 1) / 30 for step in range(1, 7)])
+    assert [row["learning_rate"] for row in rows] == pytest.approx([2e-3 * step / 30 for step in range(6)])
     state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())
-    skipped = state["batch"] - 6
-    assert state["step"] == 6 and rows[-1]["samples"] == 32 * state["batch"]
+    skipped = state["steps"]["tried"] - state["steps"]["taken"]
+    assert state["steps"]["taken"] == 6 and skipped >= 5
     assert state["scaler"]["scale"] == 2.0 ** (40 - skipped)
+    [progress, _] = state["registered"]
+    assert progress["step"] == 6 and progress["batch"] == 6 + skipped  # data moved on, steps did not
 
 
 def test_options_of_the_gradient_scaler_reach_it(tmp_path):
@@ -87,11 +88,15 @@ def test_options_of_the_gradient_scaler_reach_it(tmp_path):
 @pytest.mark.parametrize(
     ("config", "argv", "expected"),
     [
-        ("single_bf16", ("--grad_scaler", "init_scale=8"), "--grad_scaler is for fp16 configs"),
+        (
+            "single_bf16",
+            ("--grad_scaler", "init_scale=8"),
+            "a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out",
+        ),
         ("single_fp16", ("--grad_scaler", "init_skale=8"), "'init_skale=8' is not one of init_scale=float"),
         ("single_bf16", ("--dtype", "float16"), "use an fp32 config"),
         ("single_fp32", ("--per_device_train_batch_size", "5000"), "less than one global batch of 5000"),
-        ("single_fp32", ("--model", "vit_enormous"), "no model 'vit_enormous'"),
+        ("single_fp32", ("--model", "vit_enormous"), "--model vit_enormous: Unknown model"),
         ("single_fp32", ("--dataset", "/nowhere/at/all"), "known offline: digits, photos, synthetic"),
     ],
 )
@@ -99,6 +104,12 @@ def test_a_users_mistake_is_one_line(tmp_path, config, argv, expected):
     train(config, tmp_path / "run", *argv, code=2)
     log = (tmp_path / "run.log").read_text()
     assert log.count("refused: ") == 1 and expected in log and "Traceback" not in log
+
+
+def test_a_mistake_before_there_is_an_accelerator_is_one_line_too():
+    result = launched(sys.executable, "recipes/vit.py", "--grad_scaler", "init_skale=8")
+    [line] = result.stderr.splitlines()
+    assert result.returncode == 2 and line.startswith("refused: ") and "'init_skale=8' is not one of" in line
 
 
 @pytest.mark.parametrize("argv", [("--learning_rate", "fast"), ("--bananas", "7"), ("--optimizer", "adagrad")])
@@ -149,23 +160,29 @@ def test_workers_change_nothing(tmp_path):
     assert distance(a, b) == 0 and metrics(a) == metrics(b)
 
 
-def test_dropout_differs_between_ranks_and_weights_do_not():
-    """The seed of micro-batch and rank, as `Run.batches` sets it."""
-    from types import SimpleNamespace
+def test_dropout_differs_between_ranks_and_weights_do_not(tmp_path):
+    """What each rank's generator would draw at each micro-batch, and its weights at the end."""
 
-    from shared.run import Run
+    def before(rank):
+        from faithful import Accelerator
 
-    def masks(rank):
-        run = SimpleNamespace(
-            accelerator=SimpleNamespace(process_index=rank, device=torch.device("cpu")), step=0, batch=7,
-            plan=SimpleNamespace(num_processes=1, split=1),
-            args=SimpleNamespace(gradient_accumulation_steps=2, max_steps=1, seed=3),
-        )  # fmt: skip
-        return [torch.rand(100) for _ in Run.batches(run, range(4))]
+        backward, save, drawn = Accelerator.backward, Accelerator.save_model, []
 
-    first, second = masks(0), masks(1)
-    assert not first[0].equal(second[0]) and not first[0].equal(first[1])
-    assert all(a.equal(b) for a, b in zip(first, masks(0), strict=True))
+        def noted(self, loss):
+            drawn.append(torch.get_rng_state().sum().item())
+            backward(self, loss)
+
+        def last(self, model, folder):
+            parts = {name: parameter.detach().tolist() for name, parameter in model.named_parameters()}
+            (tmp_path / f"rank{rank}.json").write_text(json.dumps([drawn, parts]))
+            save(self, model, folder)
+
+        Accelerator.backward, Accelerator.save_model = noted, last
+
+    argv = ("--max_steps", 2, "--gradient_accumulation_steps", 2, "--dropout", 0.2, "--per_device_train_batch_size", 8)
+    train("ddp_fp32", tmp_path / "run", *argv, before=before)
+    [(first, weights), (second, others)] = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    assert len(first) == 4 and len({*first, *second}) == 8 and weights == others
 
 
 def test_dropout_reaches_every_model_and_a_resumed_run_draws_the_same(tmp_path):

@@ -11,11 +11,12 @@ import torch
 import yaml
 from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
 
-from shared import checkpoint, models, tp
-from shared.args import Refused
+from faithful import Refused, checkpoint
+from faithful.strategies import tp
+from shared import models
 from tools import export
 
-TEXT = ROOT / "shared" / "rules.py"
+TEXT = ROOT / "faithful" / "rules.py"
 DATA = ("--dataset", TEXT, "--sequence_length", 32, "--per_device_eval_batch_size", 48)
 STEPS = (*DATA, "--max_steps", 6, "--logging_steps", 1, "--save_steps", 3, "--warmup_steps", 2,
          "--per_device_train_batch_size", 8)  # fmt: skip
@@ -32,23 +33,25 @@ def fp32(folder, name="tp", **more):
 
 
 def watch(folder):
-    """Before the run: each rank writes the seed of its first micro-batch, and at the end what it holds."""
+    """Before the run: each rank writes the state of its generator in each step, and at the end what it holds."""
 
     def before(rank):
-        from shared import run
+        from faithful import Accelerator
+        from faithful.tensors import local
 
-        agree, finish, seeds = run.Run.agree, run.Run.finish, []
+        update, save_model, random = Accelerator.before_update, Accelerator.save_model, []
 
-        def first(self, norm):
-            seeds.append(torch.initial_seed())
-            agree(self, norm)
+        def first(self, optimizer):
+            random.append(torch.get_rng_state())
+            update(self, optimizer)
 
-        def last(self, evaluation):
-            parts = {name: run.local(p.detach()).clone() for name, p in self.model.named_parameters()}
-            torch.save({"parts": parts, "seeds": seeds, "evaluation": evaluation}, folder / f"rank{rank}.pt")
-            finish(self, evaluation)
+        def last(self, model, save_directory):
+            parts = {name: local(p.detach()).clone() for name, p in model.named_parameters()}
+            held = {"parts": parts, "random": random, "evaluation": self.record.final}
+            torch.save(held, folder / f"rank{rank}.pt")
+            save_model(self, model, save_directory)
 
-        run.Run.agree, run.Run.finish = first, last
+        Accelerator.before_update, Accelerator.save_model = first, last
 
     return before
 
@@ -90,10 +93,10 @@ def test_each_process_has_its_part_of_the_layers(whole):
 
 def test_the_processes_share_each_batch(whole):
     run, ranks = whole
-    assert record(run)["global_batch_size"] == 8
-    assert metrics(run)[0]["samples"] == 8
-    assert ranks[0]["seeds"] == ranks[1]["seeds"] and len(set(ranks[0]["seeds"])) == 6  # dropout, of one batch
-    assert ranks[0]["evaluation"] == ranks[1]["evaluation"]
+    assert record(run)["seen"]["samples_per_step"] == 8
+    each = list(zip(*(rank["random"] for rank in ranks), strict=True))
+    assert len(each) == 6 and all(a.equal(b) for a, b in each)  # dropout, of one batch
+    assert ranks[0]["evaluation"] == ranks[1]["evaluation"] and "eval_loss" in ranks[0]["evaluation"]
 
 
 def test_what_goes_over_the_wire(whole):
@@ -113,7 +116,8 @@ def test_in_float64_it_is_one_process_s_run(tmp_path):
     two = train(fp32(tmp_path), tmp_path / "two", *FP64, *two_each, name="gpt")
     assert distance(one, two) < 1e-12
     assert record(one)["evidence"]["initial_weights"] == record(two)["evidence"]["initial_weights"]
-    assert record(one)["global_batch_size"] == record(two)["global_batch_size"] == 16
+    [a, b] = [record(run)["seen"] for run in (one, two)]
+    assert a["samples_per_step"] == b["samples_per_step"] == 16 and a["first_batch"] == b["first_batch"]
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a.keys() == b.keys()
         for key in a:
@@ -126,14 +130,14 @@ def test_the_parity_can_fail(tmp_path):
     """Norms of which each process sees another part are no longer one model's."""
 
     def apart(rank):
-        split = tp.split
+        split = tp.before_prepare
 
-        def drifting(accelerator, model, *others):
-            split(accelerator, model, *others)
+        def drifting(accelerator, planned, model, optimizer):
+            split(accelerator, planned, model, optimizer)
             with torch.no_grad():
                 model.model.norm.weight += 1e-6 * rank
 
-        tp.split = drifting
+        tp.before_prepare = drifting
 
     one = train("single_fp32", tmp_path / "one", *FP64, name="gpt")
     two = train(fp32(tmp_path), tmp_path / "two", *FP64, name="gpt", before=apart)
@@ -152,17 +156,16 @@ def test_stopped_by_sigterm_and_resumed_it_is_the_same_run(whole, tmp_path):
     run, _ = whole
 
     def stop(rank):
-        from shared import run
-        from shared.run import Run
+        from faithful import Accelerator, steps
 
-        stepped, run.AGREE_SECONDS = Run.stepped, 0
+        update, steps.AGREE_SECONDS = Accelerator.after_update, 0
 
-        def told(self):
-            stepped(self)
-            if rank == 1 and self.step == 4:
+        def told(self, optimizer):
+            update(self, optimizer)
+            if rank == 1 and self.steps.taken == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        Run.stepped = told
+        Accelerator.after_update = told
 
     again = train("tp_bf16", tmp_path / "again", *STEPS, name="gpt", before=stop, code=143)
     assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5", "checkpoint-3"]
@@ -225,7 +228,7 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
 
 
 def test_torch_s_kernels_for_many_tensors_take_no_mixture():
-    """Why `split` turns them off: on a GPU the recipes ask for the fused optimizer, which a CPU has too."""
+    """Why `before_prepare` turns them off: on a GPU the recipes ask for the fused optimizer, which a CPU has too."""
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, distribute_tensor
 

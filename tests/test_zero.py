@@ -15,7 +15,8 @@ import yaml
 from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
 from test_run import poison
 
-from shared import checkpoint, rules
+from faithful import checkpoint, rules
+from faithful.config import asked, exported
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 for name in ("sklearn.datasets", "deepspeed.runtime.zero.muon.muon_optimizer"):  # once, not once in every forked rank
@@ -52,7 +53,7 @@ def fp32(stage, folder):
 def test_each_process_holds_its_part(whole, stage):
     made = record(whole(f"zero{stage}_bf16"))
     evidence, total = made["evidence"], sum(tensor.numel() for tensor in weights(whole("zero2_bf16")).values())
-    assert made["plan"]["strategy"] == f"zero{stage}" and made["optimizer"] == "AdamW"
+    assert made["plan"]["strategy"] == f"zero{stage}" and made["seen"]["optimizer"]["class"] == "AdamW"
     share = evidence["share_per_process"]
     for kind in ("master", "optimizer", "gradient", *(["weight"] if stage == 3 else [])):
         assert share[kind] == pytest.approx(0.5, abs=0.01), kind
@@ -61,7 +62,7 @@ def test_each_process_holds_its_part(whole, stage):
         f"zero{stage} x2 gloo, 50% of the optimizer state each | bf16"
         in whole(f"zero{stage}_bf16").with_suffix(".log").read_text()
     )
-    kept = evidence["bytes_per_parameter"].pop("gathered")
+    kept = evidence["bytes_per_parameter"].pop("gathered", 0)
     assert 0.1 < kept < 0.3 if stage == 3 else kept == 0  # biases and norms stay whole under stage 3
     gradient = 2.0 if stage == 1 else 4.0
     expected = {"weight": 2.0, "gradient": gradient, "master": 4.0, "optimizer": 8.0}
@@ -81,17 +82,16 @@ def told_to_stop(step, rank_hit):
     """Before the run: one rank alone gets SIGTERM before a backward."""
 
     def before(rank):
-        from shared import run
-        from shared.run import Run
+        from faithful import Accelerator, steps
 
-        share = Run.share
+        backward = Accelerator.backward
 
         def patched(self, loss):
-            if self.step + 1 == step and rank == rank_hit:
+            if self.steps.taken + 1 == step and rank == rank_hit:
                 os.kill(os.getpid(), signal.SIGTERM)
-            share(self, loss)
+            backward(self, loss)
 
-        Run.share, run.AGREE_SECONDS = patched, 0
+        Accelerator.backward, steps.AGREE_SECONDS = patched, 0
 
     return before
 
@@ -146,15 +146,15 @@ def save_as_deepspeed_does(folder):
     """Before the run: at its end the engine writes a checkpoint of its own, too."""
 
     def before(rank):
-        from shared.run import Run
+        from faithful import Accelerator
 
-        finish = Run.finish
+        save_model = Accelerator.save_model
 
-        def patched(self, evaluation):
-            self.model.save_checkpoint(str(folder), tag="end")
-            finish(self, evaluation)
+        def patched(self, model, save_directory):
+            model.save_checkpoint(str(folder), tag="end")
+            save_model(self, model, save_directory)
 
-        Run.finish = patched
+        Accelerator.save_model = patched
 
     return before
 
@@ -172,7 +172,7 @@ def test_in_fp32_it_is_ddp_and_zero_to_fp32_says_the_same(ddp, tmp_path, stage):
     run = train(fp32(stage, tmp_path), tmp_path / "run", *argv, before=save_as_deepspeed_does(tmp_path / "theirs"))
     assert distance(run, ddp) < 5e-6
     for a, b in zip(metrics(run), metrics(ddp), strict=True):
-        for key in a.keys() - {"step", "samples"}:
+        for key in a.keys() - {"step"}:
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -218,7 +218,7 @@ def test_the_loss_scale_of_fp16(tmp_path):
     def allowed(rank):
         from deepspeed.accelerator import get_accelerator
 
-        from shared import plan
+        from faithful import plan
 
         get_accelerator().is_fp16_supported = lambda: True
         get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16]
@@ -227,15 +227,15 @@ def test_the_loss_scale_of_fp16(tmp_path):
     scale = ("--grad_scaler", f"init_scale={2.0**32}")
     run = train(config, tmp_path / "run", *STEPS, *scale, before=allowed)
     state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
-    skipped = state["batch"] - 8
+    skipped = state["steps"]["tried"] - 8
     assert skipped >= 5 and state["scaler"]["cur_scale"] == 2.0 ** (32 - skipped)
     assert all(math.isfinite(loss) for loss in losses(run))
     assert record(run)["evidence"]["dtypes"]["parameters"].keys() == {"float16"}
 
 
 def test_what_deepspeed_needs_is_said_in_one_line():
-    asked = rules.asked(rules.exported(yaml.safe_load((CONFIGS / "zero3_bf16.yml").read_text())))
-    [line] = rules.problems(asked, {"device": "cpu", "devices": 0, "capability": None, "name": "CPU", "packages": []})
+    found = asked(exported(yaml.safe_load((CONFIGS / "zero3_bf16.yml").read_text())))
+    [line] = rules.problems(found, {"device": "cpu", "devices": 0, "capability": None, "name": "CPU", "packages": []})
     assert line == "zero3 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
 
 

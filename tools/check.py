@@ -5,8 +5,8 @@
     ./launch.sh check ddp_bf16 --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
                                            with accelerate launch's options: ranks, rendezvous, port, hostfile
 
-The rules are those that refuse at launch (shared/rules.py). Exit code 2 where there is a problem. What is sound but not
-for this machine is said; it counts as a problem only for a config that was asked for by name.
+The rules are those that refuse at launch (faithful/rules.py). Exit code 2 where there is a problem. What is sound, but
+not on this machine, is said; it counts as a problem only for a config that was asked for by name.
 """
 
 import argparse
@@ -16,25 +16,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from shared import rules  # noqa: E402
+from faithful import config, machine, rules  # noqa: E402
 
 # What says how many take part and where they meet, as in the file or on accelerate launch's command line.
 OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
            "max_restarts")  # fmt: skip
 
 
-def check(path, machine, overrides):
+def check(path, here, overrides):
     """(problems of the file, reasons why this machine cannot run it, what it asks for)."""
-    lines, config = rules.file_problems(path)
-    if config is None:
+    lines, mapping = rules.file_problems(path)
+    if mapping is None:
         return lines, [], None
-    wanted = rules.asked(rules.exported(config | overrides))
+    wanted = config.asked(config.exported(mapping | overrides))
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (10, 0), "cuda": "99"}
-    anywhere["packages"] = ["torchao", "transformer_engine", "deepspeed"]
+    anywhere["packages"] = machine.PACKAGES
     unsound = rules.problems(wanted, anywhere)
-    here = [line for line in rules.problems(wanted, machine) if line not in unsound]
-    here += rules.problems_of_machines(config | overrides, os.environ)
-    return lines + unsound, here, wanted
+    not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
+    not_here += rules.problems_of_machines(mapping | overrides, os.environ)
+    return lines + unsound, not_here, wanted
 
 
 def main():
@@ -50,17 +50,17 @@ def main():
         args.configs = [name for name in args.configs if name not in after]
     folder = ROOT / "accelerate_configs"
     paths = [Path(name) if Path(name).suffix else folder / f"{name}.yml" for name in args.configs]
-    machine = rules.machine()
+    here = machine.of_driver()
     overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     failed = False
     for path in paths or sorted(folder.glob("*.yml")):
-        problems, here, wanted = check(path, machine, overrides)
-        failed |= bool(problems) or (bool(args.configs) and bool(here))
+        problems, not_here, wanted = check(path, here, overrides)
+        failed |= bool(problems) or (bool(args.configs) and bool(not_here))
         for line in problems:
             print(f"{path.name}: {line}", file=sys.stderr if args.quiet else sys.stdout)
-        for line in here:
+        for line in not_here:
             print(f"{path.name}: not on this machine: {line}", file=sys.stderr if args.quiet else sys.stdout)
-        if not (problems or here or args.quiet):
+        if not (problems or not_here or args.quiet):
             how = " ".join(wanted[key] for key in ("precision", "backend", "level") if wanted[key])
             print(f"{path.name}: ok ({wanted['strategy']} x{wanted['num_processes']}, {how})")
     sys.exit(2 if failed else 0)

@@ -2,8 +2,8 @@
 
     ./launch.sh copy vit ddp_fp8_msamp_o2 ../my-project
 
-writes recipes/vit.py, the modules of shared/ that it imports, amp8/ if the config can need it, the YAML, pinned
-requirements, and a README of ten lines. What is needed is read from the imports, those inside functions too.
+writes recipes/vit.py, the modules of shared/ that it imports, faithful/, amp8/ if the config can need it, the YAML,
+pinned requirements, and a README of ten lines. What is needed is read from the imports, those inside functions too.
 """
 
 import argparse
@@ -16,12 +16,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from shared import rules  # noqa: E402
+from faithful import config as configs  # noqa: E402
+from faithful import rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
 
 # Names of packages that differ from what is imported, and packages that others need and name nowhere.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
-            "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"]}  # fmt: skip
+            "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"],
+            "huggingface_hub": ["huggingface-hub"]}  # fmt: skip
 OPTIONAL = {"skimage", "transformer_engine", "deepspeed"}  # asked for by the one dataset or config that needs them
 
 
@@ -47,6 +49,8 @@ def needed(recipe):
             if top == "shared":
                 queue += [ROOT / "shared" / "__init__.py"]
                 queue += [file for file in [ROOT / "shared" / f"{rest[0]}.py"] if rest and file.is_file()]
+            elif top == "faithful":  # whole: which of its strategies and backends are needed, the config says
+                queue += sorted((ROOT / "faithful").rglob("*.py"))
             elif top not in sys.stdlib_module_names and top != "amp8":
                 packages.add(top)
     return files, packages
@@ -73,12 +77,11 @@ def copy(recipe, config, destination):
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     files, packages = needed(source)
-    wanted = rules.asked(rules.exported(mapping))
+    wanted = configs.asked(configs.exported(mapping))
     if wanted["precision"] == "fp8":  # MS-AMP's levels, or FP8 where there is no GPU
         files += sorted((ROOT / "amp8").glob("*.py"))
-        packages.add("torchao")  # `accelerate launch` refuses fp8 without an FP8 package
     written = []
-    for path in [*files, yml]:
+    for path in [*files, *(ROOT / "faithful").rglob("*.md"), yml]:
         inside = path.resolve().is_relative_to(ROOT)
         at = path.resolve().relative_to(ROOT) if inside else Path("accelerate_configs", path.name)
         (destination / at).parent.mkdir(parents=True, exist_ok=True)
@@ -100,9 +103,8 @@ def readme(source, yml, destination, with_amp8):
     pip install -r requirements.txt
     accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}
 
-`recipes/{source.name}` is what is trained, the YAML how, `shared/` what the recipe stands on{
-        ", `amp8/` its FP8" if with_amp8 else ""
-    }.
+`recipes/{source.name}` is what is trained, the YAML how. `shared/` has its data and models, `faithful/` its
+Accelerator{", `amp8/` its FP8" if with_amp8 else ""}.
 `python recipes/{source.name} --help` lists the options; each run writes `runs/`.
 """
 

@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from shared import checkpoint  # noqa: E402
+from faithful import checkpoint  # noqa: E402
 from shared.args import Refused  # noqa: E402
 
 # What amp8 keeps beside a converted weight. Its codes and its `weight_scale` are the value; the rest is for training.
@@ -56,11 +56,23 @@ TE_BLOCK = {
 READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
+def names_in(file):
+    """{name: its name in the file} of the model's tensors. Most of a checkpoint is the optimizer's state.
+
+    In a checkpoint they begin with the index of the model, `0:`; until format 2 they began with none.
+    """
+    names, other = list(file.keys()), ("optimizer/", "random/")
+    if any(name.startswith("1:") for name in names):
+        raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
+    of_model = [name for name in names if name.startswith("0:")] or names
+    return {name.removeprefix("0:"): name for name in of_model if not any(word in name for word in other)}
+
+
 def read(path):
-    """{name: tensor} of a file, without the optimizer's state, which is most of a checkpoint."""
+    """{name: tensor} of the model in a file; of a rank that holds no part of it, nothing."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if "optimizer/" not in name}
+            return {name: file.get_tensor(stored) for name, stored in names_in(file).items()}
     except (OSError, SafetensorError) as error:
         raise Refused(f"{path} cannot be read as safetensors: {error}") from None
 
@@ -88,13 +100,19 @@ def source_of(run, step=None):
         if reason is None:
             files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem[4:]))
             replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks has it all
-            return files[: len(files) // replicas], folder.name
+            return [file for file in files[: len(files) // replicas] if has_part(file)], folder.name
         if step is not None:
             raise Refused(f"{folder}: {reason}")
         print(f"skipping {folder}: {reason}", file=sys.stderr)
     raise Refused(
         f"{run} is {status}, with neither a finished model nor a sound checkpoint: there is nothing to export"
     )
+
+
+def has_part(path):
+    """Whether this rank's file holds tensors of the model, and not only its random state."""
+    with safe_open(path, "pt") as file:
+        return any("model/" in name for name in names_in(file))
 
 
 def plain_state_dict(files):
@@ -188,7 +206,7 @@ def load(run, step=None):
     from shared import models
 
     files, source = source_of(run, step)
-    record = json.loads((run / "run.json").read_text())
+    record = models.own_run(run)
     tensors = plain_state_dict(files)
     try:
         model = models.as_recorded(record, run)
@@ -216,7 +234,7 @@ def held_out(run, record, count):
         rows = part.__getitems__(range(min(count, len(part))))
         return (rows["input_ids"], rows["attention_mask"]) if record["recipe"] == "bert" else rows["input_ids"]
     config = models.data_config(args["model"], args["pretrained"])
-    _, part = data.images(args["dataset"], args["image_size"], config, args["seed"], args["skip_broken"])
+    _, part = data.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
     return part.__getitems__(range(min(count, len(part))))["pixel_values"]
 
 

@@ -1,232 +1,34 @@
-"""What a config asks for, and every reason why it cannot be: one set of rules for files and for launches.
+"""Every reason why a config cannot run, one line each, with the fix. The same rules serve files and launches.
 
-`accelerate launch` turns a YAML file into environment variables. `asked(environment)` reads them into one mapping,
-`problems(asked, machine)` names every contradiction in it; `exported(config)` says which environment a file would
-become, so that a file goes through the same rules; `file_problems(path)` adds what the launcher drops on the way.
-Nothing here imports torch or Accelerate: a check takes a fraction of a second.
+`problems(asked, machine)` names every contradiction in what a config asks (faithful/config.py);
+`file_problems(path)` adds what the launcher drops on the way. Nothing here imports torch or Accelerate.
 """
 
 import difflib
-import importlib.util
-import os
-import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 
-from shared.args import Refused
+from faithful.config import (
+    BACKENDS,
+    DISTRIBUTED_TYPES,
+    KEYS,
+    LEVELS,
+    PRECISIONS,
+    PREFIXED,
+    STRATEGIES,
+    TAILS,
+    asked,
+    exported,
+)
+from faithful.errors import Refused
 
-PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-TAILS = ("compile", "offload", "ckpt", "noreshard")  # ckpt: activation checkpointing
-BACKENDS = {"AO": "ao", "TE": "te", "MSAMP": "msamp"}
-LEVELS = {  # the first is the default
-    "ao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-    "te": ("delayed", "current", "block", "mxfp8"),
-    "msamp": ("o2", "o1", "o3"),
-}
-TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
-# What accelerate 1.15 reads of a file; tests compare it with the installed launcher. Missing on purpose: keys it
-# accepts and then does nothing with (FSDP1's under version 2), and engines that these recipes don't use.
-KEYS = {
-    "": "compute_environment debug distributed_type downcast_bf16 dynamo_config enable_cpu_affinity fp8_config "
-    "fsdp_config gpu_ids machine_rank main_process_ip main_process_port main_training_function mixed_precision "
-    "num_machines num_processes rdzv_backend same_network use_cpu deepspeed_config parallelism_config",
-    "fsdp_config": "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy "
-    "fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_reshard_after_forward fsdp_state_dict_type "
-    "fsdp_transformer_layer_cls_to_wrap fsdp_version",
-    # fp8_recipe is ours: the launcher hands any key of this section on
-    "fp8_config": "fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_enable_fsdp_float8_all_gather fp8_format "
-    "fp8_interval fp8_margin fp8_opt_level fp8_override_linear_precision fp8_pad_inner_dim fp8_recipe "
-    "fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
-    "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
-    "dynamo_use_regional_compilation",
-    "deepspeed_config": "deepspeed_hostfile deepspeed_multinode_launcher offload_optimizer_device offload_param_device "
-    "zero3_init_flag zero_stage",
-    "parallelism_config": "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
-    "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size",
-}
 # torch 2.15 keeps one store of addresses over all restarts, unless it is told not to and the rendezvous is c10d.
 IN_VAIN = (
     "--max_restarts: a restarted worker would look for the one that died: add --rdzv_backend c10d and set "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (./launch.sh does both)"
 )
-PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # whose keys may leave out `fsdp_`, `fp8_`, `dynamo_`
-SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # dimensions of a device mesh, parallelism_config_<name>_size
-FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
-    "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
-    "fp8_format": "HYBRID", "fp8_interval": 1, "fp8_margin": 0, "fp8_opt_level": "O2", "fp8_pad_inner_dim": True,
-    "fp8_use_autocast_during_eval": False,
-}  # fmt: skip
-DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
-STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
-
-
-def on(value):
-    """The launcher writes booleans as True, true, 1; YAML as true."""
-    return str(value).lower() in ("true", "1", "yes", "on")
-
-
-def asked(env):
-    """What the launcher's environment variables ask for, under one name each."""
-    version = env.get("FSDP_VERSION", "1")
-    sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
-    if on(env.get("ACCELERATE_USE_DEEPSPEED")):
-        strategy = f"zero{env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
-    elif on(env.get("ACCELERATE_USE_FSDP")):
-        strategy = ("hsdp" if sizes["dp_replicate"] > 1 else "fsdp") if version == "2" else f"fsdp{version}"
-    elif sizes["tp"] > 1:
-        strategy = "tp"
-    else:
-        strategy = "ddp" if "LOCAL_RANK" in env else "single"
-    host = {"cpu", "nvme"} & {env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE") for what in ("OPTIMIZER", "PARAM")}
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    return {
-        "strategy": strategy,
-        "precision": PRECISIONS.get(precision, precision),
-        "num_processes": int(env.get("WORLD_SIZE", 1)),
-        "local_processes": int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
-        "compile": env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
-        "whole_model": not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
-        "offload": on(env.get("FSDP_OFFLOAD_PARAMS")) or bool(host),
-        "ckpt": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
-        "noreshard": strategy in ("fsdp", "hsdp") and not on(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
-        "restarts_in_vain": env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        "sizes": sizes,
-        "replicas": sizes["dp_replicate"],
-        "split": sizes["tp"],
-        "deepspeed": {
-            "nvme": "nvme" in host,
-            "file": env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-            "init": strategy == "zero3" and on(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
-        },
-        **asked_of_fp8(env, precision),
-        "wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
-        "ram_efficient": on(env.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),
-        "use_cpu": on(env.get("ACCELERATE_USE_CPU")),
-    }
-
-
-def asked_of_fp8(env, precision):
-    """The FP8 part of `asked`. `dead` holds knobs that nothing reads any more, where they were turned."""
-    asked = {"backend": None, "level": None, "fp8_options": {}, "dead": []}
-    if precision != "fp8":
-        return asked
-
-    def get(key, default=""):
-        return env.get(f"ACCELERATE_FP8_{key}", default)
-
-    backend, recipe = BACKENDS.get(get("BACKEND", "AO"), get("BACKEND")), get("RECIPE")
-    level = get("OPT_LEVEL", "O2").lower() if backend == "msamp" else recipe or LEVELS.get(backend, ("",))[0]
-    given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
-    options = {name: int(text) if text.isdigit() else text for name, text in given.items() if text}
-    if backend == "ao":
-        options = {"enable_fsdp_float8_all_gather": on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")),
-                   "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}  # fmt: skip
-    elif backend == "te" and level != "delayed":
-        options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
-    elif backend == "msamp":
-        options = {"recipe": recipe} | (options if recipe == "te_delayed" else {}) if recipe else {}
-    reasons = {
-        "interval": (get("INTERVAL", "1") != "1", "TransformerEngine has removed it: scales are updated every step"),
-        "override_linear_precision": (
-            any(on(get(f"OVERRIDE_{gemm}")) or get(f"OVERRIDE_{gemm}") in "tr(" and get(f"OVERRIDE_{gemm}")
-                for gemm in ("FPROP", "DGRAD", "WGRAD")),
-            "TransformerEngine has removed it",
-        ),
-        "use_autocast_during_eval": (on(get("USE_AUTOCAST_DURING_EVAL")), "evaluation is always outside FP8"),
-        "use_mxfp8_block_scaling": (on(get("USE_MXFP8_BLOCK_SCALING")), "write recipe: mxfp8 instead"),
-    }  # fmt: skip
-    asked["dead"] = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
-    return asked | {"backend": backend, "level": level, "fp8_options": options}
-
-
-def exported(config):
-    """The environment that `accelerate launch` makes of a config file's mapping, as far as `asked` reads it."""
-    sections = {
-        name: {
-            key if key.startswith(prefix) else prefix + key: value for key, value in (config.get(name) or {}).items()
-        }
-        for name, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_"), ("fp8_config", "fp8_"))
-    }
-    env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no"))}
-    env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
-    regional = sections["dynamo_config"].get("dynamo_use_regional_compilation", False)
-    env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
-    if config.get("mixed_precision") == "fp8":
-        section = FP8_DEFAULTS | sections["fp8_config"]
-        override = section.pop("fp8_override_linear_precision", (False, False, False))
-        env |= {f"ACCELERATE_{key.upper()}": str(value) for key, value in section.items()}
-        if isinstance(override, bool):  # the launcher takes a list, and a string letter by letter
-            override = [override] * 3
-        gemms = zip(("FPROP", "DGRAD", "WGRAD"), override, strict=False)
-        env |= {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
-    kind, processes = str(config.get("distributed_type")), config.get("num_processes", 1)
-    if kind == "NO":
-        env["ACCELERATE_USE_CPU"] = str(config.get("use_cpu", False))
-    else:
-        local = processes // config.get("num_machines", 1)
-        env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local)}
-    if kind == "DEEPSPEED":
-        section = config.get("deepspeed_config") or {}
-        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DYNAMO_BACKEND": "NO"}  # it hands no dynamo_config on
-        env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(section.get("zero_stage", 2))
-        names = {"offload_optimizer_device": "OFFLOAD_OPTIMIZER_DEVICE", "offload_param_device": "OFFLOAD_PARAM_DEVICE",
-                 "zero3_init_flag": "ZERO3_INIT"}  # fmt: skip
-        for key in names.keys() & section.keys():
-            env[f"ACCELERATE_DEEPSPEED_{names[key]}"] = str(section[key]).lower()
-    if config.get("parallelism_config"):
-        section = config["parallelism_config"]
-        env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        for name in SIZES:
-            env[f"PARALLELISM_CONFIG_{name.upper()}_SIZE"] = str(section.get(f"parallelism_config_{name}_size", 1))
-    if kind == "FSDP":
-        defaults = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False}
-        env["ACCELERATE_USE_FSDP"] = "true"
-        env |= {key.upper(): str(value) for key, value in (defaults | sections["fsdp_config"]).items()}
-    return env
-
-
-def machine():
-    """The accelerators of this machine, asked of the driver: importing torch for it would take seconds."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    try:
-        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        rows = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        rows = rows[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
-    if not rows:
-        return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": fp8_packages()}
-    name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
-    capability = tuple(map(int, capability.split(".")))
-    here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
-    return here | {"cuda": cuda_of_torch(), "packages": fp8_packages()}
-
-
-def cuda_of_torch():
-    """The CUDA version that torch was built for, "13.2", or None; read from its file, which takes no time."""
-    file = Path(importlib.util.find_spec("torch").origin).with_name("version.py")
-    return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
-
-
-def numbers(version):
-    return tuple(map(int, version.split("."))) if version else (0,)
-
-
-def fp8_packages():
-    """What of FP8's and DeepSpeed's packages is installed; TransformerEngine only with its module for torch."""
-    found = [name for name in ("torchao", "transformer_engine", "deepspeed") if importlib.util.find_spec(name)]
-    if "transformer_engine" in found and "transformer_engine_torch" not in sys.modules:
-        [folder] = map(Path, importlib.util.find_spec("transformer_engine").submodule_search_locations)
-        places = folder.parent, folder, folder / "wheel_lib"  # where the package itself looks
-        if not any(list(place.glob("transformer_engine_torch*.so")) for place in places):
-            found.remove("transformer_engine")
-    return found
 
 
 def problems(asked, machine):
@@ -446,6 +248,10 @@ def problems_of_fp8(asked, machine):
     if backend == "ao" and real and "torchao" not in machine["packages"]:
         lines.append("torchao is not installed: pip install torchao")
     return lines
+
+
+def numbers(version):
+    return tuple(map(int, version.split("."))) if version else (0,)
 
 
 def grammar(name):

@@ -13,27 +13,40 @@ stage  partitioned                              parameters
 
 import logging
 import math
-import os
 
 import torch
 import torch.distributed as dist
 
-from shared.args import Refused
+from faithful.errors import Refused
+from faithful.strategies import plain
+from faithful.tensors import named
 
 BUCKET = 50_000_000  # elements of gradient summed at once. The default, ten times that, takes gigabytes of any GPU
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default would be 100,000.
 
 
-def plugin(plan, grad_scaler):
-    """Accelerate's DeepSpeedPlugin from the launcher's environment, with what its YAML cannot say.
+REHEARSED_AS = "NO"  # Accelerate itself makes DEEPSPEED of it
 
-    grad_scaler: options of torch's GradScaler, as far as the engine's has them. No `auto` is left that a model without
-    a `config.hidden_size` could not fill.
-    """
-    from accelerate.utils import DeepSpeedPlugin
+
+def types(plan):
+    return ("DEEPSPEED",)
+
+
+def before_rehearsal():
+    """No compiler is needed: DeepSpeed would compile a faster all-reduce for processes of one host, for a minute."""
+    quiet()
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def arguments(plan, scaling):
+    """Accelerate's DeepSpeedPlugin from the launcher's environment, with what its YAML cannot say. No `auto` is left
+    that a model without a `config.hidden_size` could not fill."""
+    from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
 
     quiet()
-    made = DeepSpeedPlugin(gradient_clipping=0.0)  # the recipe's max_grad_norm, see `keep_right`
+    made = DeepSpeedPlugin(gradient_clipping=0.0)  # the script's `clip_grad_norm_` decides, see `after_prepare`
     # Whatever zero3_init_flag says, transformers would hear of stage 3 from it, and build its models in parts and in 16
     # bit: not from the weights that the other strategies start from, and offloaded of a dtype of its own.
     made.set_deepspeed_weakref = lambda: None
@@ -44,24 +57,14 @@ def plugin(plan, grad_scaler):
     config["zero_force_ds_cpu_optimizer"] = False  # offloading would make every optimizer Adam, an SGD too
     config["zero_optimization"] |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
     if plan.precision == "fp16":
-        power = math.log2(grad_scaler.get("init_scale", 65536.0))
-        if power % 1 or grad_scaler.get("growth_factor", 2.0) != 2 or grad_scaler.get("backoff_factor", 0.5) != 0.5:
-            raise Refused("--grad_scaler under ZeRO: DeepSpeed's scale is a power of 2, and it doubles and halves it")
+        scaling = scaling or GradScalerKwargs()
+        power = math.log2(scaling.init_scale)
+        if power % 1 or scaling.growth_factor != 2 or scaling.backoff_factor != 0.5:
+            raise Refused("the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2, and it doubles and "
+                          "halves it; leave growth_factor and backoff_factor out")  # fmt: skip
         config["fp16"] = {"enabled": True, "initial_scale_power": int(power), "hysteresis": 1}
-        config["fp16"]["loss_scale_window"] = grad_scaler.get("growth_interval", 2000)
-    return made
-
-
-def rehearse(timeout):
-    """A process group on gloo which Accelerate takes for DeepSpeed's; no compiler is needed for it."""
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would make it plain DDP
-    quiet()
-    import deepspeed
-    from accelerate.state import PartialState
-
-    # It would compile a faster all-reduce for processes of one host: a minute, and a C++ compiler.
-    deepspeed.ops.__compatible_ops__ = {}
-    PartialState(backend="gloo", timeout=timeout)
+        config["fp16"]["loss_scale_window"] = scaling.growth_interval
+    return {"deepspeed_plugin": made}
 
 
 def quiet():
@@ -87,8 +90,16 @@ def cast_inputs(model, dtype):
     model.register_forward_pre_hook(cast, with_kwargs=True)
 
 
-def keep_right(accelerator, model, optimizer):
-    """Puts the optimizer step back where the recipe has it: after the gradient norm was looked at.
+def before_prepare(accelerator, plan, model, optimizer):
+    dtype = next(model.parameters()).dtype
+    if dtype != torch.float32:
+        raise Refused(f"the model comes in {str(dtype)[6:]}: DeepSpeed wants fp32 parameters to begin with")
+    if plan.precision != "fp32":
+        cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
+
+
+def after_prepare(accelerator, plan, model, optimizer):
+    """Puts the optimizer step back where the script has it: after the gradient norm was looked at.
 
     Accelerate steps inside `accelerator.backward`, where a norm that is not finite has already done its harm.
     """
@@ -98,22 +109,36 @@ def keep_right(accelerator, model, optimizer):
         engine.set_gradient_accumulation_boundary(sync_gradients)
         engine.backward(loss, **kwargs)
 
-    def clip_grad_norm_(parameters, max_norm, norm_type=2):
-        zero.clip_grad = 0.0 if math.isinf(max_norm) else max_norm
-        return gradient_norm(zero)
-
-    def step():
+    def step(*_, **__):
         if accelerator.sync_gradients:
-            while optimizer.before_first_step:
-                optimizer.before_first_step.pop()()
+            accelerator.before_update(optimizer)
             engine.step()
+            accelerator.after_update(optimizer)
 
     accelerator.deepspeed_engine_wrapped.backward = backward
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.get_state_dict = lambda *_, **__: full_state(engine, zero)
-    optimizer.step, optimizer.before_first_step = step, []
+    optimizer.step = step
     if zero.dtype == torch.float16:
         accelerator.scaler = Scaler(zero)
+    zero.seen_gradients = {}
+    hooks = []
+
+    def see(gradient):  # the engine frees `.grad` at once
+        dtype = str(gradient.dtype)[6:]
+        zero.seen_gradients[dtype] = zero.seen_gradients.get(dtype, 0) + gradient.numel()
+
+    def forget():
+        while hooks:
+            hooks.pop().remove()
+
+    hooks += [parameter.register_hook(see) for parameter in model.parameters() if parameter.requires_grad]
+    zero.forget = forget
+
+
+def clip_grad_norm_(parameters, max_norm, optimizer):
+    """Tells the engine to clip in its step. Returns the norm of all processes' gradients."""
+    zero = of(optimizer)
+    zero.clip_grad = 0.0 if math.isinf(max_norm) else max_norm
+    return gradient_norm(zero)
 
 
 class Scaler:
@@ -151,8 +176,17 @@ def masters(zero):
     return zero.fp32_partitioned_groups_flat if stage(zero) == 3 else zero.single_partition_of_fp32_groups
 
 
-def owned(zero):
-    """ids of the parameters that some process updates."""
+def inner(optimizer):
+    """The torch optimizer inside DeepSpeed's inside Accelerate's."""
+    return of(optimizer).optimizer
+
+
+def sharded(parameters, plan):
+    return plan.num_processes > 1
+
+
+def owned(optimizer):
+    zero = of(optimizer)
     groups = zero.fp16_groups if stage(zero) == 3 else zero.bit16_groups
     return {id(parameter) for group in groups for parameter in group}
 
@@ -185,8 +219,10 @@ def states(zero):
     return {key: [state[key] for state in each] for key in keys}
 
 
-def gradients(zero):
+def gradients(parameters, optimizer):
     """What this process holds of gradients between backward and the optimizer step."""
+    zero = of(optimizer)
+    zero.forget()
     lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
     kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
     groups = zero.fp16_groups if stage(zero) == 3 else zero.bit16_groups
@@ -195,9 +231,14 @@ def gradients(zero):
     return kept
 
 
-def counts(parameters, zero):
-    """{class: [this process's tensors]}, without padding. gathered: weights that stage 3 keeps whole besides."""
-    parameters = parameters.values()
+def gradient_elements(parameters, optimizer):
+    """{dtype: elements} of the gradients as they came, before the engine cut and freed them."""
+    return dict(of(optimizer).seen_gradients)
+
+
+def held(parameters, optimizer):
+    """As `plain.held`, without padding. gathered: weights that stage 3 keeps whole besides."""
+    zero, parameters = of(optimizer), parameters.values()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     flats = {key: values for key, values in states(zero).items() if values[0].dim()}
     if stage(zero) == 3:
@@ -205,22 +246,21 @@ def counts(parameters, zero):
     else:
         weights = list(parameters)
     return {
-        "parameters": weights,
+        "weight": weights,
         "gathered": [p for p in parameters if p.numel()] if stage(zero) == 3 else [],
         "master": [fragment(zero, p, masters(zero)) for p in trained],
         "optimizer": {key: [fragment(zero, p, values) for p in trained] for key, values in flats.items()},
     }
 
 
-def partitioned(zero):
-    """Which classes of `bytes_per_parameter` each process has a part of; of the others every process has all."""
-    return ("master", "optimizer", "gradient") + (("weight",) if stage(zero) == 3 else ())
+def parted(optimizer):
+    return ("master", "optimizer", "gradient") + (("weight",) if stage(of(optimizer)) == 3 else ())
 
 
-def tensors(parameters, zero):
-    """{name: this process's part} for a checkpoint: fp32 masters, optimizer state, and the whole shapes."""
-    parts = {}
-    for name, parameter in parameters:
+def tensors(model, optimizer):
+    """{name: this process's part} for a checkpoint: fp32 masters, optimizer state, whole shapes, buffers."""
+    zero, parts = of(optimizer), plain.buffers(model)
+    for name, parameter in named(model.named_parameters()):
         parts[f"shape/{name}"] = torch.tensor(shape(parameter), dtype=torch.int64)
         if not parameter.requires_grad:
             parts[f"model/{name}"] = gathered(parameter).flatten()[slice(None) if dist.get_rank() == 0 else slice(0)]
@@ -231,12 +271,21 @@ def tensors(parameters, zero):
                 parts[f"optimizer/{name}/{key}"] = fragment(zero, parameter, flats)
     for key, values in states(zero).items():
         parts |= {f"optimizer/group{i}/{key}": value for i, value in enumerate(values) if not value.dim()}
-    return parts
+    return {name: tensor.detach().cpu().clone() for name, tensor in parts.items()}
 
 
 @torch.no_grad()
-def restore(parameters, zero, parts):
+def restore(model, optimizer, parts):
     """Puts `tensors` back, bit for bit, and makes the 16-bit weights from the masters again."""
+    zero, parameters = of(optimizer), list(named(model.named_parameters()))
+    own = {name: part for name, part in tensors(model, optimizer).items() if not name.startswith("optimizer/")}
+    plain.same_model(own, parts)
+    restore_engine(zero, parameters, parts)
+    for name, buffer in plain.buffers(model).items():
+        buffer.copy_(parts[name])
+
+
+def restore_engine(zero, parameters, parts):
     from deepspeed.runtime.zero import GatheredParameters
 
     keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
@@ -281,7 +330,7 @@ def gathered(parameter):
         return parameter.detach().clone()
 
 
-def full_state(model, zero):
+def full_state(accelerator, model):
     """{name: whole fp32 tensor} of parameters and buffers, on the CPU of process 0; empty elsewhere."""
     from deepspeed.utils import safe_get_full_fp32_param
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's layers: te.Linear and te.LayerNorm in place of torch's, and what keeps them right.
+"""TransformerEngine's Linear and LayerNorm, on a GPU, around the very same Parameters: the optimizer keeps them.
 
 The recipe gets every option of the config, unchanged. A model computes in FP8 inside TransformerEngine's autocast, and
 only while it trains. Delayed scaling keeps a scale and a history of amaxes per tensor, outside the modules' buffers;
@@ -7,13 +7,24 @@ TransformerEngine writes them to a checkpoint as a pickle, this file hands them 
 
 import functools
 import importlib
+import types
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared.args import Refused
+from faithful.backends.linear import in_bf16, left_alone
+from faithful.errors import Refused
+from faithful.tensors import named
 
+KINDS = {
+    "transformer_engine.Linear": (1, 0),
+    "transformer_engine.LayerNorm": (0, 1),
+    "transformer_engine.LayerNormLinear": (1, 1),  # of blocks that the model itself brought
+    "transformer_engine.LayerNormMLP": (2, 1),
+}
 ROWS = 16  # TransformerEngine asks for multiples of 8; where cuBLASLt sums over the rows, for multiples of 16
+arguments = in_bf16
 
 
 def package():
@@ -31,14 +42,12 @@ def multiple(plan):
     return 32 if plan.level == "mxfp8" else 16
 
 
-def convert(model, plan, skipped):
-    """te.Linear and te.LayerNorm in place of torch's, around the very same Parameters: the optimizer keeps them.
-    `skipped`: names of Linear layers that stay."""
-    te = package()
+def convert(accelerator, plan, model, optimizer):
+    te, skipped = package(), left_alone(model, multiple(plan))
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}".lstrip(".")
-            if type(child) is nn.Linear and name not in skipped:
+            if type(child) is nn.Linear and name not in dict(skipped):
                 new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
                                 params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
                 new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple(plan)))
@@ -47,6 +56,8 @@ def convert(model, plan, skipped):
                 new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
                                    device=child.weight.device)  # fmt: skip
                 adopt(parent, child_name, child, new)
+    compute_in_fp8(te, plan, model)
+    return optimizer, skipped
 
 
 def in_whole_rows(layer, rows, x):
@@ -85,14 +96,14 @@ def recipe(plan):
     return getattr(recipe, kinds[plan.level])(**options)
 
 
-def wrap_forward(plan, model):
-    """Before Accelerate prepares the model: `model.forward` inside TransformerEngine's autocast, FP8 while it trains.
+def compute_in_fp8(te, plan, model):
+    """`model.forward` inside TransformerEngine's autocast, FP8 while it trains.
 
     Activations that are computed again in the backward pass have left that autocast. TransformerEngine's own
     checkpointing enters it again, with the scales that the first pass had; torch's, which Accelerate would use, does
     not.
     """
-    te, made = package(), recipe(plan)
+    made = recipe(plan)
     products = {te.Linear: 1, te.LayerNormLinear: 1, te.LayerNormMLP: 2}
     if plan.level == "delayed":
         for module in model.modules():
@@ -103,21 +114,21 @@ def wrap_forward(plan, model):
         for block in model.modules():
             if type(block).__name__ in model._no_split_modules:
                 block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
-    forward = model.forward
+    forward = model.forward.__func__
 
-    def in_fp8(*args, **kwargs):
+    def in_fp8(self, *args, **kwargs):
         try:
-            with te.autocast(enabled=model.training, recipe=made):
-                return forward(*args, **kwargs)
+            with te.autocast(enabled=self.training, recipe=made):
+                return forward(self, *args, **kwargs)
         except ValueError as error:
             if "FP8 execution requires" not in str(error):
                 raise
             raise Refused(
-                f"TransformerEngine's blocks take samples x tokens in multiples of 8 in FP8: another "
-                f"--per_device_train_batch_size ({error})"
+                f"TransformerEngine's blocks take samples x tokens in multiples of 8 in FP8: choose another "
+                f"batch size ({error})"
             ) from None
 
-    model.forward = in_fp8
+    model.forward = types.MethodType(in_fp8, model)  # a method: a copy of the model gets one of its own
 
 
 def state(model):
@@ -129,3 +140,21 @@ def state(model):
         for kind in ("scale", "amax_history")
         if hasattr(getattr(module, "fp8_meta", {}).get(way), kind)
     }
+
+
+def tensors(strategy, model, optimizer):
+    own = {f"te/{name}": tensor.detach().cpu().clone() for name, tensor in named(state(model).items())}
+    return strategy.tensors(model, optimizer) | own
+
+
+@torch.no_grad()
+def restore(strategy, model, optimizer, parts):
+    strategy.restore(model, optimizer, {name: part for name, part in parts.items() if not name.startswith("te/")})
+    for name, tensor in named(state(model).items()):
+        if f"te/{name}" not in parts:
+            raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
+        tensor.copy_(parts[f"te/{name}"])
+
+
+def name(plan):
+    return f"TransformerEngine {plan.level}"

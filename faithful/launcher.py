@@ -1,8 +1,8 @@
-"""The processes of a run: how they find each other, and how they end.
+"""The launcher above this process, and the processes beside it: how they find each other, and how they end.
 
 Until a run has taken a step there is nothing to save, and SIGTERM ends its processes at once, also while they wait for
-each other in C++, where Python cannot handle a signal. From the first step on `Run` handles it: all processes write a
-checkpoint together.
+each other in C++, where Python cannot handle a signal. From the first step on all processes write a checkpoint together
+(faithful/process.py).
 
 A launcher that dies, whatever it dies of, ends its processes: they get SIGTERM, and GRACE seconds later what is left of
 them is killed. Whoever starts the run again meets none of them, and waits until they have left its folder.
@@ -20,17 +20,11 @@ import time
 
 import psutil
 
-from shared.args import Refused
-from shared.rules import port_in_use
+from faithful.errors import Alone, Refused
+from faithful.rules import port_in_use
 
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
 LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
-
-
-class Alone(Refused):
-    """Another process of this run did not come. Every process that did come says so."""
-
-    exit_code = 1
 
 
 def end_with_the_launcher():
@@ -69,6 +63,15 @@ def end_with_the_parent(number):
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
+def loader_process(own, worker_id):
+    """The worker_init_fn of loaders; own: the script's, or None. Slurm and Docker tell every process to stop: the
+    training process then writes a checkpoint, in steps that still need data. A loader's process ends when it does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_the_parent(signal.SIGKILL)
+    if own is not None:
+        own(worker_id)
+
+
 def watch(launcher):
     """Waits for the launcher's death, then sends SIGTERM, and GRACE seconds later SIGALRM, which ends the process even
     if its main thread never gets to handle a signal."""
@@ -93,7 +96,7 @@ def claim(folder):
             time.sleep(0.1)
         except OSError:  # a file system without locks
             return
-    raise Refused(f"another run is writing to {folder}: let it end, or choose another --output_dir")
+    raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
 
 
 def meet(patience):
@@ -113,7 +116,7 @@ def meet(patience):
     while not serves and not answers(address, port):
         if time.monotonic() > end:
             raise Alone(
-                f"rank {rank}: nothing answered at {address}:{port} {within}: is the launcher, or rank 0, there?"
+                f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
             )
         time.sleep(0.1)
     meet.store = dist.TCPStore(  # kept: what rank 0 serves must live until init_process_group has joined it

@@ -5,10 +5,14 @@ built, so that they begin with the weights of any other run of the seed. What ev
 the same on all: what comes out of a split layer, forwards and backwards, is a sum over all of them.
 """
 
-from accelerate.utils import gather_object
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
-from shared.args import Refused
+from faithful.errors import Refused
+from faithful.tensors import fingerprint, named
+
+REHEARSED_AS = "MULTI_GPU"
 
 # Kinds of split whose losses, gradients and norms were compared with one process's (tests/test_tp.py).
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
@@ -28,35 +32,46 @@ def check(model, size):
                       "not share evenly: another --model, or another parallelism_config_tp_size")  # fmt: skip
 
 
-def split(accelerator, model, optimizer, fingerprint):
-    """Leaves each process its part of the model, under the optimizer too; `accelerator.prepare` comes after it."""
+def types(plan):
+    return ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
+
+
+def before_prepare(accelerator, plan, model, optimizer):
+    """Leaves each process its part of the model, under the optimizer too."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = accelerator.torch_device_mesh["tp"]
     check(model, mesh.size())
-    if len(set(gather_object([fingerprint]))) > 1:  # each cuts its part out of its own
+    if len(set(gather_object([fingerprint(model)]))) > 1:  # each cuts its part out of its own
         raise Refused("the processes have built models of different weights: set_seed must come before, with one seed")
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
-    plan = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
-    apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name in whole or name in modules})
+    splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
+    apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
     model.tie_weights(recompute_mapping=False)  # a head that shares the embedding's weight shares its part
     model._tp_size = mesh.size()  # as if transformers had split it while loading: Accelerate asks
     now = {id(whole[name]): part for name, part in model.named_parameters()}
     for group in optimizer.param_groups:
         group["params"] = [now[id(parameter)] for parameter in group["params"]]
         group |= {"fused": False, "foreach": False}  # torch's kernels for many tensors take parts or wholes, not both
-    accelerator.gather_for_metrics = lambda seen: seen  # every process has seen every sample
-    accelerator.get_state_dict = gathered
+    [seed] = broadcast_object_list([torch.initial_seed()])
+    torch.manual_seed(seed)  # all compute one batch together: one dropout mask
 
 
-def gathered(model):
-    """{name: whole tensor} on the CPU of process 0. Every process calls it."""
+def counted(parameters, accelerator):
+    mesh = accelerator.torch_device_mesh["tp"]
+    if mesh.get_local_rank() == 0:
+        return parameters
+    return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+
+
+def full_state(accelerator, model):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def cuts(parameters):
+def cuts(model):
     """{name: the dimension in which it is cut, None of what every process has whole}, for who reads a checkpoint."""
+    parameters = named(model.named_parameters())
     return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters}

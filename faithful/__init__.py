@@ -1,0 +1,13 @@
+"""An Accelerate `Accelerator` that does what its config says, or refuses to train. See README.md in this folder."""
+
+from faithful.errors import Diverged, Refused, Stopped
+
+__all__ = ["Accelerator", "Diverged", "Refused", "Stopped"]
+
+
+def __getattr__(name):  # so that whoever only reads the rules does not import torch
+    if name == "Accelerator":
+        from faithful.accelerator import Accelerator
+
+        return Accelerator
+    raise AttributeError(f"module 'faithful' has no attribute {name!r}")

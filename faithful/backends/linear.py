@@ -1,0 +1,70 @@
+"""What the FP8 backends share: which layers are Linear, which of them can be in FP8, what Accelerate is told."""
+
+import importlib
+import os
+
+from torch import nn
+
+from faithful.errors import Refused
+
+
+def in_bf16(plan):
+    """Accelerate is asked for bf16 and knows nothing of FP8. Its own FP8 paths would orphan torchao's weights outside
+    FSDP2, stop TransformerEngine's conversion at the first odd shape and drop its options, and scale MS-AMP's loss
+    without scaling it back."""
+    os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # it would convert all the same
+    return {"mixed_precision": "bf16"}
+
+
+def kind(module):
+    """`torchao.Float8Linear`. FSDP2 gives a module that is sharded by itself a class FSDP<Name> of its own."""
+    cls = next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+    return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
+
+
+def is_linear(module):
+    """torch's Linear, or transformers' Conv1D (GPT-2), which is one with its weight transposed."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def left_alone(model, multiple=16):
+    """[(name, reason)] of the Linear layers that torchao and TransformerEngine cannot take or must not."""
+    users = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name.removesuffix(".weight"))
+    skipped = []
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        odd = [size for size in module.weight.shape if size % multiple]
+        others = [user for user in users[module.weight] if user != name]
+        if type(module) is not nn.Linear:  # a subclass has a forward of its own, which would be lost
+            skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
+        elif odd:
+            skipped.append((name, f"{odd[0]} is not a multiple of {multiple}"))
+        elif others:
+            skipped.append((name, f"its weight is that of {others[0]}"))
+    return skipped
+
+
+def first_and_last(model, skipped):
+    """`skipped` and the first and the last Linear, which torchao's recipes keep in high precision."""
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
+    return skipped + [(name, "first or last Linear") for name in {*linear[:1], *linear[-1:]} - dict(skipped).keys()]
+
+
+def wanted(model, skipped):
+    """The names of the Linear layers that are not skipped."""
+    return {name for name, module in model.named_modules() if is_linear(module)} - dict(skipped).keys()
+
+
+def ours(name):
+    """The folder `amp8`, which a copied project has only if it needs it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("amp8"):
+            raise
+        raise Refused(
+            "this config needs the folder amp8/ beside faithful/: copy it from where this recipe is from"
+        ) from None

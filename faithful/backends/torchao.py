@@ -1,0 +1,80 @@
+"""torchao's Float8Linear: dynamic scales, e4m3 forward, e5m2 gradients (tensorwise) or e4m3 (rowwise)."""
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import AORecipeKwargs
+
+from faithful.backends.linear import first_and_last, in_bf16, kind, left_alone, wanted
+
+# torchao registers an enum in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "KernelPreference" not in record.getMessage())
+
+KINDS = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
+
+
+def sharded(plan):
+    """Under FSDP2 Accelerate's own conversion is sound, and only Accelerate finds the optimizer's weights again."""
+    return plan.strategy in ("fsdp", "hsdp")
+
+
+def arguments(plan):
+    handlers = [AORecipeKwargs(config=config(plan))] if sharded(plan) else []
+    return in_bf16(plan) | {"kwargs_handlers": handlers}
+
+
+def convert(accelerator, plan, model, optimizer):
+    skipped = first_and_last(model, left_alone(model))
+    names = wanted(model, skipped)
+
+    def chosen(module, name):
+        return name in names
+
+    if sharded(plan):
+        accelerator.ao_recipe_handler.module_filter_func = chosen
+    elif names:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, config=config(plan), module_filter_fn=chosen)
+    return optimizer, skipped
+
+
+def config(plan):
+    from torchao.float8 import Float8LinearConfig
+
+    options = {key: plan.fp8_options[key] for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim")}
+    return replace(Float8LinearConfig.from_recipe_name(plan.level), emulate=plan.emulated, **options)
+
+
+def evaluating(cls):
+    """torchao's layer class, with plain products of the weights as they are while the layer is in eval()."""
+
+    def forward(self, x):
+        return cls.forward(self, x) if self.training else plain_linear(self, x)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})
+
+
+def plain_linear(module, x):
+    weight = module.weight
+    for name in ("to_original_precision", "_tensor"):  # gathered in FP8 by FSDP2; wrapped, but not gathered
+        if hasattr(weight, name):
+            weight = getattr(weight, name)
+            weight = weight() if callable(weight) else weight
+    return F.linear(x, weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype), module.bias)
+
+
+def after_prepare(accelerator, plan, model, optimizer):
+    for module in model.modules():
+        if kind(module) == "torchao.Float8Linear":
+            module.__class__ = evaluating(type(module))
+
+
+def name(plan):
+    return f"torchao {plan.level}"
+
+
+def eval_precision(plan):
+    return "bf16, weights gathered as e4m3" if plan.fp8_options["enable_fsdp_float8_all_gather"] else "bf16"

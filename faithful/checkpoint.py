@@ -1,0 +1,161 @@
+"""Checkpoints that are whole or not there.
+
+`checkpoint-<optimizer step>/` holds the tensors as safetensors (one file per rank), the rest as `trainer_state.json`,
+and `manifest.json` with size and sha256 of every file, written last. It is written as `checkpoint-<step>.tmp`, fsynced
+and renamed: what has its name is complete. Nothing here is a pickle.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from faithful.errors import Refused
+
+STATE, MANIFEST = "trainer_state.json", "manifest.json"
+FORMAT = 2  # of trainer_state.json; 1 had no number and derived random states from the step
+
+
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path):
+    """Past the page cache: a file, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path, value):
+    """Whole or not at all, also for whoever reads it meanwhile."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    sync(temporary)
+    os.replace(temporary, path)
+
+
+def entry(path):
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def write(accelerator, folder, parts, state, keep=None, write_more=lambda temporary: None):
+    """Write `folder`; the error as text, or None if it is there and whole. Called by all ranks.
+
+    parts: {name: tensor} of this rank. state: JSON values, of rank 0. keep: how many complete checkpoints stay beside
+    each other, the new one included; older ones go only afterwards; None keeps all. write_more: writes a script's own
+    files into the folder. A failure (a full disk, say) on any rank leaves the earlier checkpoints as they were.
+    """
+    main, temporary = accelerator.is_main_process, folder.with_name(folder.name + ".tmp")
+    error, written = None, {}
+    if main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as problem:
+            error = str(problem)
+    accelerator.wait_for_everyone()
+    try:
+        path = temporary / f"rank{accelerator.process_index}.safetensors"
+        save_file(parts, path)
+        sync(path)
+        written = {path.name: entry(path)}
+        write_more(temporary)
+    except (OSError, SafetensorError) as problem:
+        error = error or str(problem)
+    outcomes = gather_object([(error, written)])
+    error = next((problem for problem, _ in outcomes if problem), None)
+    if main and not error:
+        try:
+            write_json(temporary / STATE, state)
+            files = {name: value for _, each in outcomes for name, value in each.items()}
+            for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+                name = str(path.relative_to(temporary))
+                files[name] = files.get(name) or entry(path)
+            write_json(temporary / MANIFEST, files)
+            sync(temporary)
+            shutil.rmtree(folder, ignore_errors=True)  # an unsound one of the same step; a sound one is never redone
+            os.rename(temporary, folder)
+            sync(folder.parent)
+        except OSError as problem:
+            error = str(problem)
+    [error] = broadcast_object_list([error])
+    if main and error:
+        shutil.rmtree(temporary, ignore_errors=True)
+    elif main and keep:
+        for old in list_checkpoints(folder.parent)[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+    return error
+
+
+def number(folder):
+    """Of `checkpoint-<number>`, or as Accelerate's automatic names have it `checkpoint_<number>`; else None."""
+    match = re.fullmatch(r"checkpoint[-_](\d+)", folder.name)
+    return match and int(match[1])
+
+
+def list_checkpoints(output_dir):
+    """Folders that have a number, newest first."""
+    found = [path for path in Path(output_dir).glob("checkpoint*") if number(path) is not None]
+    return sorted(found, key=number, reverse=True)
+
+
+def unsound(folder):
+    """Why a checkpoint cannot be trusted, or None. Reads every byte."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    except (OSError, ValueError) as error:
+        return f"no readable {MANIFEST} ({type(error).__name__})"
+    if names != {*manifest, MANIFEST}:
+        return f"files {sorted(names ^ {*manifest, MANIFEST})} are missing or were added"
+    for name, wanted in manifest.items():
+        if (folder / name).stat().st_size != wanted["bytes"] or sha256(folder / name) != wanted["sha256"]:
+            return f"{name} is not what was written"
+    return None
+
+
+def find(accelerator, wanted, output_dir):
+    """The checkpoint to resume from, agreed by all ranks: the folder `wanted`, or where that is None the newest sound
+    one in output_dir, or None where there is none."""
+    candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
+    [candidates] = broadcast_object_list([candidates])
+    for folder in candidates:
+        reasons = [reason for reason in gather_object([unsound(folder)]) if reason]
+        if not reasons:
+            return folder
+        if wanted is not None:
+            raise Refused(f"the checkpoint {folder} cannot be resumed: {reasons[0]}")
+        accelerator.print(f"skipping {folder}: {reasons[0]}")
+    return None
+
+
+def read_state(folder):
+    """`trainer_state.json` of a checkpoint that `find` has verified."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+    except ValueError as error:
+        raise Refused(f"{folder / STATE} is not JSON: {error}") from None
+    if state.get("format") != FORMAT:
+        raise Refused(
+            f"{folder} was written in format {state.get('format', 1)}, this version reads {FORMAT}: resume it with the "
+            "version that wrote it, or export its weights and start from them"
+        )
+    return state
+
+
+def read_tensors(folder, rank):
+    path = folder / f"rank{rank}.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"{path} cannot be read as safetensors: {error}") from None

@@ -1,0 +1,197 @@
+"""The evidence: what this run really is, counted on live tensors.
+
+`Evidence` is begun when model and optimizer are prepared and complete after the first optimizer step, when gradients
+and optimizer state exist. A run that is not what its config says raises Refused. `record` is the `evidence` of
+run.json; its counts are over the whole model.
+"""
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+
+from faithful import backends, strategies
+from faithful.backends.linear import is_linear, kind
+from faithful.errors import Refused
+from faithful.tensors import elements, fingerprint, named, size
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class Layers:
+    """What a model is made of before it is converted: Linear layers, initial weights."""
+
+    def __init__(self, plan, model):
+        self.linear = sum(map(is_linear, model.modules())) + converted(plan, model)[0]  # TE's blocks are both
+        self.initial_weights = fingerprint(model)
+
+
+class Evidence:
+    def __init__(self, accelerator, plan, model, optimizer, layers, skipped):
+        self.plan, self.model, self.optimizer, self.accelerator = plan, model, optimizer, accelerator
+        self.strategy, self.backend = strategies.of(plan), backends.of(plan)
+        self.parameters = dict(named(model.named_parameters()))
+        self.counted = self.strategy.counted(self.parameters, accelerator)
+        trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        owned = self.strategy.owned(optimizer)
+        orphans = [name for name, parameter in trainable.items() if id(parameter) not in owned]
+        self.sharded = self.strategy.sharded(trainable.values(), plan)
+        linear, norms = converted(plan, model)
+        self.record = {
+            "linear_total": layers.linear,
+            "linear_converted": linear,
+            "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
+            "layernorm_converted": norms,
+            "share_converted": share(plan, model),
+            "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
+            "bytes_per_parameter": None,
+            "optimizer_owns_all": not orphans,
+            "sharded": self.sharded,
+            "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
+            "eval_precision": self.backend.eval_precision(plan),
+            "initial_weights": layers.initial_weights,
+        }
+        self.refuse_what_is_not_there(layers, skipped, orphans)
+        self.hook = None
+        if not plan.compile and plan.precision != "fp8":
+            watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
+            self.hook = watched and watched.register_forward_hook(self.see_output)
+
+    def refuse_what_is_not_there(self, layers, skipped, orphans):
+        plan, record = self.plan, self.record
+        kinds = (*self.strategy.types(plan), *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
+        kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
+        if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
+            raise Refused(f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}")
+        if plan.precision == "fp8" and not record["linear_converted"]:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
+            raise Refused(
+                f"asked for fp8, but none of {layers.linear} Linear layers can be: {reasons or 'there is none'}"
+            )
+        expected = layers.linear - len(skipped)
+        if plan.precision == "fp8" and record["linear_converted"] != expected:
+            raise Refused(
+                f"{expected} Linear layers should be in FP8, {record['linear_converted']} of {layers.linear} are"
+            )
+        if orphans:
+            raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
+        if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
+            raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: does the model name its blocks?")
+
+    def see_output(self, module, inputs, output):
+        self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
+
+    def before_first_update(self):
+        """Gradients are there, nothing is updated yet."""
+        if self.hook:
+            self.hook.remove()
+        seen, asked = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
+        if seen and asked and seen != asked:
+            raise Refused(f"asked for {self.plan.precision}, but Linear layers compute in {seen}")
+        own = self.backend.gradients(self.counted)
+        gradients = self.strategy.gradient_elements(self.counted, self.optimizer)
+        for dtype, count in elements(own).items():
+            gradients[dtype] = gradients.get(dtype, 0) + count
+        self.record["dtypes"]["gradients"] = gradients
+        self.gradient_bytes = size(own) + size(self.strategy.gradients(self.counted, self.optimizer))
+
+    def after_first_update(self):
+        """Optimizer state is there: count, and add up the shards of all ranks. Every rank calls it."""
+        held = self.strategy.held(self.counted, self.optimizer)
+        counts = self.record["dtypes"]
+        sizes = {"weight": size(held["weight"]), "gradient": self.gradient_bytes, "gathered": size(held["gathered"])}
+        sizes |= {"master": size(held["master"]), "optimizer": sum(map(size, held["optimizer"].values()))}
+        counts["parameters"] = elements(held["weight"])
+        counts |= {"master": elements(held["master"])} if held["master"] else {}
+        counts["optimizer_state"] = {key: elements(values) for key, values in held["optimizer"].items()}
+        total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.parameters.values())
+        if report := self.backend.levels(self.model, self.optimizer):
+            per_class = report["bytes_per_parameter"]["all"]
+            sizes = {key: round(v * report["parameters"]["all"]) for key, v in per_class.items() if key != "total"}
+            counts["levels"] = report["dtypes"]
+            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]
+        elif self.sharded:
+            counts, sizes = self.over_all_ranks(counts, sizes)
+        self.record["dtypes"] = counts
+        sizes = {key: value for key, value in sizes.items() if value or key != "gathered"}
+        per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
+        self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
+        self.record["parameters"] = total
+        self.record["truth"] = self.truth()
+
+    def over_all_ranks(self, counts, sizes):
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (counts, sizes))
+        everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other groups hold the same
+        whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
+        parted = self.strategy.parted(self.optimizer)
+        for key in sizes.keys() - set(parted):  # of this every process has all
+            whole[key] = sizes[key]
+        if "weight" not in parted:
+            whole_counts["parameters"] = counts["parameters"]
+        if self.plan.strategy.startswith("zero"):  # counted as they came, before they were cut
+            whole_counts["gradients"] = counts["gradients"]
+        most = {key: max(part[1][key] for part in everyone) for key in sizes}
+        self.record["share_per_process"] = {key: round(most[key] / whole[key], 4) for key in whole if whole[key]}
+        return whole_counts, whole
+
+    @property
+    def complete(self):
+        return self.record["bytes_per_parameter"] is not None
+
+    def truth(self):
+        """The line that says what was counted."""
+        plan, dtypes = self.plan, self.record["dtypes"]
+        group = f" {dist.get_backend()}" if dist.is_initialized() else ""
+        where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
+        share = self.record.get("share_per_process", {}).get("optimizer", 1)
+        how = f", {share:.0%} of the optimizer state each" if plan.strategy.startswith("zero") else ", sharded"
+        parts = [where + (how if self.sharded else "")]
+        parts += [self.backend.name(plan)] if plan.precision != "fp8" else self.fp8_truth()
+        parts[-1] += ", compiled" if plan.compile else ""
+        parts[-1] += ", offloaded to the host" if plan.offload else ""
+        parts[-1] += ", activations computed again" if plan.ckpt else ""
+        parts.append(
+            "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
+        )
+        parts.append(f"{self.record['bytes_per_parameter']['total']:.1f} B/param")
+        parts += ["rehearsal on a CPU"] if plan.rehearsal else []
+        return " | ".join(parts)
+
+    def fp8_truth(self):
+        """Two parts: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware` and `16 of 17 Linear in FP8, skipped ...`."""
+        record = self.record
+        fp8 = f"fp8 {self.backend.name(self.plan)}"
+        fp8 += ", emulated: no FP8 hardware" if self.plan.emulated else ""
+        text = f"{record['linear_converted']} of {record['linear_total']} Linear in FP8"
+        text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
+        if record["share_converted"] < 0.5:  # convolutions and embeddings stay in high precision
+            text += f", {record['share_converted']:.1%} of the parameters"
+        skipped = [f"{entry['name']} ({entry['reason']})" for entry in record["linear_skipped"]]
+        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+        return [fp8, text + (f", skipped {', '.join(skipped[:3])}{more}" if skipped else "")]
+
+
+def converted(plan, model):
+    """(Linear, LayerNorm) layers of the live model that compute in FP8, by their classes."""
+    kinds = backends.of(plan).KINDS
+    counts = [kinds[kind(module)] for module in model.modules() if kind(module) in kinds]
+    return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
+
+
+def share(plan, model):
+    """Which part of the model's parameters is in layers that compute in FP8."""
+    kinds = backends.of(plan).KINDS
+    inside = {p for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
+
+    def total(parameters):  # DeepSpeed's stage 3 has released them: their own size is 0
+        return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+
+    return total(inside) / max(1, total(model.parameters()))
+
+
+def add(parts):
+    """Sums nested dicts of numbers key by key; what is not a number is the same everywhere."""
+    if isinstance(parts[0], dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: add([part[key] for part in parts if key in part]) for key in keys}
+    return sum(parts) if isinstance(parts[0], int) else parts[0]

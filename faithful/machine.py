@@ -1,0 +1,133 @@
+"""The machine: its accelerators, its memory, its versions. Measured here, judged elsewhere."""
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torchao", "transformer_engine", "deepspeed")  # what a config may need beside torch and Accelerate
+
+
+def packages():
+    """Which of PACKAGES are installed; TransformerEngine only with its module for torch."""
+    found = [name for name in PACKAGES if importlib.util.find_spec(name)]
+    if "transformer_engine" in found and "transformer_engine_torch" not in sys.modules:
+        [folder] = map(Path, importlib.util.find_spec("transformer_engine").submodule_search_locations)
+        places = folder.parent, folder, folder / "wheel_lib"  # where the package itself looks
+        if not any(list(place.glob("transformer_engine_torch*.so")) for place in places):
+            found.remove("transformer_engine")
+    return found
+
+
+def cuda_of_torch():
+    """The CUDA version that torch was built for, "13.2", or None; read from its file, which takes no time."""
+    file = Path(importlib.util.find_spec("torch").origin).with_name("version.py")
+    return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
+
+
+def of_driver():
+    """The accelerators, asked of the driver: importing torch only to ask would take seconds."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        rows = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        rows = rows[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
+    if not rows:
+        return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
+    name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
+    capability = tuple(map(int, capability.split(".")))
+    here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
+    return here | {"cuda": cuda_of_torch(), "packages": packages()}
+
+
+def of_torch():
+    """The same mapping, as the running process sees it (any accelerator that torch knows)."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
+    device = torch.accelerator.current_accelerator().type
+    cuda = device == "cuda"
+    return {
+        "device": device,
+        "devices": torch.accelerator.device_count(),
+        "name": torch.cuda.get_device_name() if cuda else device,
+        "capability": torch.cuda.get_device_capability() if cuda else None,
+        "cuda": torch.version.cuda,
+        "packages": packages(),
+    }
+
+
+def device_name(device):
+    """The name of the accelerator, or of the CPU and its number of cores."""
+    if device != "cpu":
+        return of_torch()["name"]
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{model or 'CPU'}, {os.cpu_count()} cores"
+
+
+def versions():
+    import torch
+
+    names = "torch accelerate timm transformers datasets torchao transformer-engine deepspeed numpy".split()
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return found | {"cuda": torch.version.cuda}
+
+
+class Memory:
+    """Peak memory in bytes since this object was made: allocated on an accelerator, resident on a CPU.
+
+    On a CPU it is the rise of the resident size above where it was at the beginning, before the model was built.
+    """
+
+    def __init__(self, device):
+        self.on_cpu = device.type == "cpu"
+        self.before = resident_bytes() if self.on_cpu else 0
+        if not self.on_cpu:
+            import torch
+
+            torch.accelerator.reset_peak_memory_stats()
+        elif sys.platform == "linux":
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self):
+        if not self.on_cpu:
+            import torch
+
+            return torch.accelerator.max_memory_allocated()
+        if sys.platform != "linux":
+            return max(0, resident_bytes() - self.before)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        highest = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return max(0, highest - self.before)
+
+
+def resident_bytes():
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def gpu_utilization(device):
+    """Percent, of this process's GPU; None where there is none, or nothing to ask (no nvidia-ml-py, MIG, a vGPU)."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    try:
+        return torch.cuda.utilization(device)
+    except Exception:  # pynvml's own errors cannot be named here: the package is optional
+        return None

@@ -1,0 +1,133 @@
+"""The plan: what was asked, on this machine, resolved once per process.
+
+`resolve()` reads what `accelerate launch` (or torchrun, or nothing) has left in the environment, looks at the machine,
+and refuses with every reason at once (faithful/rules.py), or returns a frozen Plan. On a machine without an accelerator
+it makes Accelerate run the same strategy on the CPU.
+"""
+
+import dataclasses
+import functools
+import os
+from datetime import timedelta
+from pathlib import Path
+
+from faithful import backends, launcher, machine, strategies
+from faithful.config import TAILS, asked, exported, seconds_of_patience
+from faithful.errors import Refused
+from faithful.rules import file_problems, problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How this run trains. `rehearsal`: on a machine without an accelerator. `emulated`: FP8 in software."""
+
+    config: str | None  # the file's name without .yml, where it can be known
+    strategy: str
+    num_processes: int
+    precision: str
+    device: str
+    backend: str | None = None
+    level: str | None = None
+    implementation: str = "torch"
+    fp8_options: dict = dataclasses.field(default_factory=dict)
+    compile: bool = False
+    offload: bool = False
+    ckpt: bool = False  # activation checkpointing: each block's activations are computed again, not kept
+    noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
+    replicas: int = 1  # hsdp: groups of processes that each hold the whole model
+    split: int = 1  # tp: processes that compute one batch together
+    rehearsal: bool = False
+    emulated: bool = False
+
+
+# What the launch must not have changed of what its file says.
+LAUNCHED_AS = ("strategy", "precision", "backend", "level", "compile", "offload", "ckpt")
+
+
+@functools.cache
+def resolve():
+    """The Plan of this process. Raises Refused with every reason at once."""
+    wanted, here = asked(os.environ), machine.of_torch()
+    _, file = launch_line()
+    lines = []
+    if file is not None:
+        lines, config = file_problems(file)
+        says = asked(exported(config)) if config else wanted
+        lines += [
+            f"{file.name} says {key} {says[key]}, the launch made it {wanted[key]}: launch it as it is"
+            for key in LAUNCHED_AS
+            if says[key] != wanted[key]
+        ]
+    lines += problems(wanted, here)
+    if lines:
+        raise Refused("\n".join(dict.fromkeys(lines)))
+    rehearsal = not here["devices"]
+    plan = Plan(
+        config=file.stem if file else None,
+        device=here["device"],
+        rehearsal=rehearsal,
+        implementation=backends.implementation(wanted["backend"], wanted["strategy"], rehearsal),
+        emulated=wanted["backend"] is not None and (here["capability"] or (0, 0)) < (8, 9),
+        **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
+    )
+    if rehearsal:  # DeepSpeed, where it is installed, would tell every run that there is no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if plan.num_processes > 1:  # the groups that FSDP2 and DeepSpeed make of processes take the defaults
+        from torch.distributed import distributed_c10d
+
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
+        launcher.meet(patience())
+    if rehearsal and plan.strategy != "single":
+        rehearse(plan)
+    return plan
+
+
+def patience():
+    return timedelta(seconds=seconds_of_patience())
+
+
+def rehearse(plan):
+    """Make Accelerate start its processes on gloo and take this CPU for a device of `plan.strategy`.
+
+    Accelerate alone would start unrelated copies of "rank 0 of 1" here (its PartialState._prepare_backend answers "no
+    backend" where there is no accelerator). Replacing that one private method is why pyproject.toml bounds Accelerate's
+    version; tests look at real shards.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    kind = DistributedType[strategies.of(plan).REHEARSED_AS]
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would make every strategy plain DDP
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda self, *_, **__: ("gloo", kind)
+    if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
+        prepare()
+
+
+@functools.cache
+def launch_line():
+    """(command line of the `accelerate launch` above this process, its config file), or (None, None)."""
+    import psutil
+
+    try:
+        for parent in psutil.Process().parents():
+            line, cwd = parent.cmdline(), parent.cwd()
+            if not any("accelerate" in part for part in line[:4]):
+                continue
+            for flag, value in zip(line, line[1:] + [""], strict=True):
+                name, _, inline = flag.partition("=")
+                if name in ("--config_file", "--config-file"):
+                    return line, Path(cwd, inline or value)
+            return line, None
+    except psutil.Error:
+        pass
+    return None, None
+
+
+def describe(plan):
+    """`ddp x2 | bf16`, with what else was asked for."""
+    parts = [f"{plan.strategy} x{plan.num_processes}" if plan.num_processes > 1 else plan.strategy]
+    parts.append(" ".join(word for word in (plan.precision, plan.backend, plan.level) if word))
+    parts += [word for word in TAILS if getattr(plan, word)]
+    parts += ["rehearsal on a CPU"] if plan.rehearsal else []
+    return " | ".join(parts)

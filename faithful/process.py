@@ -1,0 +1,95 @@
+"""The process: SIGTERM, one-line errors, exit codes.
+
+0 finished; 1 failed; 2 refused; 130 Ctrl-C; 143 stopped by SIGTERM.
+"""
+
+import atexit
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+
+from faithful import config, launcher
+
+stop_asked = False  # set by SIGTERM once there is something to save
+
+
+def told_to_stop():
+    return stop_asked
+
+
+def guard(current):
+    """Once per process, as early as can be. current(): the Accelerator whose record is closed however the process ends,
+    or None."""
+    launcher.end_with_the_launcher()
+    sys.excepthook = lambda kind, problem, trace: leave(problem, current())
+    atexit.register(lambda: leave(None, current()))
+
+
+def finish_steps_first():
+    """From now on SIGTERM is an agreed checkpoint. Until then it ends the process at once, whatever it is doing."""
+    if signal.getsignal(signal.SIGTERM) is not ask_to_stop:
+        signal.signal(signal.SIGTERM, ask_to_stop)
+
+
+def ask_to_stop(*_):
+    global stop_asked
+    stop_asked = True
+
+
+def leave(problem, run):
+    """The process's last words and its exit code."""
+    error, code = None, 0
+    if hasattr(problem, "exit_code"):  # a user's mistake, of this package's or anyone's making
+        # A loader's process sends its error with a traceback before it.
+        error, code = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
+        own = getattr(problem, "of_one_process", False)  # only the process that met it knows
+        for line in error.splitlines() if own or may_speak() else ():
+            print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
+    elif problem is not None:
+        error = f"{type(problem).__name__}: {problem}"
+        code = 130 if isinstance(problem, KeyboardInterrupt) else 1
+        lost = lost_peer(problem, error)
+        if lost is None:
+            traceback.print_exception(problem)
+        elif os.environ.get("LOCAL_RANK", "0") == "0":  # on each machine
+            print(f"error: {lost}", file=sys.stderr, flush=True)
+        error = lost or error
+    try:
+        code = run.close(error, code) if run else code
+    except Exception:
+        traceback.print_exc()
+        code = code or 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # torch aborts some interpreter exits after gloo ("terminate called without an active exception").
+    if problem is not None or code or (run and run.closed):
+        os._exit(code)
+
+
+def lost_peer(problem, error):
+    """What happened, in words, where torch's error says that another process has gone; else None."""
+    # Of gloo, of a loader, of NCCL, of the launcher's store.
+    ended = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
+    if re.search(ended + "|communicator was aborted", error):
+        return "another process of this run ended"
+    silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
+    if silent or type(problem).__name__ == "DistStoreError":
+        waited = f"in {config.seconds_of_patience()} s (COLLECTIVE_TIMEOUT)"
+        return f"no answer from another process {waited}: it, its machine or the link is gone"
+    return None
+
+
+def may_speak():
+    """Whether this rank says why a run is refused: rank 0, or one that waited for rank 0 in vain. The others wait,
+    because torch's launcher ends all ranks, those still importing too, as soon as one of them leaves."""
+    if config.rank() == 0:
+        return True
+    patience = time.monotonic() + 20
+    while "TORCHELASTIC_RUN_ID" in os.environ and not stop_asked:
+        if time.monotonic() > patience:
+            return True
+        time.sleep(0.05)
+    return False

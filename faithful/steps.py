@@ -1,0 +1,122 @@
+"""The steps of a run: are they finite, was any process told to stop, how long do they take?
+
+The gradient norm is that of the mean gradients, so all processes see the same one and stop at the same step. Losses and
+requests to stop are exchanged while a backward computes: at most every AGREE_SECONDS or every step, whichever is
+longer. At each step of 8 ms an exchange would take a tenth of it.
+"""
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from faithful import process
+from faithful.errors import Diverged
+
+AGREE_SECONDS = 0.1
+WARMUP_STEPS = 3  # not timed: allocation, compilation, counting
+SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it an overflow is no longer a matter of the scale
+
+
+class Steps:
+    def __init__(self, num_processes):
+        self.num_processes = num_processes
+        self.taken = self.tried = 0  # optimizer steps; with those that a gradient scaler skipped
+        self.losses, self.norm, self.loss = [], None, None  # of micro-batches since the last step; of the last step
+        self.loss_is_of_all = False  # else it is this process's alone
+        self.times, self.excluded, self.clock = [], 0, None
+        self.stopping = False
+        self.next_exchange, self.paced, self.everyone = 0, (time.perf_counter(), 0), None
+
+    def backward(self, loss, last):
+        """Before each backward. `last`: of the optimizer step."""
+        self.losses.append(loss.detach())
+        if last:
+            self.everyone = self.exchange() if self.tried >= self.next_exchange else None
+
+    def exchange(self):
+        """Begins to collect losses, whether told to stop, seconds per step of all ranks: (flat tensor, its work)."""
+        now, (before, steps) = time.perf_counter(), self.paced
+        self.paced = now, self.tried
+        seconds = (now - before) / max(1, self.tried - steps)
+        rest = torch.tensor([process.told_to_stop(), seconds], dtype=torch.float64)
+        losses = torch.stack(self.losses).double().flatten()
+        mine = torch.cat([losses, to_device(rest, losses.device)])
+        if self.num_processes == 1:
+            return mine, None
+        everyone = mine.new_empty(mine.numel() * self.num_processes)
+        return everyone, dist.all_gather_into_tensor(everyone, mine, async_op=True)
+
+    def check(self, norm, scaler, newest_checkpoint):
+        """Before the optimizer step, on all ranks: raises Diverged unless everything is finite."""
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = to_device(norm.detach().double(), self.losses[0].device)
+        if self.everyone is None:
+            *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # the one wait
+            ranks = [losses]
+            if not math.isfinite(self.norm):
+                self.everyone = self.exchange()
+        if self.everyone is not None:
+            ranks = self.collect(norm)
+        self.loss_is_of_all = self.everyone is not None or self.num_processes == 1
+        self.losses.clear()
+        self.everyone = None
+        means = [sum(losses) / len(losses) for losses in ranks]
+        self.loss = sum(means) / len(means)
+        finite = all(map(math.isfinite, means))
+        if finite and (math.isfinite(self.norm) or (scaler is not None and scaler.get_scale() > SMALLEST_SCALE)):
+            return  # with a gradient scaler an overflow is its business: it skips the step and lowers the scale
+        what = f"gradient norm {self.norm}" if finite else f"loss {means} (one per rank)"
+        raise Diverged(
+            f"step {self.taken + 1}: {what} is not finite; nothing was updated. Newest checkpoint: "
+            f"{newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
+        )
+
+    def collect(self, norm):
+        """The losses of each rank; learns whether any was told to stop, and when to exchange next."""
+        everyone, work = self.everyone
+        if work is not None:
+            work.wait()
+        *values, self.norm = torch.cat([everyone, norm.view(1)]).tolist()  # the step's one wait for the device
+        width = len(self.losses) + 2
+        rows = [values[at : at + width] for at in range(0, len(values), width)]
+        self.stopping = self.stopping or any(row[-2] for row in rows)
+        pace = max(row[-1] for row in rows)
+        timed = self.excluded >= WARMUP_STEPS and pace > 0
+        self.next_exchange = self.tried + max(1, int(timed and AGREE_SECONDS / pace))
+        return [row[:-2] for row in rows]
+
+    def done(self, skipped):
+        """After the optimizer step."""
+        self.tried += 1
+        self.taken += not skipped
+        now = time.perf_counter()
+        if self.excluded < WARMUP_STEPS:
+            self.excluded += 1
+        elif self.clock is not None:
+            self.times.append(now - self.clock)
+        self.clock = now
+
+    def pause(self):
+        """Evaluation, logging and saving are no part of a step's time."""
+        if self.clock is not None:
+            self.clock = time.perf_counter()
+
+    def anyone_told_to_stop(self, device):
+        """Asks all ranks, which all must call it."""
+        if not self.stopping and self.num_processes > 1:
+            told = torch.tensor([float(process.told_to_stop())], device=device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            self.stopping = bool(told.item())
+        self.stopping = self.stopping or process.told_to_stop()
+        return self.stopping
+
+
+def to_device(tensor, device):
+    """A small tensor, of the CPU or of the device already, on the device. From pinned memory the host does not wait."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

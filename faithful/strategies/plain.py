@@ -1,0 +1,133 @@
+"""One device, or DDP: every process holds the whole model. The other strategies differ from this."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from faithful.errors import Refused
+from faithful.tensors import elements, local, named
+
+REHEARSED_AS = "MULTI_CPU"  # the DistributedType that processes start as on a machine without an accelerator
+
+
+def types(plan):
+    """The DistributedTypes that Accelerate may have made of the launch."""
+    return ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU") if plan.strategy == "ddp" else ("NO",)
+
+
+def arguments(plan, scaling):
+    """What the plan adds to the arguments of `Accelerator(...)`. scaling: the script's GradScalerKwargs, or None."""
+    return {}
+
+
+def before_prepare(accelerator, plan, model, optimizer):
+    """What is done to model and optimizer before `accelerator.prepare`."""
+
+
+def after_prepare(accelerator, plan, model, optimizer):
+    """What is done to the prepared model and optimizer."""
+
+
+def inner(optimizer):
+    """The torch optimizer inside Accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def owned(optimizer):
+    """The ids of the parameters that some process updates."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def sharded(parameters, plan):
+    """Whether a process holds only parts of them."""
+    return any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in parameters)
+
+
+def parted(optimizer):
+    """The classes of bytes of which a process holds only a part, where it holds only parts of the model."""
+    return ("weight", "gradient", "gathered", "master", "optimizer")
+
+
+def counted(parameters, accelerator):
+    """Those of {name: parameter} that this process counts: of what several hold whole, one of them does."""
+    return parameters
+
+
+def gradients(parameters, optimizer):
+    """The gradients that this process holds before the first update."""
+    return [local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+
+
+def gradient_elements(parameters, optimizer):
+    """{dtype: elements} of the gradients."""
+    return elements(gradients(parameters, optimizer))
+
+
+def held(parameters, optimizer):
+    """What this process holds after the first update: {"weight": [tensors], "master": [tensors], "gathered": [tensors],
+    "optimizer": {key: [tensors]}}. master: high-precision copies; gathered: weights held whole besides."""
+    states = {}
+    for parameter in parameters.values():
+        for key, value in inner(optimizer).state.get(parameter, {}).items():
+            if torch.is_tensor(value) and value.dim():  # the step counters are not worth a line
+                states.setdefault(key, []).append(local(value))
+    weights = [local(parameter) for parameter in parameters.values()]
+    return {"weight": weights, "master": [], "gathered": [], "optimizer": states}
+
+
+def stored(model):
+    """{"model/<name>" or "buffer/<name>": live tensor} of everything a model is."""
+    parts = {f"model/{name}": parameter for name, parameter in named(model.named_parameters())}
+    return parts | buffers(model)
+
+
+def buffers(model):
+    derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
+    kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
+    return {f"buffer/{name}": buffer for name, buffer in named(kept)}
+
+
+def tensors(model, optimizer):
+    """{"model/<name>", "buffer/<name>" and "optimizer/<name>/<state>": this rank's part}, on the CPU."""
+    parts = stored(model)
+    for name, parameter in named(model.named_parameters()):
+        for key, value in inner(optimizer).state.get(parameter, {}).items():
+            parts[f"optimizer/{name}/{key}"] = value
+    return {name: local(tensor.detach()).cpu().contiguous() for name, tensor in parts.items()}
+
+
+def restore(model, optimizer, parts):
+    """Puts `tensors` back in place, bit for bit. Raises Refused where names or shapes are another model's."""
+    own = stored(model)
+    same_model({name: local(tensor) for name, tensor in own.items()}, parts)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            local(tensor).copy_(parts[name])
+    optimizer = inner(optimizer)
+    index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state = {}
+    for name, parameter in named(model.named_parameters()):
+        prefix = f"optimizer/{name}/"
+        values = {key.removeprefix(prefix): value for key, value in parts.items() if key.startswith(prefix)}
+        if isinstance(parameter, DTensor):
+            mesh = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
+            mesh |= {"shape": parameter.shape, "stride": parameter.stride()}
+            values = {
+                key: DTensor.from_local(v.to(local(parameter).device), **mesh) if v.dim() else v
+                for key, v in values.items()
+            }
+        if values:
+            state[index[id(parameter)]] = values
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def same_model(own, parts):
+    """Raises Refused unless the checkpoint's tensors have the names and shapes of this model's."""
+    found = {name for name in parts if not name.startswith("optimizer/")}
+    wrong = sorted(own.keys() ^ found) or [name for name in own if own[name].shape != parts[name].shape]
+    if wrong:
+        raise Refused(f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ")
+
+
+def full_state(accelerator, model):
+    """{name: whole tensor} on process 0, or None where Accelerate's own `get_state_dict` is right."""
+    return None

@@ -1,0 +1,223 @@
+"""Scripts that are no recipe: plain Accelerate loops of anyone's, whose one line is `from faithful import Accelerator`."""
+
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS, ROOT, Ranks, distance, free_port, launched, metrics, record, train
+
+from faithful import Refused, checkpoint, state
+
+LOOP = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from faithful import Accelerator
+
+accelerator = Accelerator(project_dir=sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+x = torch.randn(64, 16)
+loader = DataLoader(TensorDataset(x, x.flip(1)), 8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = (model(x) - y).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_model(model, f"{sys.argv[2]}/model")
+accelerator.end_training()
+"""
+TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+
+
+def written(folder, *changes):
+    """The loop as a file, with pairs of (text, what stands there instead)."""
+    text = LOOP
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    (folder / "mine.py").write_text(text)
+    return folder / "mine.py"
+
+
+def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
+    script, out = written(tmp_path), tmp_path / "run"
+    result = launched(sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / "ddp_bf16.yml",
+                      "--main_process_port", str(free_port()), script, "--output_dir", out,
+                      cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    made = record(out)
+    assert (made["recipe"], made["status"], made["schema_version"]) == ("mine", "finished", 2)
+    assert made["final"] is None and made["args"] == {}  # it logs nothing and starts no tracker
+    seen, evidence = made["seen"], made["evidence"]
+    assert seen["samples_per_step"] == 16 and seen["optimizer"]["class"] == "AdamW"
+    assert seen["optimizer"]["groups"][0]["lr"] == 1e-2
+    assert [step for step, _ in seen["loss_curve"]] == [1, 2, 3, 4]
+    assert seen["loss_curve"][-1][1] < seen["loss_curve"][0][1]
+    assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16
+    assert evidence["dtypes"]["linear_output"] == "bfloat16" and evidence["parameters"] == 16 * 32 * 2 + 32 + 16
+    assert result.stdout.count("asked: mine | ddp x2 | bf16 | rehearsal on a CPU") == 1
+    assert f"mine | {evidence['truth']} | global batch 16" in result.stdout
+    twin = train("ddp_bf16", tmp_path / "twin", script=script)
+    assert record(twin)["seen"] == seen
+
+
+@pytest.mark.parametrize(
+    ("config", "apart"),
+    [
+        ("ddp_fp32", "loader = accelerator.prepare(loader)\nmodel, optimizer = accelerator.prepare(model, optimizer)"),
+        ("single_fp8_te", "optimizer, model = accelerator.prepare(optimizer, model)\nloader = accelerator.prepare(loader)"),
+        ("single_fp8_te", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
+        ("ddp_fp8_msamp_o2", "loader = accelerator.prepare(loader)\noptimizer, model = accelerator.prepare(optimizer, model)"),
+    ],
+)  # fmt: skip
+def test_in_several_calls_and_any_order_prepare_does_the_same(tmp_path, config, apart):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    a = train(config, tmp_path / "a" / "run", script=written(tmp_path / "a"))
+    b = train(config, tmp_path / "b" / "run", script=written(tmp_path / "b", (TOGETHER, apart)))
+    assert record(a)["evidence"] == record(b)["evidence"] and record(a)["seen"] == record(b)["seen"]
+
+
+@pytest.mark.parametrize("config", ["fsdp_fp32", "single_fp8_msamp_o2"])
+def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path, config):
+    apart = "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"
+    train(config, tmp_path / "run", script=written(tmp_path, (TOGETHER, apart)), code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "wants a model and its optimizer in one call" in log and "Traceback" not in log
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_that_contradicts_its_config_does_not_train(tmp_path):
+    said = ("Accelerator(", "Accelerator(mixed_precision='fp16', dynamo_backend='inductor', ")
+    train("single_bf16", tmp_path / "run", script=written(tmp_path, said), code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "refused: the script passes mixed_precision='fp16', the config says bf16" in log
+    assert "refused: the script passes dynamo_backend" in log and "Traceback" not in log
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_an_optimizer_does_not_train(tmp_path):
+    script = written(tmp_path, (TOGETHER, "model, loader = accelerator.prepare(model, loader)"))
+    train("single_fp32", tmp_path / "run", script=script, code=2)
+    assert "refused: no model and optimizer were prepared" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32"])
+def test_a_loss_that_is_not_finite_stops_a_loop_that_neither_clips_nor_logs(tmp_path, config):
+    """Rank 0's third loss is NaN. Nothing of it may have reached the weights."""
+    poisoned = (
+        "if accelerator.is_main_process and optimizer.state and accelerator.steps.taken == 2: loss = loss * torch.nan"
+    )
+    script = written(tmp_path, ("    accelerator.backward(loss)", f"    {poisoned}\n    accelerator.backward(loss)"))
+    run = train(config, tmp_path / "run", script=script, code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert "error: step 3: loss [nan" in log and "Newest checkpoint: none" in log and "Traceback" not in log
+    assert record(run)["status"] == "failed" and [step for step, _ in record(run)["seen"]["loss_curve"]] == [1, 2]
+
+
+def test_the_first_batch_is_the_same_on_any_number_of_processes(tmp_path):
+    """The hash is over samples: order, processes and micro-batches make no difference, another seed does."""
+    argv = ("--max_steps", 1, "--save_steps", 0, "--per_device_train_batch_size")
+    one = train("single_fp32", tmp_path / "one", *argv, 16)
+    two = train("ddp_fp32", tmp_path / "two", *argv, 4, "--gradient_accumulation_steps", 2)
+    other = train("single_fp32", tmp_path / "other", *argv, 16, "--seed", 1)
+    a, b, c = (record(run)["seen"] for run in (one, two, other))
+    assert a["samples_per_step"] == b["samples_per_step"] == 16
+    assert len(a["first_batch"]) == 64 and a["first_batch"] == b["first_batch"] != c["first_batch"]
+    assert a["loss_curve"][0][1] == pytest.approx(b["loss_curve"][0][1], rel=1e-6)
+    assert a["optimizer"] == b["optimizer"] and a["optimizer"]["class"] == "AdamW"
+    assert metrics(one)[0]["loss"] == pytest.approx(a["loss_curve"][0][1], rel=1e-6)
+
+
+class Cursor:
+    """What a script might register."""
+
+    def __init__(self):
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_what_a_script_registers_is_kept_without_a_pickle():
+    value = {
+        "step": 3, "rate": 0.25, "name": "a", "nothing": None, "on": True, "list": [1, [2.5]], "tuple": (1, ("b", 2)),
+        "tensor": torch.arange(6).view(2, 3), "numbers": np.array([1.5, 2.5]), 7: "seven", ("a", 1): [torch.ones(2)],
+        "!": "a key that the format itself uses", "inner": {"!": 1},
+    }  # fmt: skip
+    tensors = {}
+    text = json.dumps(state.pack(value, tensors, "registered"))
+    back = state.unpack(json.loads(text), tensors)
+    assert back.keys() == value.keys() and type(back["tuple"]) is tuple
+    for key in value.keys() - {"tensor", "numbers", ("a", 1)}:
+        assert back[key] == value[key], key
+    assert back["tensor"].equal(value["tensor"]) and (back["numbers"] == value["numbers"]).all()
+    assert back[("a", 1)][0].equal(torch.ones(2))
+    for thing in (Cursor(), {1, 2}, {"deep": [Cursor()]}):
+        with pytest.raises(Refused, match="which a checkpoint without a pickle cannot hold"):
+            state.pack({"it": thing}, {}, "registered")
+
+
+def test_every_generator_goes_on_where_it_was():
+    def drawn():
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+    random.gauss(0, 1), np.random.randn()  # each keeps a second number for the next call
+    held = {name: tensor.clone() for name, tensor in state.random_state().items()}
+    first, second = drawn(), drawn()
+    state.set_random_state(held)
+    assert drawn() == first != second
+
+
+RESUMED = (
+    ("loader = DataLoader(TensorDataset(x, x.flip(1)), 8)",
+     "loader = DataLoader(TensorDataset(x, x.flip(1)), 8)\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)"),
+    (TOGETHER, "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)\n"
+               "if sys.argv[3:]: accelerator.load_state(sys.argv[3]); loader = accelerator.skip_first_batches(loader, 4)"),
+    ("    loss = ", "    x = torch.nn.functional.dropout(x)\n    loss = "),
+    ("    optimizer.zero_grad()", "    optimizer.zero_grad()\n    scheduler.step()\n"
+                                  "    if accelerator.steps.taken == 4: accelerator.save_state(f'{sys.argv[2]}/checkpoint-4')"),
+)  # fmt: skip
+
+
+def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
+    """By Accelerate's own names alone: a prepared scheduler, dropout, save_state, load_state, skip_first_batches."""
+    script = written(tmp_path, *RESUMED)
+    whole = train("single_bf16", tmp_path / "whole", script=script)
+    assert checkpoint.unsound(whole / "checkpoint-4") is None
+    ranks = Ranks("single_bf16", ["--output_dir", str(tmp_path / "part"), str(whole / "checkpoint-4")], script=script)
+    assert ranks.wait() == [0], ranks.text()
+    a, b = (record(run)["seen"]["loss_curve"] for run in (whole, tmp_path / "part"))
+    assert a[4:] == b and len(b) == 4 and distance(whole, tmp_path / "part") == 0
+
+
+def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
+    """checkpoints/checkpoint_<n>, at most total_limit of them; a resumed run writes over none of them."""
+    project = "ProjectConfiguration(sys.argv[2], automatic_checkpoint_naming=True, total_limit=2)"
+    script = written(
+        tmp_path,
+        ("import torch\n", "import torch\nfrom accelerate.utils import ProjectConfiguration\n"),
+        ("project_dir=sys.argv[2]", f"project_config={project}"),
+        (TOGETHER, f"{TOGETHER}\nif sys.argv[3:]: accelerator.load_state()"),
+        (
+            "    optimizer.zero_grad()",
+            "    optimizer.zero_grad()\n    if accelerator.steps.taken % 3 == 0: accelerator.save_state()",
+        ),
+    )
+    run = train("single_fp32", tmp_path / "run", script=script)
+    first = checkpoint.list_checkpoints(run / "checkpoints")
+    assert [path.name for path in first] == ["checkpoint_1", "checkpoint_0"]
+    again = train("single_fp32", run, "again", script=script)
+    assert "checkpoint_1 at step 6" in (tmp_path / "run.log").read_text()
+    assert [path.name for path in checkpoint.list_checkpoints(again / "checkpoints")] == [
+        "checkpoint_3",
+        "checkpoint_2",
+    ]

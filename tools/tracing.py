@@ -1,0 +1,235 @@
+"""One optimizer step of a recipe on fake tensors: what it holds at each moment, without holding it.
+
+The recipe's own `main` runs with another `Accelerator`, whose `prepare` takes the storage away and converts the model
+to FP8 as in a rehearsal. `accumulate` watches what is born and dies, and ends the run after the first step.
+"""
+
+import contextlib
+import importlib.util
+import io
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from faithful import backends
+from faithful.evidence import converted
+from faithful.plan import Plan
+from faithful.strategies import tp
+from shared import args as options
+from shared.args import Refused
+
+
+class Enough(Exception):
+    """The optimizer step is done: everything is known."""
+
+
+class Memory:
+    """Bytes alive at each moment, of what is born while `watch` is active.
+
+    moments: (gradients, others) of every moment that no other moment exceeds in both.
+    """
+
+    def __init__(self):
+        self.sizes, self.gradients, self.live, self.of_gradients, self.moments = {}, set(), 0, 0, []
+        self.on = True
+
+    def born(self, storage):
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self.died, key)
+            self.note()
+
+    def died(self, key):
+        size = self.sizes.pop(key)
+        self.live -= size
+        if key in self.gradients:
+            self.gradients.remove(key)
+            self.of_gradients -= size
+
+    def is_gradient(self, parameter):
+        """After a gradient was accumulated into `parameter`."""
+        key = parameter.grad.untyped_storage()._cdata
+        if key in self.sizes and key not in self.gradients:
+            self.gradients.add(key)
+            self.of_gradients += self.sizes[key]
+            self.note()
+
+    def note(self):
+        g, o = self.of_gradients, self.live - self.of_gradients
+        if not any(g <= g_ and o <= o_ for g_, o_ in self.moments):
+            self.moments = [(g_, o_) for g_, o_ in self.moments if g_ > g or o_ > o] + [(g, o)]
+
+    def watch(self):
+        memory = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                if not memory.on:
+                    return out
+                known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+                for tensor in tree_leaves(out):  # a view, or the result of an operation in place, is not born
+                    if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                        memory.born(tensor.untyped_storage())
+                return out
+
+        return Watch()
+
+
+@contextlib.contextmanager
+def without_storage():
+    """Inside, every parameter that a module registers goes to `meta`: no model is too large to build."""
+
+    def register(module, name, parameter):
+        if parameter is not None and parameter.device.type != "meta":
+            return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(register)
+    looks_at_values, nn.init._no_grad_trunc_normal_ = nn.init._no_grad_trunc_normal_, lambda tensor, *_, **__: tensor
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = looks_at_values
+        hook.remove()
+        torch.set_grad_enabled(True)
+
+
+def make_fake(model, optimizer):
+    """From `meta` to fake tensors of this CPU: autocast and kernels choose as they would for real ones."""
+    mode, made = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and id(old) not in made:  # else it is tied to one that came before
+                with mode:
+                    made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
+            module._parameters[name] = old if old is None else made[id(old)]
+    for group in optimizer.param_groups:
+        group["params"] = [made[id(old)] for old in group["params"]]
+
+
+def load(recipe):
+    """The module of a recipe's file."""
+    spec = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    missing = [name for name in ("Accelerator", "Arguments", "main") if not hasattr(module, name)]
+    if missing:
+        raise Refused(f"{recipe.name} has no {', '.join(missing)}: it is not written as the recipes here are")
+    return module
+
+
+def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False):
+    """What the first steps of a recipe hold, on fake tensors, in one process. All sizes in bytes."""
+    plan = Plan(config=None, strategy="single", num_processes=1, precision=precision, device="cpu", backend=backend,
+                level=level, fp8_options=fp8_options or {}, rehearsal=True, emulated=bool(backend),
+                implementation=backends.implementation(backend, "single", rehearsal=True))  # fmt: skip
+    fp8 = backends.of(plan) if backend else None
+    memory, found = Memory(), {}
+
+    class Accelerator(accelerate.Accelerator):
+        """Accelerate's own, on the CPU; stops at the end of the first optimizer step."""
+
+        def __init__(self, **kwargs):
+            kwargs |= {"cpu": True, "mixed_precision": "no" if precision == "fp32" else "bf16"}
+            super().__init__(**kwargs | {"log_with": None, "project_config": ProjectConfiguration(folder)})
+
+        def prepare(self, model, optimizer, *loaders):
+            names = set(getattr(model, "_no_split_modules", None) or ())
+            blocks = [module for module in model.modules() if type(module).__name__ in names]
+            make_fake(model, optimizer)
+            found["splits"] = lambda size: tp.check(model, size)
+            found["blocks"] = [sum(p.numel() for p in block.parameters()) for block in blocks]
+            if fp8:
+                optimizer, _ = fp8.convert(self, plan, model, optimizer)
+                if not converted(plan, model)[0]:
+                    raise Refused("none of its Linear layers can be FP8")
+            if checkpointed:
+                apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in names)
+            self.model = self.prepare_model(model, device_placement=False)
+            self.optimizer = self.prepare_optimizer(optimizer, device_placement=False)
+            if fp8:
+                fp8.after_prepare(self, plan, model, self.optimizer)
+            self.optimizer.optimizer.register_step_pre_hook(self.before_step)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(memory.is_gradient)
+            return self.model, self.optimizer, *loaders
+
+        def load_state(self, *args, **kwargs):
+            pass
+
+        @contextlib.contextmanager
+        def accumulate(self, *models):
+            with super().accumulate(*models), memory.watch():
+                yield
+            if self.sync_gradients:
+                found.update(counted(self.model, self.optimizer.optimizer))
+                raise Enough
+
+        def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+            if hasattr(fp8, "clip_grad_norm_"):
+                return fp8.clip_grad_norm_(list(parameters), max_norm, self.optimizer)
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+        def before_step(self, *_):
+            memory.on = False
+            found["gradients"] = gradients(self.model)
+            if checkpointed:
+                raise Enough
+
+    def reset():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    args, module.Accelerator = options.parse(module.Arguments, argv), Accelerator
+    said = io.StringIO()  # of the recipe; its progress bar writes to stderr
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+            without_storage(),
+        ):
+            module.main(args)
+    except Enough:
+        return found | {"moments": memory.moments, "precision": precision}
+    finally:
+        reset()
+    raise Refused(f"{Path(module.__file__).name} came to its end without an optimizer step")
+
+
+def gradients(model):
+    """Bytes of all gradients, and of those that amp8 keeps in FP8 beside their parameters."""
+    ordinary = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    beside = [p.amp8_linear.gradient.codes for p in model.parameters() if hasattr(p, "amp8_linear")]
+    return {"ordinary": ordinary, "fp8": sum(codes.nbytes for codes in beside if codes is not None)}
+
+
+def counted(model, optimizer):
+    """Bytes of what stays between steps; `levels`: the part of it that an MS-AMP level changed."""
+    moments = {id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
+               for p, s in optimizer.state.items()}  # fmt: skip
+    layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "weights": sum(p.nbytes for p in model.parameters()),
+        "optimizer": sum(moments.values()),
+        "master": sum(layer.master.nbytes for _, layer in layers if layer.master is not None),
+        "levels": {"optimizer": sum(moments.get(id(p), 0) for p, _ in layers)},
+    }
