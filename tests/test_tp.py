@@ -218,7 +218,7 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
 
     def other_seeds(rank):
         module = sys.modules["gpt"]
-        module.set_seed = lambda seed: torch.manual_seed(seed + rank)
+        module.set_seed = lambda seed, **_: torch.manual_seed(seed + rank)
 
     train("tp_bf16", tmp_path / "seeds", *STEPS, name="gpt", before=other_seeds, code=2)
     assert "refused: the processes have built models of different weights" in (tmp_path / "seeds.log").read_text()
