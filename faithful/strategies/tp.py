@@ -49,6 +49,9 @@ def before_prepare(accelerator, plan, model, optimizer):
     splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
     apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
     model.tie_weights(recompute_mapping=False)  # a head that shares the embedding's weight shares its part
+    for tensor in (*model.parameters(), *model.buffers()):  # Accelerate moves no model that has DTensors
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(accelerator.device)
     model._tp_size = mesh.size()  # as if transformers had split it while loading: Accelerate asks
     now = {id(whole[name]): part for name, part in model.named_parameters()}
     for group in optimizer.param_groups:
