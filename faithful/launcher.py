@@ -24,7 +24,8 @@ from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
-LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
+LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun", "deepspeed")  # programs
+MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # how those of `python -m` begin
 
 
 def end_with_the_launcher():
@@ -42,8 +43,15 @@ def end_with_the_launcher():
 
 def is_launcher(process):
     with contextlib.suppress(psutil.Error):
-        return any(word in part for part in process.cmdline() for word in LAUNCHERS)
+        return launches(process.cmdline())
     return False
+
+
+def launches(command):
+    """Whether a command line, a list, is `accelerate ...`, `python .../accelerate ...` or `python -m accelerate...`."""
+    if "-m" in command[1:-1] and command[command.index("-m") + 1].startswith(MODULES):
+        return True
+    return any(os.path.basename(part) in LAUNCHERS for part in command[:2])
 
 
 def started_by_a_launcher():

@@ -112,7 +112,7 @@ def launch_line():
     try:
         for parent in psutil.Process().parents():
             line, cwd = parent.cmdline(), parent.cwd()
-            if not any("accelerate" in part for part in line[:4]):
+            if not launcher.launches(line) or not any("accelerate" in part for part in line[:4]):
                 continue
             for flag, value in zip(line, line[1:] + [""], strict=True):
                 name, _, inline = flag.partition("=")

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, Ranks, alive, free_port, launched, record
 
 from faithful import checkpoint
+from faithful.launcher import launches
 
 # Stands for the recipe. Its rank 1 stops for good at one point; rank 0 then waits for it, in C++ mostly.
 HELD = """
@@ -53,6 +54,18 @@ sys.argv[0] = {root!r} + "/recipes/vit.py"
 vit.Arguments.__module__ = "vit"
 vit.main(vit.options.parse(vit.Arguments))
 """
+
+
+def test_a_launcher_is_known_by_its_program_or_module():
+    for line in ("accelerate launch train.py", "/opt/venv/bin/python /opt/venv/bin/accelerate launch train.py",
+                 "python -m accelerate.commands.launch --config_file a.yml train.py", "python -u -m torch.distributed.run x.py",
+                 "/usr/bin/torchrun --nproc_per_node 2 train.py", "accelerate-launch train.py"):  # fmt: skip
+        assert launches(line.split()), line
+    for line in ("vim accelerate_configs/ddp_bf16.yml", "bash -c accelerate", "/home/accelerate/venv/bin/python -m pytest",
+                 "python train.py --out runs/accelerate", "", "python -m faithful train.py"):  # fmt: skip
+        assert not launches(line.split()), line
+
+
 SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
         ("imports", "data", "first step", "evaluation", "saving", "end")]  # fmt: skip
 
