@@ -274,7 +274,7 @@ def pieces(linears, low, width):
     """(bytes, place) of the part of each weight that falls in low .. low + width of all of them laid end to end."""
     start = 0
     for linear in linears:
-        codes = linear.weight.data.view(torch.uint8).view(-1)
+        codes = linear.codes.view(torch.uint8).view(-1)
         a, b = max(low, start), min(low + width, start + codes.numel())
         if a < b:
             yield codes[a - start : b - start], a - low

@@ -87,11 +87,11 @@ def initialize(
         keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
         if places:
             layer.sharding = fsdp.Sharding(layer, *places[layer.weight])
+        layer.name, layer.plain_class = name, type(layer)
         layer.__class__ = converted_class(layer)
         layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
         layer.gradient = WeightGradient(layer, owners[name], state)
         layer.gradient.sharding = layer.sharding
-        layer.weight.amp8_linear = layer
         if layer.weight.requires_grad:
             layer.weight.register_post_accumulate_grad_hook(misused(name))
         layer.open_port()

@@ -8,11 +8,14 @@ dy is e5m2 because gradients need range more than precision; x and w are e4m3 (F
 x and dy have delayed scales; w has the scale it is stored with.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
+from .coded import CodedWeight, codes_of
 from .compiled import output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
@@ -24,16 +27,19 @@ FP16_TO_E4M3 = 2.0**-8
 class FP8Linear(nn.Linear):
     """An nn.Linear, converted in place: same object, same parameters, same names and hooks.
 
-    weight: Parameter [out, in] of *codes*, fp16 or e4m3; the values are `weight / weight_scale`. Whoever wants values
-    takes them from `true_weight()` or from `state_dict()`, which holds and accepts plain fp32.
+    weight: Parameter [out, in] of *codes*, fp16 or e4m3; the values are `codes / weight_scale`. Whoever reads the
+    weight, or `state_dict()`, gets values (amp8/coded.py). A deep copy is a plain layer with these values.
     """
 
     transposed = False  # the weight is [out, in]
     sharding = None  # under fully_shard: where the weight's rows are
     BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
+    OURS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
+            "keeps_master", "master", "master_scale", "port", "held", "trained")  # fmt: skip
 
     def start(self, level, window, gradient_format, history, exact, keeps_master):
         """Turns the layer's plain weight into codes and adds its scaling state. Once, right after the class changed."""
+        plain = type(self.weight) is nn.Parameter and type(self.weight.data) is torch.Tensor  # estimates have fakes
         device = self.weight.device
         self.window, self.gradient_format, self.exact = window, gradient_format, exact
         self.high_precision = False
@@ -54,7 +60,12 @@ class FP8Linear(nn.Linear):
         else:
             value = self.weight.detach().float()
             self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; then the values
+        self.weight.amp8_linear = self
+        # What forward computes with: torch.compile can't trace a parameter that answers for itself.
+        self.held, self.trained = None if self.sharding else self.weight.data, self.weight.requires_grad
         self.write(value)
+        if self.sharding is None and plain:
+            self.weight.__class__ = CodedWeight
 
     @property
     def parameter(self):
@@ -64,7 +75,7 @@ class FP8Linear(nn.Linear):
     @property
     def codes(self):
         """What of the weight's codes this rank stores, under no name for autograd."""
-        return self.weight.data if self.sharding is None else self.sharding.codes
+        return self.held if self.sharding is None else self.sharding.codes
 
     def open_port(self):
         """The leaf through which autograd hands over the weight's gradient.
@@ -99,7 +110,7 @@ class FP8Linear(nn.Linear):
     def true_weight(self, dtype=torch.float32):
         """The values the codes stand for, [the weight's shape]. Exact in fp32. Under fully_shard every rank must call
         it."""
-        codes = self.weight.detach() if self.sharding is None else self.sharding.gather()
+        codes = self.codes if self.sharding is None else self.sharding.gather()
         return scaling.dequantize(codes, self.weight_scale, dtype)
 
     def forward(self, x):
@@ -113,14 +124,14 @@ class FP8Linear(nn.Linear):
         # Evaluation leaves no trace. Recomputing under checkpointing does no harm: the same maximum again.
         recording = self.training and torch.is_grad_enabled()
         port = None
-        if self.weight.requires_grad and torch.is_grad_enabled():
-            if self.gradient is None:
-                raise RuntimeError("a copy of a converted layer cannot train: use the original, or torch.no_grad()")
-            if self.port.device != self.weight.device:  # the model was moved after initialize
+        codes, weight_scale, trained = self.held, self.weight_scale, self.trained
+        if self.sharding is not None:  # what has been gathered is the FP8 copy
+            codes, trained = self.weight.detach(), self.weight.requires_grad
+        if trained and torch.is_grad_enabled():
+            if self.port.device != codes.device:  # the model was moved after initialize
                 self.open_port()
             port = self.port
-        weight_scale = self.weight_scale
-        if self.sharding is not None:  # what has been gathered is the FP8 copy
+        if self.sharding is not None:
             if self.weight.dtype != scaling.E4M3:
                 raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
             weight_scale = weight_scale * FP16_TO_E4M3
@@ -133,7 +144,7 @@ class FP8Linear(nn.Linear):
         y = _Products.apply(
             rows,
             port,
-            self.weight.detach(),
+            codes,
             weight_scale,
             scale,
             (self.amax_history, self.scale, self.updates),
@@ -151,9 +162,25 @@ class FP8Linear(nn.Linear):
         value = state_dict.get(prefix + "weight")
         if value is not None and value.shape == self.weight.shape:  # else the parent says what is wrong
             self.write(value if self.sharding is None else self.sharding.rows_of(value))
-            state_dict = {**state_dict, prefix + "weight": self.weight.detach()}
+            state_dict = {**state_dict, prefix + "weight": codes_of(self.weight)}
         # assign=True would put in a new parameter, unknown to the optimizer.
-        super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest)
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        with torch._C.DisableTorchFunctionSubclass():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _apply(self, function, recurse=True):
+        with torch._C.DisableTorchFunctionSubclass():  # codes move to a device as codes
+            super()._apply(function, recurse)
+        self.held = codes_of(self.weight) if self.sharding is None else None
+        return self
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = self.plain_class.__new__(self.plain_class)
+        own = {key: value for key, value in self.__dict__.items() if key not in self.OURS}
+        own["_buffers"] = {key: value for key, value in self._buffers.items() if key not in self.BUFFERS}
+        own["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - {*self.BUFFERS}
+        copied.__dict__.update(copy.deepcopy(own, memo))
+        return copied
 
 
 class FP8Conv1D(FP8Linear):

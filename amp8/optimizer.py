@@ -160,7 +160,7 @@ class Adam(torch.optim.Optimizer):
                 raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
             if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
                 linear.keeps_master = True
-                linear.master = linear.weight.to(torch.float16)
+                linear.master = linear.codes.to(torch.float16)
                 linear.master_scale = linear.weight_scale.clone()
             if sharded and linear.master.device != linear.weight.device:
                 linear.master = linear.master.to(linear.weight.device)
@@ -170,7 +170,7 @@ class Adam(torch.optim.Optimizer):
         scales = torch.stack([linear.master_scale if sharded else linear.weight_scale for linear in linears])
         g_scales = torch.stack([linear.gradient.scale for linear in linears])
         w_amax = torch.stack([linear.weight_amax for linear in linears])
-        copies = [linear.weight.data if sharded else None for linear in linears]  # in FP8, of the masters
+        copies = [linear.codes if sharded else None for linear in linears]  # in FP8, of the masters
         gradients = [linear.gradient.codes for linear in linears]
         amaxes = (w_amax, scaling.dtype_max(scaling.E4M3) / g_scales)
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]

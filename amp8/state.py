@@ -133,11 +133,8 @@ def raw_tensors(root):
     """{key: tensor} of the model: parameters as they are stored, buffers, masters."""
     tensors = {}
     for name, parameter in root.named_parameters():
-        if hasattr(parameter, "_local_tensor"):
-            linear = linear_of(parameter)
-            tensors[f"rows/model/{name}"] = local(parameter) if linear is None else linear.codes
-        else:
-            tensors[f"all/model/{name}"] = parameter
+        linear, kind = linear_of(parameter), "rows" if hasattr(parameter, "_local_tensor") else "all"
+        tensors[f"{kind}/model/{name}"] = local(parameter) if linear is None else linear.codes
     converted = {name for name, module in root.named_modules() if isinstance(module, FP8Linear)}
     for name, buffer in root.named_buffers():
         layer, _, entry = name.rpartition(".")

@@ -59,7 +59,7 @@ def replicas(rank, world, level):
         amp8.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    codes = model.module[0].weight.detach().view(torch.uint8 if level == "O3" else torch.int16)
+    codes = model.module[0].codes.view(torch.uint8 if level == "O3" else torch.int16)
     return {"state": weights_of(model.module), "codes": codes.clone(), "loss": loss}
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp8
 from amp8 import scaling
+from amp8.coded import CodesRead, codes_of
 from amp8.linear import FP8Conv1D, FP8Linear, fp8_weight
 
 E4M3, E5M2 = scaling.E4M3, scaling.E5M2
@@ -90,9 +91,9 @@ def test_a_frozen_weight_saves_no_input_and_gets_no_gradient():
     assert not any(t.shape == (128, 64) for t in saved)
     y.sum().backward()
     assert linear.gradient.codes is None and x.grad is not None
-    before = linear.weight.clone()
+    before = linear.codes.clone()
     optimizer.step()
-    assert torch.equal(linear.weight, before) and not linear.weight.requires_grad
+    assert torch.equal(linear.codes, before) and not linear.weight.requires_grad
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -132,7 +133,7 @@ def test_warm_up_is_in_time_then_the_window_decides():
     # a small input no longer gets a scale of its own: rounded with the window's, little is left of it
     x = seeded(32, 64) * 1e-4
     x8 = scaling.dequantize(scaling.quantize(x, linear.scale[0], E4M3), linear.scale[0])
-    w8 = scaling.dequantize(*fp8_weight(linear.weight.detach(), linear.weight_scale))
+    w8 = scaling.dequantize(*fp8_weight(linear.codes, linear.weight_scale))
     linear.exact = True
     assert torch.equal(linear(x), x8 @ w8.t() + linear.bias)
     assert (x8 - x).norm() > 0.5 * x.norm()
@@ -270,7 +271,7 @@ def test_compiles_in_one_graph_with_the_same_results(level):
     for i in (1, 3):
         assert torch.equal(eager[0][i].amax_history, compiled[0][i].amax_history)
         assert eager[0][i].amax_history[1].min() > 0
-        assert torch.equal(eager[0][i].weight.view(torch.uint8), compiled[0][i].weight.view(torch.uint8))
+        assert torch.equal(eager[0][i].codes.view(torch.uint8), compiled[0][i].codes.view(torch.uint8))
     assert torch._dynamo.explain(compiled[0])(seeded(32, 64)).graph_break_count == 0
 
 
@@ -288,14 +289,14 @@ def test_checkpointing_gives_the_same_run_and_records_once():
     assert losses == trained(*recomputed, lambda x: checkpoint(recomputed[0], x, use_reentrant=False))
     for i in (1, 3):
         assert torch.equal(plain[0][i].amax_history, recomputed[0][i].amax_history)
-        assert torch.equal(plain[0][i].weight, recomputed[0][i].weight)
+        assert torch.equal(plain[0][i].codes, recomputed[0][i].codes)
 
 
 def test_te_recipe_casts_with_the_last_updates_scale():
     options = {"amax_history_len": 2, "amax_compute_algo": "most_recent", "margin": 1, "fp8_format": "E4M3"}
     linear, optimizer = layer(recipe="te_delayed", recipe_options=options, exact=True)
     x = seeded(32, 64)
-    weight = linear.weight.float() / linear.weight_scale
+    weight = linear.codes.float() / linear.weight_scale
     w8 = scaling.quantize(weight * linear.weight_scale * 2**-8, 1.0, E4M3).float() / (linear.weight_scale * 2**-8)
     first = linear(x)  # the scale starts at 1
     assert torch.equal(first, scaling.quantize(x, 1.0, E4M3).float() @ w8.t() + linear.bias)
@@ -307,17 +308,68 @@ def test_te_recipe_casts_with_the_last_updates_scale():
     assert (E4M3, E4M3) in linear.operands and (E5M2, E4M3) not in linear.operands
 
 
-def test_a_copy_evaluates_and_refuses_to_train():
-    linear, _ = layer()
-    twin = copy.deepcopy(linear)
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_copy_is_a_plain_layer_of_the_same_values(level):
+    linear, _ = layer(level)
+    twin, parameter = copy.deepcopy(linear), copy.deepcopy(linear.weight)
+    assert type(twin) is nn.Linear and not dict(twin.named_buffers()) and not hasattr(twin, "gradient")
+    for weight in (twin.weight, parameter):
+        assert type(weight) is nn.Parameter and weight.dtype == torch.float32
+        assert torch.equal(weight, linear.true_weight())
+    assert torch.equal(twin.bias, linear.bias) and twin.bias is not linear.bias
     x = seeded(32, 64)
+    twin(x).sum().backward()
+    assert twin.weight.grad is not None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_who_reads_a_weight_gets_its_values(level):
+    linear, _ = layer(level)
+    weight, value = linear.weight, linear.true_weight()
+    assert weight.dtype in (torch.float16, E4M3) and not torch.equal(codes_of(weight).float(), value)
+    average, averages = torch.zeros_like(value), [torch.zeros_like(value)]
     with torch.no_grad():
-        assert torch.equal(twin(x), linear(x))
-    with pytest.raises(RuntimeError, match="a copy of a converted layer cannot train"):
-        twin(x)
+        assert torch.equal(weight.clone(), value) and torch.equal(weight + 0, value) and weight.norm() == value.norm()
+        average.lerp_(weight, 0.25)
+        torch._foreach_lerp_(averages, [weight], 0.25)
+        assert torch.equal(average, 0.25 * value) and torch.equal(averages[0], average)
+        assert torch.equal(torch.empty_like(average).copy_(weight), value)
+    assert torch.equal(weight.detach().clone(), value) and torch.equal(weight.data.float(), value)
+    assert torch.equal(weight.detach().cpu().flatten(), value.flatten()) and weight.numpy is not None
+    assert weight.shape == value.shape and weight.requires_grad and weight.grad is None
 
 
-def test_using_the_codes_as_values_is_refused():
+def test_a_loss_computed_from_a_weight_directly_is_refused():
     linear, _ = layer()
-    with pytest.raises(RuntimeError, match=r"0.weight was used without calling 0.*skip='0'"):
-        nn.functional.linear(seeded(32, 64).half(), linear.weight).sum().backward()
+    for use in (
+        lambda: nn.functional.linear(seeded(32, 64), linear.weight),
+        lambda: linear.weight.square(),
+        lambda: torch.cat([linear.weight, linear.weight]),
+    ):
+        loss = use().sum()  # to look at it is no harm
+        with pytest.raises(CodesRead, match=r"0.weight was used without calling its layer.*skip='0'"):
+            loss.backward()
+
+
+def test_a_weight_is_changed_by_values_or_not_at_all():
+    linear, _ = layer()
+    before, kept = linear.true_weight(), linear.weight.detach().clone()
+    for change in (
+        lambda: linear.weight.mul_(2),
+        lambda: linear.weight.data.add_(1),
+        lambda: torch._foreach_mul_([linear.weight], 2),
+        lambda: setattr(linear.weight, "data", before),
+        lambda: torch.mul(before, 2, out=linear.weight.data),
+        lambda: linear.weight.data.__setitem__(0, 1.0),
+    ):
+        with torch.no_grad(), pytest.raises(CodesRead, match="0.weight holds MS-AMP's codes.*load_state_dict"):
+            change()
+        assert torch.equal(linear.true_weight(), before)
+    with torch.no_grad():
+        linear.weight.data.copy_(before / 3)  # an average put in for an evaluation, and taken out again
+        assert (linear.true_weight() * 3 - before).abs().max() <= 2**-10 * before.abs().max()
+        linear.weight.copy_(kept)
+    assert torch.equal(linear.true_weight(), before)
+    sharp, _ = layer("O3")
+    with torch.no_grad(), pytest.raises(CodesRead, match="at O3, whose master weights are elsewhere"):
+        sharp.weight.data.copy_(before)

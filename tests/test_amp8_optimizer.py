@@ -336,7 +336,7 @@ def test_weights_grow_beyond_their_first_scale():
         optimizer.step()
     assert model[0].true_weight().mean().item() == pytest.approx(200, rel=0.02)
     assert model[0].weight_scale.item() < first / 100
-    assert (model[0].weight.float().abs().max() <= 65504) and model[0].weight_amax == pytest.approx(200, rel=0.02)
+    assert (model[0].codes.float().abs().max() <= 65504) and model[0].weight_amax == pytest.approx(200, rel=0.02)
 
 
 def test_a_cast_model_is_refused():
