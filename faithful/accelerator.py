@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from faithful import arguments, backends, checkpoint, launcher, process, state, strategies
+from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
 from faithful.errors import Refused, Stopped
@@ -60,6 +61,7 @@ class Accelerator(accelerate.Accelerator):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
         self.backend.started(self, self.plan)
         self.evidence, self.waiting, self.first_batch = [], [], None  # waiting: models whose optimizer is to come
+        self.linear_names = []  # of all models, as they came
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, self.project_dir, self.is_main_process)
         self.resumed = self.between_steps = self.closed = False
@@ -105,6 +107,7 @@ class Accelerator(accelerate.Accelerator):
             raise Refused(f"the model comes in {str(dtype)[6:]}, which stays the dtype of its parameters: use an fp32 "
                           f"config, not {self.plan.precision}")  # fmt: skip
         layers = Layers(self.plan, model)
+        self.linear_names += layers.names
         self.strategy.before_prepare(self, self.plan, model, optimizer)
         optimizer, skipped = self.backend.convert(self, self.plan, model, optimizer)
         if at is not None:
@@ -149,6 +152,7 @@ class Accelerator(accelerate.Accelerator):
             return
         if not self.evidence:
             raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
+        refuse_unknown(self.plan.skip, self.linear_names)
         [holds] = broadcast_object_list([self.is_main_process and self.record.holds_a_run()])
         self.record.open(holds and not self.resumed, self.steps.taken)
         self.record.seen["optimizer"] = described(self.strategy.inner(self.evidence[0].optimizer))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from faithful.errors import Refused
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
-FORMAT = 2  # of trainer_state.json; 1 had no number and derived random states from the step
+FORMAT = 3  # of trainer_state.json; 1 had no number and derived random states from the step, 2 had no skip list
 
 
 def sha256(path):

@@ -17,6 +17,7 @@ LEVELS = {  # the first is the default
     "te": ("delayed", "current", "block", "mxfp8"),
     "msamp": ("o2", "o1", "o3"),
 }
+SKIP = {"ao": "first, last"}  # what a backend's own recipes leave out, where a file has no `skip`
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
 # What accelerate 1.15 reads of a file; tests compare it with the installed launcher. Missing on purpose: keys it
 # accepts and then does nothing with (FSDP1's under version 2), and engines that these recipes don't use.
@@ -27,10 +28,10 @@ KEYS = {
     "fsdp_config": "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy "
     "fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_reshard_after_forward fsdp_state_dict_type "
     "fsdp_transformer_layer_cls_to_wrap fsdp_version",
-    # fp8_recipe is ours: the launcher hands any key of this section on
+    # fp8_recipe and fp8_skip are ours: the launcher hands any key of this section on
     "fp8_config": "fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_enable_fsdp_float8_all_gather fp8_format "
     "fp8_interval fp8_margin fp8_opt_level fp8_override_linear_precision fp8_pad_inner_dim fp8_recipe "
-    "fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
+    "fp8_skip fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
     "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
     "dynamo_use_regional_compilation",
     "deepspeed_config": "deepspeed_hostfile deepspeed_multinode_launcher offload_optimizer_device offload_param_device "
@@ -96,8 +97,9 @@ def asked(env):
 
 
 def asked_of_fp8(env, precision):
-    """The FP8 part of `asked`. `dead` holds knobs that nothing reads any more, where they were turned."""
-    asked = {"backend": None, "level": None, "fp8_options": {}, "dead": []}
+    """The FP8 part of `asked`. `skip`: patterns of the Linear layers that stay in high precision. `dead` holds knobs
+    that nothing reads any more, where they were turned."""
+    asked = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": []}
     if precision != "fp8":
         return asked
 
@@ -126,7 +128,8 @@ def asked_of_fp8(env, precision):
         "use_mxfp8_block_scaling": (on(get("USE_MXFP8_BLOCK_SCALING")), "write recipe: mxfp8 instead"),
     }  # fmt: skip
     asked["dead"] = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
-    return asked | {"backend": backend, "level": level, "fp8_options": options}
+    skip = [pattern.strip() for pattern in get("SKIP", SKIP.get(backend, "")).split(",") if pattern.strip()]
+    return asked | {"backend": backend, "level": level, "fp8_options": options, "skip": skip}
 
 
 def exported(config):

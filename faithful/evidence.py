@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from faithful import backends, strategies
-from faithful.backends.linear import is_linear, kind
+from faithful.backends.linear import kind, linear_names
 from faithful.errors import Refused
 from faithful.tensors import elements, fingerprint, named, size
 
@@ -21,7 +21,8 @@ class Layers:
     """What a model is made of before it is converted: Linear layers, initial weights."""
 
     def __init__(self, plan, model):
-        self.linear = sum(map(is_linear, model.modules())) + converted(plan, model)[0]  # TE's blocks are both
+        self.names = linear_names(model)
+        self.linear = len(self.names) + converted(plan, model)[0]  # TE's blocks are both
         self.initial_weights = fingerprint(model)
 
 
@@ -166,9 +167,16 @@ class Evidence:
         text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
         if record["share_converted"] < 0.5:  # convolutions and embeddings stay in high precision
             text += f", {record['share_converted']:.1%} of the parameters"
-        skipped = [f"{entry['name']} ({entry['reason']})" for entry in record["linear_skipped"]]
-        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
-        return [fp8, text + (f", skipped {', '.join(skipped[:3])}{more}" if skipped else "")]
+        why = {}
+        for entry in record["linear_skipped"]:
+            why.setdefault(entry["reason"], []).append(entry["name"])
+        skipped = [f"{some(names)} ({reason})" for reason, names in why.items()]
+        return [fp8, text + (f", skipped {some(skipped)}" if skipped else "")]
+
+
+def some(words):
+    """The first three, and how many more there are."""
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def converted(plan, model):

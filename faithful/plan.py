@@ -30,6 +30,7 @@ class Plan:
     level: str | None = None
     implementation: str = "torch"
     fp8_options: dict = dataclasses.field(default_factory=dict)
+    skip: list = dataclasses.field(default_factory=list)  # patterns of the Linear layers that stay in high precision
     compile: bool = False
     offload: bool = False
     ckpt: bool = False  # activation checkpointing: each block's activations are computed again, not kept
@@ -41,7 +42,7 @@ class Plan:
 
 
 # What the launch must not have changed of what its file says.
-LAUNCHED_AS = ("strategy", "precision", "backend", "level", "compile", "offload", "ckpt")
+LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
 
 
 @functools.cache

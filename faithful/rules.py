@@ -336,6 +336,10 @@ def file_problems(path):
             lines.append(
                 f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
             )
+        for key in ("skip", "fp8_skip"):
+            if not isinstance(config["fp8_config"].get(key, ""), str):
+                lines.append(f"fp8_config {key} {config['fp8_config'][key]}: write names or patterns in one string, as "
+                             "skip: \"head, blocks.0.*\"")  # fmt: skip
         lines += keys_of_another_backend(config["fp8_config"])
     for section, reader in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
         if section in config and kind != reader:
@@ -364,11 +368,11 @@ def keys_of_another_backend(section):
         "AO": "backend recipe enable_fsdp_float8_all_gather pad_inner_dim",
         "TE": f"backend recipe use_mxfp8_block_scaling {te if section.get('recipe', 'delayed') == 'delayed' else ''}"
         + (" format" if section.get("recipe") in ("current", "block") else ""),
-        "MSAMP": f"backend opt_level recipe {te}" if section.get("recipe") else "backend opt_level recipe",
+        "MSAMP": f"backend opt_level recipe {te if section.get('recipe') else ''}",
     }.get(section.get("backend", "AO"), "")
     known = [key.removeprefix("fp8_") for key in KEYS["fp8_config"].split()]
     return [f"fp8_config {key} means nothing to backend {section.get('backend', 'AO')}: remove it"
-            for key in section if reads and key in known and key not in reads.split()]  # fmt: skip
+            for key in section if reads and key in known and key not in [*reads.split(), "skip"]]  # fmt: skip
 
 
 def meant(key, known):

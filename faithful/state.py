@@ -14,7 +14,7 @@ from faithful import backends, checkpoint, strategies
 from faithful.errors import Refused
 from faithful.strategies import tp
 
-PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "offload", "compile")
+PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
 def collect(accelerator):

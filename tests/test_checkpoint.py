@@ -296,7 +296,7 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
         train("single_fp32", tmp_path / "run", "--max_steps", 4, "--resume_from_checkpoint", wanted, code=2)
     log = (tmp_path / "run.log").read_text()
     line = (
-        f"refused: {folder} was written in format 1, this version reads 2: resume it with the version that wrote it, "
+        f"refused: {folder} was written in format 1, this version reads 3: resume it with the version that wrote it, "
         "or export its weights and start from them"
     )
     assert log.splitlines().count(line) == 2 and "Traceback" not in log

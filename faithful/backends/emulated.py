@@ -3,16 +3,14 @@
 An EmulatedLinear in eval() computes plain products: its own rule is `training`.
 """
 
-from faithful.backends.linear import first_and_last, in_bf16, left_alone, ours, wanted
+from faithful.backends.linear import in_bf16, left_alone, ours, wanted
 
 KINDS = {"amp8.EmulatedLinear": (1, 0)}
 arguments = in_bf16
 
 
 def convert(accelerator, plan, model, optimizer):
-    skipped = left_alone(model)
-    if plan.backend == "ao":
-        skipped = first_and_last(model, skipped)
+    skipped = left_alone(model, plan.skip)
     names = wanted(model, skipped)
     if names:
         options = plan.fp8_options if plan.backend == "te" else {}

@@ -1,6 +1,6 @@
 """MS-AMP's levels O1, O2 and O3, by amp8."""
 
-from faithful.backends.linear import in_bf16, ours
+from faithful.backends.linear import asked_to_skip, in_bf16, ours
 from faithful.errors import Refused
 from faithful.strategies.plain import inner
 
@@ -12,14 +12,19 @@ def convert(accelerator, plan, model, optimizer):
     amp8 = ours("amp8")
     options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
     recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
+    asked = asked_to_skip(model, plan.skip)
+
+    def skip(name, module):
+        return name in asked
+
     try:
-        model, optimizer = amp8.initialize(model, optimizer, plan.level.upper(), **recipe)
+        model, optimizer = amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
     except (TypeError, ValueError) as error:  # one line, that says what to do
         raise Refused(f"asked for fp8: {error}") from None
     for module in model.modules():
         if type(module).__name__ in ("FP8Linear", "FP8Conv1D"):
             module.register_forward_pre_hook(out_of_fp8_in_eval)
-    return optimizer, [tuple(entry) for entry in amp8.report(model)["skipped"]]
+    return optimizer, [(name, asked.get(name, reason)) for name, reason in amp8.report(model)["skipped"]]
 
 
 def out_of_fp8_in_eval(module, _):

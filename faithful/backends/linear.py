@@ -1,11 +1,15 @@
 """What the FP8 backends share: which layers are Linear, which of them can be in FP8, what Accelerate is told."""
 
+import difflib
+import fnmatch
 import importlib
 import os
 
 from torch import nn
 
 from faithful.errors import Refused
+
+ENDS = ("first", "last")  # words of a skip list for the first and the last Linear in the order of the model's modules
 
 
 def in_bf16(plan):
@@ -27,9 +31,42 @@ def is_linear(module):
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
-def left_alone(model, multiple=16):
-    """[(name, reason)] of the Linear layers that torchao and TransformerEngine cannot take or must not."""
-    users = {}
+def linear_names(model):
+    return [name for name, module in model.named_modules() if is_linear(module)]
+
+
+def asked_to_skip(model, skip):
+    """{name: reason} of the Linear layers that the config's `skip` leaves out. skip: patterns of their names (fnmatch's
+    `*`, `?` and `[...]`), and the words `first` and `last`."""
+    names = linear_names(model)
+    ends = (names[:1] if "first" in skip else []) + (names[-1:] if "last" in skip else [])
+    return dict.fromkeys(ends, "first or last Linear") | {
+        name: "skip" for name in names if any(matches(name, pattern) for pattern in skip)
+    }
+
+
+def matches(name, pattern):
+    return pattern not in ENDS and fnmatch.fnmatchcase(name, pattern)
+
+
+def refuse_unknown(skip, names):
+    """Refuses a config whose `skip` has a pattern that matches none of these Linear layers."""
+    lines = []
+    for pattern in skip:
+        if pattern in ENDS or any(matches(name, pattern) for name in names):
+            continue
+        inside = [f"{pattern}.*"] if any(name.startswith(f"{pattern}.") for name in names) else []
+        close = inside or difflib.get_close_matches(pattern, names, 3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(names[:3])}, ..."
+        lines.append(f"fp8_config skip {pattern}: no Linear layer of the model is called so: {hint}")
+    if lines:
+        raise Refused("\n".join(lines))
+
+
+def left_alone(model, skip=(), multiple=16):
+    """[(name, reason)] of the Linear layers that the config leaves out (`skip`), or that torchao and TransformerEngine
+    cannot take or must not."""
+    users, asked = {}, asked_to_skip(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name.removesuffix(".weight"))
     skipped = []
@@ -38,24 +75,20 @@ def left_alone(model, multiple=16):
             continue
         odd = [size for size in module.weight.shape if size % multiple]
         others = [user for user in users[module.weight] if user != name]
-        if type(module) is not nn.Linear:  # a subclass has a forward of its own, which would be lost
+        if asked.get(name) == "skip":
+            skipped.append((name, "skip"))
+        elif type(module) is not nn.Linear:  # a subclass has a forward of its own, which would be lost
             skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
         elif odd:
             skipped.append((name, f"{odd[0]} is not a multiple of {multiple}"))
         elif others:
             skipped.append((name, f"its weight is that of {others[0]}"))
-    return skipped
-
-
-def first_and_last(model, skipped):
-    """`skipped` and the first and the last Linear, which torchao's recipes keep in high precision."""
-    linear = [name for name, module in model.named_modules() if is_linear(module)]
-    return skipped + [(name, "first or last Linear") for name in {*linear[:1], *linear[-1:]} - dict(skipped).keys()]
+    return skipped + [(name, reason) for name, reason in asked.items() if name not in dict(skipped)]
 
 
 def wanted(model, skipped):
     """The names of the Linear layers that are not skipped."""
-    return {name for name, module in model.named_modules() if is_linear(module)} - dict(skipped).keys()
+    return set(linear_names(model)) - dict(skipped).keys()
 
 
 def ours(name):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import AORecipeKwargs
 
-from faithful.backends.linear import first_and_last, in_bf16, kind, left_alone, wanted
+from faithful.backends.linear import in_bf16, kind, left_alone, wanted
 
 # torchao registers an enum in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "KernelPreference" not in record.getMessage())
@@ -26,7 +26,7 @@ def arguments(plan):
 
 
 def convert(accelerator, plan, model, optimizer):
-    skipped = first_and_last(model, left_alone(model))
+    skipped = left_alone(model, plan.skip)
     names = wanted(model, skipped)
 
     def chosen(module, name):

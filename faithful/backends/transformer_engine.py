@@ -43,7 +43,7 @@ def multiple(plan):
 
 
 def convert(accelerator, plan, model, optimizer):
-    te, skipped = package(), left_alone(model, multiple(plan))
+    te, skipped = package(), left_alone(model, plan.skip, multiple(plan))
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}".lstrip(".")

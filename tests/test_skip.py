@@ -1,0 +1,134 @@
+"""`skip` of a config's fp8_config: Linear layers that stay in high precision, for every FP8 backend alike."""
+
+import pytest
+import yaml
+from conftest import CONFIGS, record, train
+from test_plan import exported_by_accelerate
+from torch import nn
+
+from faithful import Refused, rules
+from faithful.backends.linear import asked_to_skip, left_alone, refuse_unknown
+from faithful.config import asked, exported
+
+STEPS = ("--max_steps", 2, "--logging_steps", 1, "--save_steps", 0)
+BLOCK = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+
+
+def with_skip(folder, name, skip, key="skip"):
+    """A shipped config with a skip list, as a file of one's own."""
+    config = yaml.safe_load((CONFIGS / f"{name}.yml").read_text())
+    config["fp8_config"][key] = skip
+    path = folder / f"{name}.yml"
+    path.write_text(yaml.dump(config))
+    return path
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in "ab")
+
+
+@pytest.mark.parametrize("key", ["skip", "fp8_skip"])
+@pytest.mark.parametrize("name", ["single_fp8", "ddp_fp8_te", "single_fp8_msamp_o2", "fsdp_fp8", "zero2_fp8_te"])
+def test_the_launcher_hands_it_on(tmp_path, name, key):
+    path = with_skip(tmp_path, name, "head, blocks.0.*", key)
+    ours, theirs = asked(exported(yaml.safe_load(path.read_text()))), asked(exported_by_accelerate(path))
+    assert ours["skip"] == theirs["skip"] == ["head", "blocks.0.*"]
+    assert rules.file_problems(path)[0] == []
+
+
+def test_without_it_each_backend_has_its_own_default(tmp_path):
+    for name, default in (("single_fp8", ["first", "last"]), ("single_fp8_te", []), ("single_bf16", [])):
+        assert asked(exported_by_accelerate(CONFIGS / f"{name}.yml"))["skip"] == default
+    assert asked(exported_by_accelerate(with_skip(tmp_path, "single_fp8", "")))["skip"] == []
+
+
+@pytest.mark.parametrize("value", [["head", "blocks.0.*"], None, True])
+def test_what_is_not_one_string_is_refused(tmp_path, value):
+    [line] = rules.file_problems(with_skip(tmp_path, "single_fp8", value))[0]
+    assert "write names or patterns in one string" in line
+
+
+def test_names_patterns_and_words():
+    model = Model()
+    assert asked_to_skip(model, ["first", "last"]) == dict.fromkeys(("patch", "blocks.1.down"), "first or last Linear")
+    assert asked_to_skip(model, ["blocks.?.up", "head"]).keys() == {"head", "blocks.0.up", "blocks.1.up"}
+    assert asked_to_skip(model, ["blocks", "HEAD"]) == {}
+    # what was asked by name comes before what could not be; the default comes after it
+    assert dict(left_alone(model, ["head"])) == {"head": "skip"}
+    assert dict(left_alone(model, ["first"])) == {"head": "10 is not a multiple of 16", "patch": "first or last Linear"}
+    assert asked_to_skip(nn.ReLU(), ["first"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("blocks.0", "did you mean blocks.0.*?"),
+        ("blocks.0.upp", "did you mean blocks.0.up or "),
+        ("transformer.h.*", "it has patch, head, blocks.0.up, ..."),
+    ],
+)
+def test_a_pattern_that_names_nothing_is_refused(pattern, hint):
+    names = ["patch", "head", "blocks.0.up", "blocks.0.down", "blocks.1.up"]
+    refuse_unknown(["first", "head", "blocks.*.down"], names)
+    with pytest.raises(Refused) as refused:
+        refuse_unknown(["head", pattern, "another_one"], names)
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"fp8_config skip {pattern}: no Linear layer") and hint in first and "another_one" in second
+
+
+@pytest.mark.parametrize("name", ["single_fp8", "ddp_fp8_te", "single_fp8_msamp_o1", "ddp_fp8_msamp_o3", "fsdp_fp8"])
+def test_a_run_leaves_them_out_and_says_so(tmp_path, name):
+    run = train(with_skip(tmp_path, name, "head, blocks.0.*"), tmp_path / "run", *STEPS)
+    made = record(run)
+    evidence = made["evidence"]
+    assert made["plan"]["skip"] == ["head", "blocks.0.*"]
+    assert (evidence["linear_converted"], evidence["linear_total"]) == (12, 17)
+    assert {entry["name"]: entry["reason"] for entry in evidence["linear_skipped"]} == dict.fromkeys(
+        ["head", *BLOCK], "skip"
+    )
+    log = (tmp_path / "run.log").read_text()
+    assert (
+        "12 of 17 Linear in FP8, skipped blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp.fc1 and 2 more (skip)"
+        in log
+    )
+    if "msamp" in name:  # what is left out is at no level: fp32, whole
+        kept = [count for dtype, count in evidence["dtypes"]["parameters"].items() if dtype == "float32"]
+        assert sum(kept) > 4 * 64 * 64
+
+
+def test_an_empty_one_puts_torchao_s_first_layer_in_fp8_too(tmp_path):
+    made = record(train(with_skip(tmp_path, "single_fp8", ""), tmp_path / "run", *STEPS))["evidence"]
+    assert made["linear_converted"] == 16 and [entry["name"] for entry in made["linear_skipped"]] == ["head"]
+
+
+def test_a_misspelt_one_is_refused_before_the_first_step(tmp_path):
+    path = with_skip(tmp_path, "ddp_fp8_te", "blocks.0, blocks.9.*")
+    train(path, tmp_path / "run", *STEPS, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: ") == 2 and "Traceback" not in log and not (tmp_path / "run" / "run.json").exists()
+    assert "fp8_config skip blocks.0: no Linear layer of the model is called so: did you mean blocks.0.*?" in log
+    assert "fp8_config skip blocks.9.*: no Linear layer" in log
+
+
+def test_a_pattern_may_be_of_another_model_of_the_script(tmp_path):
+    """Each is prepared by itself; what counts is that one of them has it."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import torch\n"
+        "from faithful import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "models = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)) for _ in 'ab']\n"
+        "models.append(torch.nn.ModuleDict({'own': models.pop(), 'more': torch.nn.Linear(16, 16)}))\n"
+        "for model in models:\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())\n"
+        "    model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "accelerator.begin()\n"
+    )
+    path = with_skip(tmp_path, "single_fp8_te", "0, own.1")
+    train(path, tmp_path / "run", script=script)
+    path = with_skip(tmp_path, "single_fp8_te", "0, own.2")
+    train(path, tmp_path / "again", script=script, code=2)
+    assert "skip own.2" in (tmp_path / "again.log").read_text()
