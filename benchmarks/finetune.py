@@ -5,7 +5,7 @@
 A vision transformer is trained on `photos` (ten colour photographs), then every row trains the same model on `textures`
 (eight grey pictures), with the same steps, batches and learning rate, three seeds each: only where it starts differs,
 and in two more rows how. From scratch it takes the one channel there is, pretrained the same three times. Finished runs
-are not repeated. Beside the JSON there is a plot, if matplotlib is installed.
+are not repeated. Beside the JSON there is a plot.
 """
 
 import argparse
@@ -91,10 +91,7 @@ def main():
         print(f"{name:40} {rows[-1]['mean']:.4f} (max - min {rows[-1]['spread']:.4f})", flush=True)
     if args.output:
         save(args.output, {"steps": args.steps, "rows": rows}, run=records[0])
-        try:
-            plot(rows, args.output.with_suffix(".svg"))
-        except ImportError:
-            print("no plot: ./launch.sh setup --extra plots")
+        plot(rows, args.output.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
