@@ -22,6 +22,12 @@ def at_rest(root):
     return root
 
 
+def named(pairs):
+    """(name, value) under the names that the model has without checkpoint_wrapper."""
+    for name, value in pairs:
+        yield ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module"), value
+
+
 def exact_state(model, optimizer):
     """Everything from which training resumes bit for bit, {key: tensor}, in dtypes that safetensors stores.
 
@@ -33,7 +39,7 @@ def exact_state(model, optimizer):
     tensors = {"all/level": torch.tensor(LEVELS.index(state.level) + 1), "all/world": torch.tensor(state.world)}
     for key, tensor in raw_tensors(root).items():
         tensors[key] = tensor.detach().contiguous()
-    for name, parameter in root.named_parameters():
+    for name, parameter in named(root.named_parameters()):
         for key, value in optimizer.state.get(parameter, {}).items():
             own = "rank" if state.sharded and linear_of(parameter) is not None else "all"
             if hasattr(parameter, "_local_tensor") and key in ("exp_avg", "exp_avg_sq"):
@@ -68,7 +74,7 @@ def load_exact_state(model, optimizer, tensors):
     if saved != targets.keys():
         odd = sorted(saved ^ targets.keys())
         raise ValueError(f"the saved state is of another model: {len(odd)} entries differ, {', '.join(odd[:3])}, ...")
-    rows = {name: own_rows(parameter) for name, parameter in root.named_parameters()}
+    rows = {name: own_rows(parameter) for name, parameter in named(root.named_parameters())}
 
     def entry(key):
         """What this rank needs of a key: its rows from whoever had them."""
@@ -86,7 +92,7 @@ def load_exact_state(model, optimizer, tensors):
             here, there = f"{target.dtype} {list(target.shape)}", f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{key} is {there} in the saved state, {here} in the model")
         target.copy_(value)
-    parameters = dict(root.named_parameters())
+    parameters = dict(named(root.named_parameters()))
     found = {}
     for key in tensors.keys():
         _, kind, rest = key.split("/", 2) if key.count("/") > 1 else (None, None, None)
@@ -132,16 +138,16 @@ def agreed(key, values):
 def raw_tensors(root):
     """{key: tensor} of the model: parameters as they are stored, buffers, masters."""
     tensors = {}
-    for name, parameter in root.named_parameters():
+    for name, parameter in named(root.named_parameters()):
         linear, kind = linear_of(parameter), "rows" if hasattr(parameter, "_local_tensor") else "all"
         tensors[f"{kind}/model/{name}"] = local(parameter) if linear is None else linear.codes
-    converted = {name for name, module in root.named_modules() if isinstance(module, FP8Linear)}
-    for name, buffer in root.named_buffers():
+    converted = {name: module for name, module in named(root.named_modules()) if isinstance(module, FP8Linear)}
+    for name, buffer in named(root.named_buffers()):
         layer, _, entry = name.rpartition(".")
         shared = layer not in converted or entry in ("weight_scale", "weight_amax")
         tensors[f"{'all' if shared else 'rank'}/model/{name}"] = buffer
-    for name, module in root.named_modules():
-        if name in converted and module.master is not None:
+    for name, module in converted.items():
+        if module.master is not None:
             tensors[f"rank/master/{name}"] = module.master
             tensors[f"rank/master/{name}.scale"] = module.master_scale
     return tensors

@@ -139,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
         if optimizer is None:
             return False
         self.strategy.after_prepare(self, self.plan, model, optimizer)
-        self.backend.after_prepare(self, self.plan, model, optimizer)
+        skipped = skipped + (self.backend.after_prepare(self, self.plan, model, optimizer) or [])
         self.evidence.append(Evidence(self, self.plan, model, optimizer, layers, skipped))
         self.first_batch = self.first_batch or FirstBatch(model)
         return True
@@ -290,10 +290,13 @@ class Accelerator(accelerate.Accelerator):
             return
         for hook in self._load_model_state_pre_hook.values():
             hook(list(self._models), str(folder))
-        state.put_back(self, folder)
+        saved_by = state.put_back(self, folder)
         if self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = (checkpoint.number(folder) or 0) + 1
         self.print(f"resumed from {folder} at step {self.steps.taken}")
+        if saved_by != self.num_processes:
+            self.print(f"{saved_by} processes saved it, {self.num_processes} go on: from the same weights and "
+                       "optimizer state, with other batches and random numbers")  # fmt: skip
 
     def newest_checkpoint(self):
         return next(iter(checkpoint.list_checkpoints(self.checkpoints_folder())), None)

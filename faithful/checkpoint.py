@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from faithful.errors import Refused
@@ -151,6 +151,20 @@ def read_state(folder):
             "version that wrote it, or export its weights and start from them"
         )
     return state
+
+
+class Part:
+    """{name: tensor} of one rank's file, of the names that begin with `prefix`, each read when it is asked for."""
+
+    def __init__(self, folder, rank, prefix):
+        self.file = safe_open(folder / f"rank{rank}.safetensors", "pt")
+        self.names = {name.removeprefix(prefix): name for name in self.file.keys() if name.startswith(prefix)}
+
+    def keys(self):
+        return self.names.keys()
+
+    def __getitem__(self, name):
+        return self.file.get_tensor(self.names[name])
 
 
 def read_tensors(folder, rank):

@@ -109,8 +109,8 @@ class Evidence:
             per_class = report["bytes_per_parameter"]["all"]
             sizes = {key: round(v * report["parameters"]["all"]) for key, v in per_class.items() if key != "total"}
             counts["levels"] = report["dtypes"]
-            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]
-        elif self.sharded:
+            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]  # of this process
+        if self.sharded:
             counts, sizes = self.over_all_ranks(counts, sizes)
         self.record["dtypes"] = counts
         sizes = {key: value for key, value in sizes.items() if value or key != "gathered"}
@@ -154,7 +154,11 @@ class Evidence:
         parts.append(
             "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
         )
-        parts.append(f"{self.record['bytes_per_parameter']['total']:.1f} B/param")
+        share, sizes = self.record.get("share_per_process"), self.record["bytes_per_parameter"]
+        parts.append(f"{sizes['total']:.1f} B/param")
+        if share:
+            each = sum(size * share.get(key, 1) for key, size in sizes.items() if key != "total")
+            parts[-1] += f", {each:.1f} in each process"
         parts += ["rehearsal on a CPU"] if plan.rehearsal else []
         return " | ".join(parts)
 

@@ -217,11 +217,22 @@ def problems_of_fp8(asked, machine):
         lines.append(f"fp8_config amax_compute_algo {options['amax_compute_algo']} is not one of max, most_recent")
     if options.get("recipe", "te_delayed") != "te_delayed":
         lines.append(f"fp8_config recipe {options['recipe']}: MSAMP combines with te_delayed only")
-    if backend == "msamp" and strategy not in ("single", "ddp"):
+    if backend == "msamp" and strategy.startswith("zero"):
         lines.append(
-            f"MS-AMP's levels do not combine with {strategy}, which wants one dtype per block and reduces .grad alone, "
-            "not FP8 gradients: use ddp_fp8_msamp_o3, which shards master and optimizer state itself"
+            f"MS-AMP's levels do not combine with {strategy}: DeepSpeed keeps masters of its own and reduces .grad "
+            "alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it"
         )
+    if backend == "msamp" and strategy in ("fsdp", "hsdp"):
+        if level == "o3":
+            lines.append(
+                f"MS-AMP's o3 keeps a whole FP8 weight in each process, {strategy} shards it: use fsdp_fp8_msamp_o2, "
+                "where a process holds 6/N bytes per parameter, or ddp_fp8_msamp_o3"
+            )
+        if asked["offload"]:
+            lines.append(
+                f"MS-AMP's levels under {strategy} are not offloaded: FSDP2's offloading moves .grad to the host, and "
+                "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"
+            )
     if backend == "msamp" and asked["compile"]:
         lines.append(
             "MS-AMP's levels are not combined with a compiled model here: use the config without dynamo_config"

@@ -46,18 +46,21 @@ def collect(accelerator):
 
 
 def put_back(accelerator, folder):
-    """Makes this run the one of a checkpoint that `checkpoint.find` has verified. Every rank calls it."""
+    """Makes this run the one of a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns how many
+    processes saved it: mostly as many as there are."""
     plan, rank = accelerator.plan, accelerator.process_index
     strategy, backend = strategies.of(plan), backends.of(plan)
     state = checkpoint.read_state(folder)
+    saved_by = state["plan"]["num_processes"]
+    fixed = [key for key in PLANNED if key != "num_processes" or not backend.on_any_number_of_processes(plan)]
     differs = [
         f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
-        for key in PLANNED
+        for key in fixed
         if state["plan"][key] != getattr(plan, key)
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-    mine = checkpoint.read_tensors(folder, rank)
+    mine = checkpoint.read_tensors(folder, min(rank, saved_by - 1))
     first = mine if rank == 0 else checkpoint.read_tensors(folder, 0)
     registered = unpack(state["registered"], first)
     if len(registered) != len(accelerator._custom_objects):
@@ -70,6 +73,8 @@ def put_back(accelerator, folder):
     parts = mine if holds_own_parts(accelerator) else first
     for index, evidence in enumerate(accelerator.evidence):
         own = {n.removeprefix(f"{index}:"): tensor for n, tensor in parts.items() if n.startswith(f"{index}:")}
+        if saved_by != plan.num_processes:
+            own = [checkpoint.Part(folder, one, f"{index}:") for one in range(saved_by)]
         backend.restore(strategy, evidence.model, evidence.optimizer, own)
     for optimizer, groups in zip(accelerator._optimizers, unpack(state["groups"], first), strict=True):
         for group, saved in zip(strategy.inner(optimizer).param_groups, groups, strict=True):
@@ -80,7 +85,9 @@ def put_back(accelerator, folder):
         accelerator.scaler.load_state_dict(state["scaler"])
     steps = state["steps"]
     accelerator.steps.taken, accelerator.steps.tried, accelerator.step = steps["taken"], steps["tried"], steps["micro"]
-    set_random_state(mine)
+    if rank < saved_by:  # one that is new goes on with its own
+        set_random_state(mine)
+    return saved_by
 
 
 def holds_own_parts(accelerator):

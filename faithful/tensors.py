@@ -13,9 +13,9 @@ def named(pairs):
 
 
 def local(tensor):
-    """This rank's part of a tensor, without torchao's wrapper around it."""
+    """This rank's part of a tensor, without torchao's wrapper around it; of a weight on MS-AMP's levels its codes."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(part, "_tensor", part)
+    return getattr(part, "_tensor", getattr(part, "codes", part))
 
 
 def elements(tensors):

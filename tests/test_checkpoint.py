@@ -247,7 +247,11 @@ def test_pruning_keeps_the_newest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"), [("fsdp_fp32", (0, 1)), pytest.param("zero3_bf16", (1,), marks=pytest.mark.slow)]
+    ("config", "ranks"),
+    [
+        ("fsdp_fp32", (0, 1)),
+        *(pytest.param(name, (1,), marks=pytest.mark.slow) for name in ("zero3_bf16", "fsdp_fp8_msamp_o2")),
+    ],
 )
 def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, config, ranks):
     """The limit on file size stands for the full disk: the second checkpoint cannot be written, by all or by one."""

@@ -21,6 +21,7 @@ TRUTH = {  # config -> how its truth line begins
     "single_fp8_msamp_o2": f"single | fp8 MS-AMP O2 {MSAMP}",
     "ddp_fp8_msamp_o3": f"ddp x2 nccl | fp8 MS-AMP O3 {MSAMP}",
     "fsdp_fp8": "fsdp x2 nccl, sharded | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
+    "fsdp_fp8_msamp_o2": f"fsdp x2 nccl, sharded | fp8 MS-AMP O2 {MSAMP}",
 }
 MORE = {
     "single_fp32": "single | fp32 |",
@@ -40,6 +41,8 @@ MORE = {
     "fsdp_bf16_ckpt": "fsdp x2 nccl, sharded | bf16 compute, activations computed again |",
     "fsdp_bf16_noreshard": "fsdp x2 nccl, sharded | bf16 compute",
     "fsdp_bf16_offload": "fsdp x2 cuda:nccl,cpu:gloo, sharded | bf16 compute, offloaded to the host |",
+    "fsdp_fp8_msamp_o1": f"fsdp x2 nccl, sharded | fp8 MS-AMP O1 {MSAMP}",
+    "hsdp_fp8_msamp_o2": f"hsdp x4 nccl, sharded | fp8 MS-AMP O2 {MSAMP}",
     "fsdp_fp8_ao_rowwise": "fsdp x2 nccl, sharded | fp8 torchao rowwise | 15 of 17 Linear in FP8",
     "zero1_bf16": "zero1 x2 nccl, 50% of the optimizer state each | bf16 compute |",
     "zero2_bf16": "zero2 x2 nccl, 50% of the optimizer state each | bf16 compute |",
@@ -50,7 +53,7 @@ WAITS = {"zero1_bf16": 9, "zero2_bf16": 9, "zero3_bf16": 9}
 
 
 def processes(config):
-    return {} if config.startswith("single") else {"processes": 2}
+    return {} if config.startswith("single") else {"processes": 4 if config.startswith("hsdp") else 2}
 
 
 def waits(run, rank=0):
@@ -82,7 +85,7 @@ def test_vit(gpu, config, tmp_path):
 GPT = ("--dataset", ROOT / "launch.sh", "--sequence_length", 32)
 GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1", "single_fp8_msamp_o2",
                "single_fp8_msamp_o3", "ddp_bf16", "ddp_fp8", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16",
-               "fsdp_fp8", "tp_bf16")  # fmt: skip
+               "fsdp_fp8", "fsdp_fp8_msamp_o2", "tp_bf16")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path, con
     assert len(own) > 100 and all(tensor.isfinite().all() for tensor in own)
 
 
-@pytest.mark.parametrize("config", ["ddp_fp32", "ddp_fp8_msamp_o3"])
+@pytest.mark.parametrize("config", ["ddp_fp32", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2"])
 def test_also_between_two_times_that_the_ranks_agree(tmp_path, config):
     def before(rank):
         from faithful import steps

@@ -14,7 +14,8 @@ finished model                plain values                                      
 checkpoint, one file          parameters and buffers under their names              the same, without FP8's histories
 checkpoint, FSDP2, HSDP       a piece of dimension 0 on each rank, maybe empty      the pieces, one after another
 checkpoint, ZeRO              a flat piece of the fp32 masters on each rank         the same, in its shape
-checkpoint, MS-AMP's levels   codes and scales; under O3 FP16 masters on the owner  codes / scale; under O3 the master's
+checkpoint, MS-AMP's levels   codes and scales, under FSDP2 a piece on each rank;   codes / scale; under O3 the master's
+                              under O3 FP16 masters on the owner
 
 O3 has two answers, and they differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed
 and was evaluated with; a checkpoint gives their FP16 masters, which training elsewhere should go on from. A model of
@@ -157,11 +158,14 @@ def from_checkpoint(parts, cuts):
 
 
 def from_levels(parts):
-    """Values of amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in one."""
+    """Values of amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in one, and
+    of `rows/model/<name>` each file has some."""
     entries = {}
     for part in parts:
         entries |= {key: tensor for key, tensor in part.items() if key.split("/")[1] in ("model", "master")}
-    model = {key.removeprefix("all/model/"): tensor for key, tensor in entries.items() if key.startswith("all/model/")}
+    entries |= {key: torch.cat([part[key] for part in parts]) for key in entries if key.startswith("rows/")}
+    shared = ("all/model/", "rows/model/")
+    model = {key.split("/", 2)[2]: tensor for key, tensor in entries.items() if key.startswith(shared)}
     converted = [name.removesuffix(".weight_amax") for name in model if name.endswith(".weight_amax")]
     for layer in converted:
         codes, scale = model[f"{layer}.weight"], model[f"{layer}.weight_scale"]

@@ -3,12 +3,24 @@
 from faithful.backends.linear import asked_to_skip, in_bf16, ours
 from faithful.errors import Refused
 from faithful.strategies.plain import inner
+from faithful.tensors import named
 
 KINDS = {"amp8.FP8Linear": (1, 0), "amp8.FP8Conv1D": (1, 0)}
 arguments = in_bf16
 
 
+def fully_sharded(plan):
+    return plan.strategy in ("fsdp", "hsdp")
+
+
 def convert(accelerator, plan, model, optimizer):
+    if fully_sharded(plan):  # amp8 converts shards: after_prepare does it
+        return optimizer, []
+    return on_its_level(plan, model, optimizer)
+
+
+def on_its_level(plan, model, optimizer):
+    """(the optimizer that steps from now on, [(name, reason)] of the Linear layers left alone)."""
     amp8 = ours("amp8")
     options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
     recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
@@ -22,9 +34,9 @@ def convert(accelerator, plan, model, optimizer):
     except (TypeError, ValueError) as error:  # one line, that says what to do
         raise Refused(f"asked for fp8: {error}") from None
     for module in model.modules():
-        if type(module).__name__ in ("FP8Linear", "FP8Conv1D"):
+        if isinstance(module, amp8.FP8Linear):
             module.register_forward_pre_hook(out_of_fp8_in_eval)
-    return optimizer, [(name, asked.get(name, reason)) for name, reason in amp8.report(model)["skipped"]]
+    return optimizer, [(name, asked.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
 
 
 def out_of_fp8_in_eval(module, _):
@@ -32,7 +44,11 @@ def out_of_fp8_in_eval(module, _):
 
 
 def after_prepare(accelerator, plan, model, optimizer):
+    skipped = []
+    if fully_sharded(plan):  # Accelerate's wrapper of the optimizer stays; the one inside it is replaced
+        optimizer.optimizer, skipped = on_its_level(plan, model, inner(optimizer))
     ours("amp8").attach(model, last_micro_batch=lambda: accelerator.sync_gradients)
+    return skipped
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
@@ -47,8 +63,8 @@ def name(plan):
 
 def gradients(parameters):
     """amp8 keeps FP8 gradients beside the parameter."""
-    codes = [p.amp8_linear.gradient.codes for p in parameters.values() if hasattr(p, "amp8_linear")]
-    return [tensor for tensor in codes if tensor is not None]
+    layers = [layer for layer in map(ours("amp8.comm").linear_of, parameters.values()) if layer is not None]
+    return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
 
 def levels(model, optimizer):
@@ -61,7 +77,14 @@ def tensors(strategy, model, optimizer):
     return {name: tensor.cpu().clone() for name, tensor in exact.items()}
 
 
+def on_any_number_of_processes(plan):
+    """All shards have the same scales, so that rows can be dealt anew."""
+    return fully_sharded(plan)
+
+
 def restore(strategy, model, optimizer, parts):
+    if isinstance(parts, list):  # of all processes that saved it, in order; under hsdp the first so many have it all
+        parts = parts[: int(parts[0]["all/world"])]
     try:
         ours("amp8").load_exact_state(model, inner(optimizer), parts)
     except (KeyError, ValueError) as error:

@@ -21,7 +21,8 @@ def convert(accelerator, plan, model, optimizer):
 
 
 def after_prepare(accelerator, plan, model, optimizer):
-    """What is done to the prepared model and optimizer."""
+    """What is done to the prepared model and optimizer. Returns what `convert` could not know yet: more layers left
+    alone, or nothing."""
 
 
 def after_backward(plan, model):
@@ -51,6 +52,11 @@ def levels(model, optimizer):
 def tensors(strategy, model, optimizer):
     """What a checkpoint holds of model and optimizer: {name: this rank's part}, on the CPU."""
     return strategy.tensors(model, optimizer)
+
+
+def on_any_number_of_processes(plan):
+    """Whether `restore` also takes what another number of processes saved: a list, of each the mapping."""
+    return False
 
 
 def restore(strategy, model, optimizer, parts):
