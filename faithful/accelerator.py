@@ -29,7 +29,7 @@ from faithful.machine import Memory
 from faithful.plan import describe, resolve
 from faithful.record import Record, default_folder, now
 from faithful.steps import Steps
-from faithful.tensors import local, named
+from faithful.tensors import local, named, nudge
 from faithful.wire import Wire
 
 
@@ -106,6 +106,9 @@ class Accelerator(accelerate.Accelerator):
         if dtype != torch.float32 and self.plan.precision != "fp32":
             raise Refused(f"the model comes in {str(dtype)[6:]}, which stays the dtype of its parameters: use an fp32 "
                           f"config, not {self.plan.precision}")  # fmt: skip
+        if os.environ.get("FAITHFUL_TWIN"):  # compare's control: what does a change of one rounding do to this run?
+            nudge(model)
+            self.record.seen["nudged"] = True
         layers = Layers(self.plan, model)
         self.linear_names += layers.names
         self.strategy.before_prepare(self, self.plan, model, optimizer)
