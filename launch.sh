@@ -5,6 +5,8 @@
 #   ./launch.sh setup [--extra NAME]...    make .venv with the pinned dependencies (extras: photos, dev, trackers, ...)
 #   ./launch.sh CONFIG [launch options] RECIPE [recipe options]
 #                                          e.g. ./launch.sh fsdp_bf16 --num_processes 4 vit --max_steps 100
+#   ./launch.sh CONFIG [launch options] SCRIPT.py [its options]   or   -m MODULE [its options]
+#                                          anyone's Accelerate script, as it is; --config_wins where it contradicts
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
 #   ./launch.sh compare CONFIG... -- RECIPE [recipe options]
 #                                          which config: over seeds, judged against noise, as one HTML page
@@ -71,20 +73,32 @@ need_python() { find_python || { setup; find_python; }; }
 gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; }
 
 launch() {
-    local config=$1 recipe="" options=() count
+    local config=$1 recipe="" options=() through=() wins=() count
     shift
     [ -f "$config" ] || config="$root/accelerate_configs/${config%.yml}.yml"
     [ -f "$config" ] || die "no config $config: ./launch.sh ls lists them"
     while [ $# -gt 0 ]; do  # what stands before the recipe is for accelerate launch
         case $1 in
+            --config_wins) wins=("$1"); shift ;;
+            -m) [ $# -gt 1 ] || die "-m needs a module"; through=(-m faithful -m); recipe=$2; shift 2; break ;;
             --*=* | --no_* | --multi_gpu | --debug | --quiet | -q) options+=("$1"); shift ;;
             --*) [ $# -gt 1 ] || die "$1 needs a value"; options+=("$1" "$2"); shift 2 ;;
             *) recipe=$1; shift; break ;;
         esac
     done
     [ -n "$recipe" ] || die "which recipe? ./launch.sh $(basename "$config" .yml) vit"
-    [ -f "$recipe" ] || recipe="$root/recipes/${recipe%.py}.py"
-    [ -f "$recipe" ] || die "no recipe $recipe: ./launch.sh ls lists them"
+    if [ ${#through[@]} -eq 0 ]; then
+        [ -f "$recipe" ] || recipe="$root/recipes/${recipe%.py}.py"
+        [ -f "$recipe" ] || die "no recipe or file $recipe: ./launch.sh ls lists the recipes"
+        # Anyone's Accelerate script gets faithful's Accelerator in place of its own.
+        grep -qE '^ *(from|import) faithful' "$recipe" || through=(-m faithful)
+    fi
+    if [ ${#through[@]} -gt 0 ]; then
+        through=("${through[@]:0:2}" ${wins[@]+"${wins[@]}"} "${through[@]:2}")
+        export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    elif [ ${#wins[@]} -gt 0 ]; then
+        export FAITHFUL_CONFIG_WINS=1
+    fi
     need_python
     count=$(gpus)
     if [ "${count:-0}" -gt 0 ] && [[ " ${options[*]-} " != *" --num_processes"* ]] && ! grep -q "'NO'" "$config"; then
@@ -103,9 +117,10 @@ launch() {
         [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # c10d would meet others on 29400
     fi
     "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
-    echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}} $recipe $*"
+    echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*"
     # The same launcher without the accelerate command's other subcommands, which import timm and its friends first.
-    exec "$python" -m accelerate.commands.launch --config_file "$config" ${options[@]+"${options[@]}"} "$recipe" "$@"
+    exec "$python" -m accelerate.commands.launch --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \
+        "$recipe" "$@"
 }
 
 case ${1-} in

@@ -7,7 +7,7 @@ FP16 master on one rank), weight gradients as FP8, on the wire too; Adam's momen
 From FP8-LM: Training FP8 Large Language Models (arXiv:2310.18313). README.md has the table, measured.
 """
 
-from .convert import attach, high_precision, initialize, no_sync, wire_bytes
+from .convert import attach, high_precision, initialize, no_sync, optimizer_of, wire_bytes
 from .gradients import clip_grad_norm_
 from .linear import FP8Linear
 from .report import report
@@ -23,6 +23,7 @@ __all__ = [
     "load_exact_state",
     "master_state_dict",
     "no_sync",
+    "optimizer_of",
     "report",
     "wire_bytes",
 ]

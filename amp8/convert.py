@@ -47,7 +47,7 @@ def initialize(
     DistributedDataParallel wraps the model, then `attach` the wrapped model; but after fully_shard, on an optimizer
     made after it.
 
-    optimizer: torch.optim.Adam or AdamW. opt_level: "O1", "O2", "O3".
+    optimizer: torch.optim.Adam or AdamW, or None: `optimizer_of` then takes it later. opt_level: "O1", "O2", "O3".
     skip: names of modules that stay as they are, with all that is in them, or a predicate (name, module) -> bool.
     accumulate: "high" keeps gradients in fp32 between micro-batches, 4 bytes per parameter; "fp8" rounds each sum.
     stochastic_rounding: of fp16 weights and masters; for learning rates whose updates are below a weight's last bit.
@@ -105,7 +105,13 @@ def initialize(
         ours = [f"{name}.{entry}" for name in layers for entry in ("weight", *FP8Linear.BUFFERS)]
         model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *ours]
     model.amp8_state = state
-    return model, Adam(optimizer, state)
+    return model, None if optimizer is None else Adam(optimizer, state)
+
+
+def optimizer_of(model, optimizer):
+    """The Adam of a converted model, in place of `optimizer`, for a model that was converted without it."""
+    check_optimizer(optimizer)
+    return Adam(optimizer, state_of(model))
 
 
 def fully_sharded(model):
@@ -130,12 +136,8 @@ def check(model, optimizer, opt_level, accumulate):
         raise ValueError(f"opt_level is one of {', '.join(LEVELS)}, not {opt_level!r}")
     if accumulate not in ("high", "fp8"):
         raise ValueError(f"accumulate is 'high' or 'fp8', not {accumulate!r}")
-    # AdamW is a subclass of Adam; a subclass of one's own may have another step, which would be lost.
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        raise TypeError(f"amp8 needs torch.optim.AdamW or Adam itself, not {type(optimizer).__qualname__}")
-    for option in ("amsgrad", "capturable", "differentiable"):
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise ValueError(f"amp8's Adam has no {option}: make the optimizer without it")
+    if optimizer is not None:
+        check_optimizer(optimizer)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("call amp8.initialize before DistributedDataParallel wraps the model, then amp8.attach")
     if any(hasattr(module, "amp8_state") for module in model.modules()):
@@ -143,6 +145,15 @@ def check(model, optimizer, opt_level, accumulate):
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values: load the weights before amp8.initialize")
+
+
+def check_optimizer(optimizer):
+    # AdamW is a subclass of Adam; a subclass of one's own may have another step, which would be lost.
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise TypeError(f"amp8 needs torch.optim.AdamW or Adam itself, not {type(optimizer).__qualname__}")
+    for option in ("amsgrad", "capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(f"amp8's Adam has no {option}: make the optimizer without it")
 
 
 def choose(model, skip, places):

@@ -6,6 +6,7 @@ precision backend does differently stands in its own module (faithful/strategies
 
 import contextlib
 import functools
+import logging
 import math
 import os
 from pathlib import Path
@@ -15,11 +16,10 @@ import accelerate.optimizer
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broadcast_object_list, gather_object
-from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from faithful import arguments, backends, checkpoint, launcher, process, state, strategies
+from faithful import arguments, backends, checkpoint, config, launcher, loaders, process, state, strategies
 from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
@@ -27,10 +27,14 @@ from faithful.errors import Refused, Stopped
 from faithful.evidence import Evidence, Layers
 from faithful.machine import Memory
 from faithful.plan import describe, resolve
-from faithful.record import Record, default_folder, now
+from faithful.record import Record, default_folder, described, now
 from faithful.steps import Steps
-from faithful.tensors import local, named, nudge
+from faithful.strategies import plain
+from faithful.tensors import named, nudge
 from faithful.wire import Wire
+
+# torchao registers enums in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
 
 
 class Optimizer(accelerate.optimizer.AcceleratedOptimizer):
@@ -64,88 +68,96 @@ class Accelerator(accelerate.Accelerator):
         self.linear_names = []  # of all models, as they came
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, self.project_dir, self.is_main_process)
-        self.resumed = self.between_steps = self.closed = False
+        self.resumed = self.between_steps = self.stopping = self.closed = False
         self.norm = self.wire = None
-        Accelerator.current = self
+        self.epochs, self.known = [], set()  # of the prepared loaders; ids of all prepared models' parameters
+        self.before, Accelerator.current = Accelerator.current, self  # a script may make several
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
 
     def project_folder(self, merged):
         """The script's ProjectConfiguration, with a new folder of its own where the script names none."""
-        config = merged.pop("project_config", None) or ProjectConfiguration()
-        folder = merged.pop("project_dir", None)
-        self.named_folder = bool(config.project_dir or folder)
-        if config.project_dir is None and folder is None:
+        project = merged.pop("project_config", None) or ProjectConfiguration()
+        folder = merged.pop("project_dir", None) or config.default_project_dir()
+        self.named_folder = bool(project.project_dir or folder)
+        if project.project_dir is None and folder is None:
             handlers = [one for one in merged["kwargs_handlers"] if isinstance(one, InitProcessGroupKwargs)]
             PartialState(**(handlers[0].to_kwargs() if handlers else {}))
             [folder] = broadcast_object_list([default_folder(self.plan)])
-        if config.project_dir is None:
-            config.set_directories(folder)
-        return config
+        if project.project_dir is None:
+            project.set_directories(folder)
+        taken, run = [], Accelerator.current
+        while run:  # those that this script has made before
+            taken, run = [*taken, str(run.project_dir)], run.before
+        if str(project.project_dir) in taken:
+            project.set_directories(f"{project.project_dir}-{len(taken) + 1}")
+        return project
 
     # ---- preparing ----
 
     def prepare(self, *args, device_placement=None):
-        args = list(args)
-        fresh = [self.convert(args, model) for model in args if trains(model)]
-        prepared = super().prepare(*args, device_placement=device_placement)
-        result = prepared if len(args) > 1 else (prepared,)
-        after = {id(before): now for before, now in zip(args, result, strict=True)}
-        self.waiting += [(after[id(model)], layers, skipped) for model, layers, skipped in fresh]
-        optimizers = [one for one in result if isinstance(one, torch.optim.Optimizer)]
-        self.waiting = [one for one in self.waiting if not self.count(*one, optimizers)]
-        return prepared
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        fresh = [(at, self.convert(model, optimizers)) for at, model in enumerate(args) if trains(model)]
+        prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
+        self.waiting += [(prepared[at], *converted) for at, converted in fresh]
+        for one in prepared:
+            if isinstance(one, nn.Module):
+                self.known |= set(map(id, one.parameters()))
+        for one in prepared:
+            if isinstance(one, torch.optim.Optimizer):
+                self.belongs(one)
+        return prepared if len(args) > 1 else prepared[0]
 
-    def convert(self, args, model):
-        """Makes `model` what the plan says, and in `args` its optimizer. Returns (model, its layers, those skipped)."""
-        mine = ((i, one) for i, one in enumerate(args) if isinstance(one, torch.optim.Optimizer) and owns(one, model))
-        at, optimizer = next(mine, (None, None))
-        if at is None and (self.plan.strategy not in ("single", "ddp") or self.plan.backend == "msamp"):
-            raise Refused(f"{self.plan.strategy} {self.plan.precision} wants a model and its optimizer in one call: "
-                          "accelerator.prepare(model, optimizer, ...)")  # fmt: skip
-        dtype = next(model.parameters()).dtype
+    def convert(self, model, optimizers):
+        """Makes `model` what the plan says. Returns (its layers as they were, those left alone)."""
+        optimizer = next((one for one in optimizers if owns(one, model)), None)
+        dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
         if dtype != torch.float32 and self.plan.precision != "fp32":
             raise Refused(f"the model comes in {str(dtype)[6:]}, which stays the dtype of its parameters: use an fp32 "
                           f"config, not {self.plan.precision}")  # fmt: skip
         if os.environ.get("FAITHFUL_TWIN"):  # compare's control: what does a change of one rounding do to this run?
             nudge(model)
             self.record.seen["nudged"] = True
-        layers = Layers(self.plan, model)
+        layers = Layers(self.plan, model, set().union(*map(plain.owned, optimizers)))
         self.linear_names += layers.names
         self.strategy.before_prepare(self, self.plan, model, optimizer)
-        optimizer, skipped = self.backend.convert(self, self.plan, model, optimizer)
-        if at is not None:
-            args[at] = optimizer
+        skipped = self.backend.convert(self, self.plan, model, optimizer)
         if self.plan.compile:
             compile_blocks(model, eager_in_eval=self.plan.backend == "ao")
-        return model, layers, skipped
+        return layers, skipped
+
+    def belongs(self, optimizer):
+        """A prepared optimizer: to the models that it updates, and their evidence is begun."""
+        mine = self.strategy.owned(optimizer)
+        for evidence in self.evidence:
+            if mine & set(map(id, evidence.parameters.values())) and optimizer not in evidence.optimizers:
+                self.backend.another_optimizer(self.plan)
+                evidence.optimizers.append(optimizer)
+        for waiting in list(self.waiting):
+            model, layers, skipped = waiting
+            if mine & set(map(id, model.parameters())):
+                self.waiting.remove(waiting)
+                self.strategy.after_prepare(self, self.plan, model, optimizer)
+                skipped = skipped + (self.backend.after_prepare(self, self.plan, model, optimizer) or [])
+                self.evidence.append(Evidence(self, self.plan, model, optimizer, layers, skipped))
+                self.first_batch = self.first_batch or FirstBatch(model)
 
     def prepare_data_loader(self, data_loader, *args, **kwargs):
-        if getattr(data_loader, "generator", True) is None:
-            # A loader draws a seed whenever it begins. Drawn from the generator that dropout uses, it would make a
-            # resumed run, which begins in the middle, another run.
-            data_loader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader.worker_init_fn = functools.partial(launcher.loader_process, data_loader.worker_init_fn)
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        self.epochs.append(loaders.Epoch())
+        return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
+
+    def skip_first_batches(self, dataloader, num_batches=0):
+        """The loader of the epoch that a resumed run goes on with."""
+        left = super().skip_first_batches(dataloader, num_batches)
+        mine = next((epoch for epoch in self.epochs if epoch.loader is dataloader), None)
+        return mine.watch(left) if mine else left
 
     def prepare_optimizer(self, optimizer, device_placement=None):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is accelerate.optimizer.AcceleratedOptimizer:
             prepared.__class__, prepared.accelerator = Optimizer, self
         return prepared
-
-    def count(self, model, layers, skipped, optimizers):
-        """Whether the optimizer of this prepared model is there; if so, the evidence is begun."""
-        optimizer = next(
-            (one for one in optimizers if self.strategy.owned(one) & set(map(id, model.parameters()))), None
-        )
-        if optimizer is None:
-            return False
-        self.strategy.after_prepare(self, self.plan, model, optimizer)
-        skipped = skipped + (self.backend.after_prepare(self, self.plan, model, optimizer) or [])
-        self.evidence.append(Evidence(self, self.plan, model, optimizer, layers, skipped))
-        self.first_batch = self.first_batch or FirstBatch(model)
-        return True
 
     # ---- steps ----
 
@@ -156,10 +168,36 @@ class Accelerator(accelerate.Accelerator):
         if not self.evidence:
             raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
         refuse_unknown(self.plan.skip, self.linear_names)
+        self.look_at_what_was_prepared()
         [holds] = broadcast_object_list([self.is_main_process and self.record.holds_a_run()])
         self.record.open(holds and not self.resumed, self.steps.taken)
-        self.record.seen["optimizer"] = described(self.strategy.inner(self.evidence[0].optimizer))
+        self.record.seen["optimizer"] = described(self.strategy.inner(self.evidence[0].optimizers[0]))
         self.write_record()
+
+    def look_at_what_was_prepared(self):
+        for evidence in self.evidence:
+            if names := evidence.left_out():
+                self.note(f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ...")
+        for model, *_ in self.waiting:
+            self.note(f"{type(model).__name__} was prepared, but no prepared optimizer updates it")
+        if self.num_processes > 1 and self.plan.strategy in ("ddp", "fsdp", "hsdp"):
+            strangers = sum(len(self.strategy.owned(one) - self.known) for one in self._optimizers)
+            if strangers:
+                raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process "
+                              "would change them in its own way. Prepare their model, too")  # fmt: skip
+        if (
+            self._schedulers
+            and self.num_processes > 1
+            and self.step_scheduler_with_optimizer
+            and not self.split_batches
+        ):
+            self.note(f"Accelerate steps a prepared scheduler {self.num_processes} times per optimizer step, once for "
+                      "each process: a schedule counted in optimizer steps ends that much earlier")  # fmt: skip
+
+    def note(self, line):
+        """Something that a user should know, said once and kept in the record."""
+        self.record.notes.append(line)
+        self.print(f"note: {line}", flush=True)
 
     @contextlib.contextmanager
     def accumulate(self, *models):
@@ -199,6 +237,7 @@ class Accelerator(accelerate.Accelerator):
 
     def before_update(self, optimizer):
         """All gradients of the step are there. Nothing that is not finite gets into the weights."""
+        self.begin()  # a script may call loss.backward()
         if self.norm is None:  # the script does not clip
             own = getattr(self.backend, "clip_grad_norm_", None) or getattr(self.strategy, "clip_grad_norm_", None)
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -207,16 +246,20 @@ class Accelerator(accelerate.Accelerator):
         norm, self.norm = self.norm, None
         self.steps.check(norm, self.scaler, self.newest_checkpoint)
         for evidence in self.evidence:
-            if evidence.optimizer is optimizer and not evidence.complete:
-                evidence.before_first_update()
+            if optimizer in evidence.optimizers and not evidence.complete:
+                evidence.before_first_update(optimizer)
 
     def after_update(self, optimizer):
         skipped, samples = self.optimizer_step_was_skipped, self.samples_per_step()
         for evidence in self.evidence:
-            if evidence.optimizer is optimizer and not evidence.complete and not skipped:
-                evidence.after_first_update()
-                self.print(f"{self.record.script} | {evidence.truth()} | global batch {samples}")
-        if optimizer is self.evidence[0].optimizer:
+            if optimizer in evidence.optimizers and not evidence.complete and not skipped:
+                evidence.after_first_update(optimizer)
+                what = (
+                    type(self.unwrap_model(evidence.model)).__name__ if len(self.evidence) > 1 else self.record.script
+                )
+                if evidence.complete:
+                    self.print(f"{what} | {evidence.truth()} | global batch {samples}")
+        if optimizer is self.evidence[0].optimizers[0]:
             self.steps.done(skipped)
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
@@ -249,6 +292,7 @@ class Accelerator(accelerate.Accelerator):
         sound = self.is_main_process and folder.exists() and checkpoint.unsound(folder) is None
         [there] = broadcast_object_list([sound])
         if not there:
+            self.stopping = True
             self.save_state(folder)
         self.record.status = "preempted"
         self.print(f"SIGTERM: stopped after step {self.steps.taken}")
@@ -264,14 +308,21 @@ class Accelerator(accelerate.Accelerator):
             output_dir = self.checkpoints_folder() / f"checkpoint_{project.iteration}"
         elif output_dir is None:
             output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
-        folder = Path(output_dir)
+        folder, alone = Path(output_dir), not launcher.all_come(f"save_state/{self.steps.taken}")
+        if alone and (self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"):
+            raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
+                          "on all of them")  # fmt: skip
+        if alone and not self.is_main_process:
+            return str(folder)
         weights = [self.get_state_dict(model) for model in self._models] if self._save_model_state_pre_hook else []
 
         def write_more(temporary):
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, weights, str(temporary))
 
-        parts, values = state.collect(self)
+        parts, values = state.collect(self, alone)
+        if values["alone"]:
+            self.note("the main process alone calls save_state: the random states of the others are in no checkpoint")
         error = checkpoint.write(self, folder, parts, values, project.total_limit, write_more)
         if error:
             self.record.failed_saves += 1
@@ -311,6 +362,9 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model, unwrap=True):
         """Whole, plain weights under the names of the unconverted model, without FP8's own state."""
+        if self.strategy.sharded(model.parameters(), self.plan) and not launcher.all_come("get_state_dict"):
+            raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
+                          "get_state_dict or save_model on all of them")  # fmt: skip
         whole = self.strategy.full_state(self, model)
         whole = super().get_state_dict(model, unwrap) if whole is None else whole
         tensors = {name: tensor for name, tensor in named(whole.items()) if torch.is_tensor(tensor)}
@@ -324,36 +378,32 @@ class Accelerator(accelerate.Accelerator):
             return
         own = {name for name, _ in named(model.named_parameters())}
         twice = {name for name, _ in named(model.named_parameters(remove_duplicate=False))} - own
-        plain = {name: alone(weight) for name, weight in weights.items() if name not in twice}
-        temporary, folder = Path(f"{save_directory}.tmp"), Path(save_directory)
-        temporary.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(plain, temporary, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
-        folder.mkdir(exist_ok=True)
-        for path in temporary.iterdir():
-            checkpoint.sync(path)
-            os.replace(path, folder / path.name)
-        temporary.rmdir()
+        plain_weights = {name: weight for name, weight in weights.items() if name not in twice}
+        checkpoint.write_weights(plain_weights, Path(save_directory), max_shard_size, safe_serialization)
 
     # ---- the record ----
 
     def init_trackers(self, project_name, config=None, init_kwargs=None):
-        self.begin()
         self.record.arguments = config
-        self.write_record()
+        if self.evidence:  # else it is too early
+            self.begin()
+            self.write_record()
         super().init_trackers(project_name, config, init_kwargs or {})
 
     def log(self, values, step=None, log_kwargs=None):
         """To the trackers, and to metrics.jsonl."""
-        self.begin()
+        if self.evidence:
+            self.begin()
         super().log(values, step=step, log_kwargs=log_kwargs)
         plain = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
-        self.record.log(plain, self.steps.taken if step is None else step, self.device)
+        if self.record.opened:
+            self.record.log(plain, self.steps.taken if step is None else step, self.device)
         self.peak = self.memory.peak()
         self.steps.pause()
 
     def write_record(self, finished=None):
         if self.record.main:
-            evidence = self.evidence[0].record if self.evidence else None
+            evidence = [{"model": type(self.unwrap_model(one.model)).__name__} | one.record for one in self.evidence]
             self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self):
@@ -379,7 +429,7 @@ class Accelerator(accelerate.Accelerator):
             pass
         elif error is None and record.opened:
             self.closed = True
-            record.status = "preempted" if interrupted else "ended"  # the script did not call end_training
+            record.status = "preempted" if interrupted else "finished"  # a script need not call end_training
             self.write_record(now())
             self.print(f"{record.status}: {record.folder}", flush=True)
         elif error is not None and (record.opened or (code != 2 and not (record.folder / "run.json").exists())):
@@ -389,8 +439,9 @@ class Accelerator(accelerate.Accelerator):
             self.print(f"failed: {record.folder}", flush=True)
         if record.failed_saves and not code:
             self.print(f"error: {record.not_saved()}", flush=True)
-            return 1
-        return 143 if interrupted else code
+            code = 1
+        code = 143 if interrupted else code
+        return (self.before.close(error, code) or code) if self.before else code
 
 
 process.guard(lambda: Accelerator.current)  # from the import on: mistakes that come before an Accelerator, too
@@ -405,21 +456,3 @@ def trains(one):
 def owns(optimizer, model):
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(id(parameter) in ids for parameter in model.parameters())
-
-
-def alone(tensor):
-    """On the CPU, in memory of its own: FSDP2 gathers several tensors in one piece."""
-    tensor = local(tensor.detach()).cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def described(optimizer):
-    """An optimizer's class and the options of its groups, as JSON."""
-
-    def plain(value):
-        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-    groups = [
-        {key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
-    return {"class": type(optimizer).__name__, "groups": groups}

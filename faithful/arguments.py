@@ -5,11 +5,11 @@ Where the two contradict each other the run is refused, with both sides named. N
 
 import inspect
 
-import accelerate
-from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs
+from accelerate.accelerator import Accelerator as Original
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend, GradScalerKwargs, InitProcessGroupKwargs, TorchDynamoPlugin
 
-from faithful import backends, strategies
-from faithful.config import exported_accumulation
+from faithful import backends, config, strategies
 from faithful.errors import Refused
 from faithful.plan import patience
 
@@ -20,7 +20,7 @@ OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatr
 
 def given(args, kwargs):
     """What a script passed to `Accelerator(*args, **kwargs)`, by name, without what equals Accelerate's defaults."""
-    parameters = list(inspect.signature(accelerate.Accelerator.__init__).parameters.values())[1:]
+    parameters = list(inspect.signature(Original.__init__).parameters.values())[1:]
     named = dict(zip([p.name for p in parameters], args, strict=False)) | kwargs
     defaults = {p.name: p.default for p in parameters}
     return {name: value for name, value in named.items() if value is not defaults.get(name, inspect.Parameter.empty)}
@@ -29,47 +29,69 @@ def given(args, kwargs):
 def merged(plan, script):
     """Arguments for accelerate's Accelerator: the script's and the plan's. Raises Refused with all contradictions."""
     script = dict(script)
-    lines = contradictions(plan, script)
-    if lines:
-        raise Refused("\n".join(lines))
+    found = contradictions(plan, script)
+    if found and not config.config_wins():
+        raise Refused(
+            "\n".join(f"{line}: leave it out of the script, or launch with --config_wins" for _, line in found)
+        )
+    for name, line in found:
+        if config.rank() == 0:
+            print(f"note: {line}, which wins", flush=True)
+        if name == "kwargs_handlers":
+            script[name] = [
+                one for one in script[name] if type(one).__name__ not in {*FP8_HANDLERS, "GradScalerKwargs"}
+            ]
+        else:
+            script.pop(name, None)
     handlers = list(script.pop("kwargs_handlers", None) or [])
     scaling = next((handler for handler in handlers if isinstance(handler, GradScalerKwargs)), None)
     if plan.num_processes > 1 and not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
         handlers.append(InitProcessGroupKwargs(timeout=patience()))
-    script.pop("mixed_precision", None)
-    script.pop("cpu", None)
+    for name in ("mixed_precision", "cpu", *OF_THE_CONFIG):
+        script.pop(name, None)
     arguments = strategies.of(plan).arguments(plan, scaling) | backends.of(plan).arguments(plan)
     handlers += arguments.pop("kwargs_handlers", [])
+    if AcceleratorState._shared_state:  # a second Accelerator: the first has set them for both
+        for name in OF_THE_CONFIG:
+            arguments.pop(name, None)
     if plan.compile:  # each block is compiled in place: Accelerate would compile DDP's wrapper, hooks and all
         arguments["dynamo_backend"] = "no"
     return {**script, **arguments, "kwargs_handlers": handlers}
 
 
 def contradictions(plan, script):
-    """One line for each thing that the script asks for and the config does not."""
-    lines = []
+    """[(argument, line)] for each thing that the script asks for and the config does not."""
+    found = []
     precision = {"fp32": "no"}.get(plan.precision, plan.precision)
     asked = script.get("mixed_precision")
     if asked is not None and str(asked) != precision:
-        lines.append(
-            f"the script passes mixed_precision={str(asked)!r}, the config says {precision}: leave it out of the script"
+        found.append(
+            ("mixed_precision", f"the script passes mixed_precision={str(asked)!r}, the config says {precision}")
         )
     if script.get("cpu") and not plan.rehearsal:
-        lines.append("the script passes cpu=True, the config asks for an accelerator: leave it out of the script")
+        found.append(("cpu", "the script passes cpu=True, the config asks for an accelerator"))
     for name in OF_THE_CONFIG:
-        if script.get(name) is not None:
-            lines.append(f"the script passes {name}, which is the config's to say: leave it out of the script")
-    handlers = script.get("kwargs_handlers") or []
-    for handler in handlers:
-        if type(handler).__name__ in FP8_HANDLERS:
-            lines.append(f"the script passes {type(handler).__name__}, FP8 is the config's to say: leave it out")
+        if script.get(name) is not None and not as_planned(plan, script[name]):
+            found.append((name, f"the script passes {name}, which is the config's to say"))
+    for handler in script.get("kwargs_handlers") or []:
+        kind = type(handler).__name__
+        if kind in FP8_HANDLERS:
+            found.append(("kwargs_handlers", f"the script passes {kind}, FP8 is the config's to say"))
         if isinstance(handler, GradScalerKwargs) and plan.precision != "fp16":
-            lines.append(
-                f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}: leave it out"
+            found.append(
+                ("kwargs_handlers", f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}")
             )
     plugin = script.get("gradient_accumulation_plugin")
     steps = plugin.num_steps if plugin else script.get("gradient_accumulation_steps", 1)
-    if (launched := exported_accumulation()) not in (None, steps):  # Accelerate would let the environment win, silently
-        lines.append(f"the script passes gradient_accumulation_steps={steps}, the launcher exports {launched}: "
-                     "say it in one place")  # fmt: skip
-    return lines
+    launched = config.exported_accumulation()
+    if launched not in (None, steps):  # Accelerate lets the environment win, silently
+        line = f"the script passes gradient_accumulation_steps={steps}, the launcher exports {launched}"
+        found.append(("gradient_accumulation_steps", line))
+    return found
+
+
+def as_planned(plan, plugin):
+    """Whether a plugin says what the config says: transformers' TrainingArguments make them from the environment."""
+    if isinstance(plugin, TorchDynamoPlugin):
+        return plan.compile or plugin.backend == DynamoBackend.NO
+    return plan.strategy == f"zero{getattr(plugin, 'zero_stage', None)}"

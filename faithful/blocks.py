@@ -1,18 +1,53 @@
-"""The blocks of a model: what is compiled one by one."""
+"""The blocks of a model: what FSDP2 gathers and what is compiled one by one."""
+
+from collections import Counter
 
 from accelerate.utils import TorchDynamoPlugin
+from torch import nn
 
 from faithful.errors import Refused
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def name_blocks(model):
+    """Leaves in `model._no_split_modules` the names of its block classes: those that it names itself and has, else its
+    repeated layers."""
+    classes = {type(module).__name__ for module in model.modules()}
+    named = [name for name in getattr(model, "_no_split_modules", None) or () if name in classes]
+    # Accelerate shards the embedding by itself: a block that holds it (BertEmbeddings) would be sharded twice.
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    holders = {type(m).__name__ for m in model.modules() if embedding is not None and embedding in m.modules()}
+    model._no_split_modules = [name for name in named if name not in holders] or repeated(model)
+
+
+def repeated(model):
+    """Names of the classes of layers that stand at least twice in a model's lists, outermost first."""
+    found = Counter()
+
+    def look(module, listed):
+        for child in module.children():
+            if isinstance(child, CONTAINERS):
+                look(child, True)
+            elif listed and any(child.children()) and any(True for _ in child.parameters()):
+                found[type(child).__name__] += 1
+            else:
+                look(child, False)
+
+    look(model, isinstance(model, CONTAINERS))
+    return sorted(name for name, count in found.items() if count > 1)
 
 
 def compile_blocks(model, eager_in_eval):
     """Compiles each block in place, as the file's dynamo_config says; the first one's code serves them all. In place,
     because DDP, FSDP2 and checkpointing go on finding the modules they know. eager_in_eval: a block in eval() runs as
     it is written."""
-    options, names = TorchDynamoPlugin().to_kwargs(), getattr(model, "_no_split_modules", None) or ()
+    name_blocks(model)
+    options, names = TorchDynamoPlugin().to_kwargs(), model._no_split_modules
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        raise Refused("asked for compiled blocks, but the model names none: set _no_split_modules to their class names")
+        raise Refused("asked for compiled blocks, but the model names none and repeats none: set _no_split_modules to "
+                      "the names of their classes")  # fmt: skip
     for block in blocks:
         block.compile(**options)
         if eager_in_eval:

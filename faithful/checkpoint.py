@@ -13,10 +13,12 @@ import shutil
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from faithful.errors import Refused
+from faithful.tensors import local
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
 FORMAT = 3  # of trainer_state.json; 1 had no number and derived random states from the step, 2 had no skip list
@@ -51,19 +53,21 @@ def entry(path):
 def write(accelerator, folder, parts, state, keep=None, write_more=lambda temporary: None):
     """Write `folder`; the error as text, or None if it is there and whole. Called by all ranks.
 
-    parts: {name: tensor} of this rank. state: JSON values, of rank 0. keep: how many complete checkpoints stay beside
-    each other, the new one included; older ones go only afterwards; None keeps all. write_more: writes a script's own
-    files into the folder. A failure (a full disk, say) on any rank leaves the earlier checkpoints as they were.
+    parts: {name: tensor} of this rank. state: JSON values, of rank 0; if "alone", only the main process calls it.
+    keep: how many complete checkpoints stay beside each other, the new one included; older ones go only afterwards;
+    None keeps all. write_more: writes a script's own files into the folder. A failure (a full disk, say) on any rank
+    leaves the earlier checkpoints as they were.
     """
     main, temporary = accelerator.is_main_process, folder.with_name(folder.name + ".tmp")
-    error, written = None, {}
+    error, written, alone = None, {}, state["alone"]
     if main:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
         except OSError as problem:
             error = str(problem)
-    accelerator.wait_for_everyone()
+    if not alone:
+        accelerator.wait_for_everyone()
     try:
         path = temporary / f"rank{accelerator.process_index}.safetensors"
         save_file(parts, path)
@@ -72,7 +76,7 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
         write_more(temporary)
     except (OSError, SafetensorError) as problem:
         error = error or str(problem)
-    outcomes = gather_object([(error, written)])
+    outcomes = [(error, written)] if alone else gather_object([(error, written)])
     error = next((problem for problem, _ in outcomes if problem), None)
     if main and not error:
         try:
@@ -88,7 +92,7 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
             sync(folder.parent)
         except OSError as problem:
             error = str(problem)
-    [error] = broadcast_object_list([error])
+    [error] = [error] if alone else broadcast_object_list([error])
     if main and error:
         shutil.rmtree(temporary, ignore_errors=True)
     elif main and keep:
@@ -173,3 +177,22 @@ def read_tensors(folder, rank):
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise Refused(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def write_weights(weights, folder, max_shard_size, safe_serialization):
+    """A finished model: {name: tensor} as `model.safetensors`, in several files where it is large."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    plain = {name: alone(weight) for name, weight in weights.items()}
+    save_torch_state_dict(plain, temporary, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+    folder.mkdir(exist_ok=True)
+    for path in temporary.iterdir():
+        sync(path)
+        os.replace(path, folder / path.name)
+    temporary.rmdir()
+
+
+def alone(tensor):
+    """On the CPU, in memory of its own: FSDP2 gathers several tensors in one piece."""
+    tensor = local(tensor.detach()).cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -191,6 +191,16 @@ def seconds_of_patience():
     return int(seconds)
 
 
+def default_project_dir():
+    """The folder of a run whose script names none, or None: `./launch.sh compare` says where its runs are."""
+    return os.environ.get("FAITHFUL_PROJECT_DIR")
+
+
+def config_wins():
+    """Whether what a script passes against its config is left out, and said, instead of refused."""
+    return "FAITHFUL_CONFIG_WINS" in os.environ
+
+
 def exported_accumulation():
     """The gradient accumulation steps that the launcher exports, or None."""
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")

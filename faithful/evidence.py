@@ -18,24 +18,28 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Layers:
-    """What a model is made of before it is converted: Linear layers, initial weights."""
+    """What a model is made of before it is converted: Linear layers, initial weights, what its optimizers update.
+    owned: ids of the parameters that they have, as far as they are known."""
 
-    def __init__(self, plan, model):
+    def __init__(self, plan, model, owned):
         self.names = linear_names(model)
+        self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
         self.linear = len(self.names) + converted(plan, model)[0]  # TE's blocks are both
         self.initial_weights = fingerprint(model)
 
 
 class Evidence:
+    """Of one model. `optimizers`: those that update its parameters."""
+
     def __init__(self, accelerator, plan, model, optimizer, layers, skipped):
-        self.plan, self.model, self.optimizer, self.accelerator = plan, model, optimizer, accelerator
+        self.plan, self.model, self.optimizers, self.accelerator = plan, model, [optimizer], accelerator
         self.strategy, self.backend = strategies.of(plan), backends.of(plan)
         self.parameters = dict(named(model.named_parameters()))
         self.counted = self.strategy.counted(self.parameters, accelerator)
-        trainable = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-        owned = self.strategy.owned(optimizer)
-        orphans = [name for name, parameter in trainable.items() if id(parameter) not in owned]
-        self.sharded = self.strategy.sharded(trainable.values(), plan)
+        trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        self.sharded = self.strategy.sharded(trainable, plan)
+        self.stepped, self.gradient_bytes = set(), 0  # stepped: ids of optimizers
+        self.owned_before = layers.owned
         linear, norms = converted(plan, model)
         self.record = {
             "linear_total": layers.linear,
@@ -45,19 +49,19 @@ class Evidence:
             "share_converted": share(plan, model),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
-            "optimizer_owns_all": not orphans,
+            "optimizer_owns_all": None,
             "sharded": self.sharded,
             "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
             "eval_precision": self.backend.eval_precision(plan),
             "initial_weights": layers.initial_weights,
         }
-        self.refuse_what_is_not_there(layers, skipped, orphans)
+        self.refuse_what_is_not_there(layers, skipped)
         self.hook = None
         if not plan.compile and plan.precision != "fp8":
             watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
             self.hook = watched and watched.register_forward_hook(self.see_output)
 
-    def refuse_what_is_not_there(self, layers, skipped, orphans):
+    def refuse_what_is_not_there(self, layers, skipped):
         plan, record = self.plan, self.record
         kinds = (*self.strategy.types(plan), *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
         kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
@@ -73,31 +77,56 @@ class Evidence:
             raise Refused(
                 f"{expected} Linear layers should be in FP8, {record['linear_converted']} of {layers.linear} are"
             )
-        if orphans:
-            raise Refused(f"{len(orphans)} trainable tensors are not in the optimizer: {', '.join(orphans[:4])}, ...")
         if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
             raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: does the model name its blocks?")
+
+    def owned(self):
+        return set().union(*(self.strategy.owned(optimizer) for optimizer in self.optimizers))
+
+    def left_out(self):
+        """Names of the trainable parameters that the script gave to no optimizer. All are prepared. Raises Refused for
+        those that an optimizer had, and lost to a conversion."""
+        owned = self.owned()
+        names = [name for name, p in self.parameters.items() if p.requires_grad and id(p) not in owned]
+        self.record["optimizer_owns_all"] = not names
+        if lost := [name for name in names if name in self.owned_before]:
+            raise Refused(
+                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ..."
+            )
+        return names
 
     def see_output(self, module, inputs, output):
         self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
 
-    def before_first_update(self):
+    def before_first_update(self, optimizer):
         """Gradients are there, nothing is updated yet."""
         if self.hook:
             self.hook.remove()
         seen, asked = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
         if seen and asked and seen != asked:
             raise Refused(f"asked for {self.plan.precision}, but Linear layers compute in {seen}")
-        own = self.backend.gradients(self.counted)
-        gradients = self.strategy.gradient_elements(self.counted, self.optimizer)
-        for dtype, count in elements(own).items():
-            gradients[dtype] = gradients.get(dtype, 0) + count
+        mine = self.updated_by(optimizer)
+        own = self.backend.gradients(mine)
+        gradients = add([self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer),
+                         elements(own)])  # fmt: skip
         self.record["dtypes"]["gradients"] = gradients
-        self.gradient_bytes = size(own) + size(self.strategy.gradients(self.counted, self.optimizer))
+        self.gradient_bytes += size(own) + size(self.strategy.gradients(mine, optimizer))
 
-    def after_first_update(self):
-        """Optimizer state is there: count, and add up the shards of all ranks. Every rank calls it."""
-        held = self.strategy.held(self.counted, self.optimizer)
+    def updated_by(self, optimizer):
+        """{name: parameter} of what it updates; the first one's also holds what none does."""
+        if len(self.optimizers) == 1:
+            return self.counted
+        owned = self.strategy.owned(optimizer)
+        others = self.owned() if optimizer is self.optimizers[0] else owned
+        return {name: p for name, p in self.counted.items() if id(p) in owned or id(p) not in others}
+
+    def after_first_update(self, optimizer):
+        """Optimizer state is there: when the last of the optimizers has stepped, count, and add up the shards of all
+        ranks. Every rank calls it."""
+        self.stepped.add(id(optimizer))
+        if len(self.stepped) < len(self.optimizers):
+            return
+        held = add([self.strategy.held(self.updated_by(one), one) for one in self.optimizers])
         counts = self.record["dtypes"]
         sizes = {"weight": size(held["weight"]), "gradient": self.gradient_bytes, "gathered": size(held["gathered"])}
         sizes |= {"master": size(held["master"]), "optimizer": sum(map(size, held["optimizer"].values()))}
@@ -105,7 +134,7 @@ class Evidence:
         counts |= {"master": elements(held["master"])} if held["master"] else {}
         counts["optimizer_state"] = {key: elements(values) for key, values in held["optimizer"].items()}
         total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.parameters.values())
-        if report := self.backend.levels(self.model, self.optimizer):
+        if report := self.backend.levels(self.model, self.optimizers[0]):
             per_class = report["bytes_per_parameter"]["all"]
             sizes = {key: round(v * report["parameters"]["all"]) for key, v in per_class.items() if key != "total"}
             counts["levels"] = report["dtypes"]
@@ -124,7 +153,7 @@ class Evidence:
         dist.all_gather_object(everyone, (counts, sizes))
         everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other groups hold the same
         whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
-        parted = self.strategy.parted(self.optimizer)
+        parted = self.strategy.parted(self.optimizers[0])
         for key in sizes.keys() - set(parted):  # of this every process has all
             whole[key] = sizes[key]
         if "weight" not in parted:
@@ -146,6 +175,8 @@ class Evidence:
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
         share = self.record.get("share_per_process", {}).get("optimizer", 1)
         how = f", {share:.0%} of the optimizer state each" if plan.strategy.startswith("zero") else ", sharded"
+        if plan.strategy in ("fsdp", "hsdp"):
+            how += f" by {', '.join(self.model._no_split_modules)}" if self.model._no_split_modules else " as one piece"
         parts = [where + (how if self.sharded else "")]
         parts += [self.backend.name(plan)] if plan.precision != "fp8" else self.fp8_truth()
         parts[-1] += ", compiled" if plan.compile else ""
@@ -202,8 +233,10 @@ def share(plan, model):
 
 
 def add(parts):
-    """Sums nested dicts of numbers key by key; what is not a number is the same everywhere."""
+    """Adds nested dicts of numbers and lists key by key; what is neither is the same everywhere."""
     if isinstance(parts[0], dict):
         keys = dict.fromkeys(key for part in parts for key in part)
         return {key: add([part[key] for part in parts if key in part]) for key in keys}
+    if isinstance(parts[0], list):
+        return [one for part in parts for one in part]
     return sum(parts) if isinstance(parts[0], int) else parts[0]

@@ -11,6 +11,8 @@ them is killed. Whoever starts the run again meets none of them, and waits until
 import contextlib
 import ctypes
 import fcntl
+import functools
+import itertools
 import os
 import signal
 import socket
@@ -23,6 +25,7 @@ import psutil
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
+COMES = 10  # seconds that the main process waits for the others at what scripts may call on one process alone
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
 LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # how those of `python -m` begin
@@ -137,6 +140,30 @@ def meet(patience):
             missing = [str(other) for other in range(world) if not meet.store.check([f"came/{other}"])]
             raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
         time.sleep(0.05)
+
+
+@functools.cache
+def calls(what):
+    """A counter for each thing that processes may or may not call together."""
+    return itertools.count()
+
+
+def all_come(what):
+    """Whether all processes call this. The main process waits COMES seconds for them; who comes later is told that it
+    went on alone."""
+    import torch.distributed as dist
+
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return True
+    store, key = dist.distributed_c10d._get_default_store(), f"all_come/{what}/{next(calls(what))}"
+    come = store.add(key, 1)
+    if dist.get_rank() == 0:
+        end = time.monotonic() + COMES
+        while come < dist.get_world_size() and time.monotonic() < end:
+            time.sleep(0.01)
+            come = store.add(key, 0)
+        store.set(f"{key}/verdict", "all" if come == dist.get_world_size() else "alone")
+    return store.get(f"{key}/verdict") == b"all"
 
 
 def answers(address, port):

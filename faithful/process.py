@@ -4,6 +4,7 @@
 """
 
 import atexit
+import io
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 import traceback
 
 from faithful import config, launcher
+from faithful.errors import Refused
 
 stop_asked = False  # set by SIGTERM once there is something to save
 
@@ -42,7 +44,16 @@ def ask_to_stop(*_):
 def leave(problem, run):
     """The process's last words and its exit code."""
     error, code = None, 0
-    if hasattr(problem, "exit_code"):  # a user's mistake, of this package's or anyone's making
+    if isinstance(sys.stderr, io.StringIO):  # torch.distributed's excepthook shows it after us, and there is no after
+        sys.stderr = sys.__stderr__
+    if isinstance(problem, SystemExit):  # of `python -m faithful`
+        code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
+        if code and not isinstance(problem.code, int):
+            print(problem.code, file=sys.stderr)
+        error = f"the script exited with {code}" if code not in (0, 143) else None
+    elif words := sharded_and_whole(str(problem)):
+        return leave(Refused(words), run)
+    elif hasattr(problem, "exit_code"):  # a user's mistake, of this package's or anyone's making
         # A loader's process sends its error with a traceback before it.
         error, code = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
         own = getattr(problem, "of_one_process", False)  # only the process that met it knows
@@ -79,6 +90,15 @@ def lost_peer(problem, error):
     if silent or type(problem).__name__ == "DistStoreError":
         waited = f"in {config.seconds_of_patience()} s (COLLECTIVE_TIMEOUT)"
         return f"no answer from another process {waited}: it, its machine or the link is gone"
+    return None
+
+
+def sharded_and_whole(error):
+    """What happened, in words, where torch says that a script computes with FSDP2's shards and whole tensors together;
+    else None."""
+    if "got mixed torch.Tensor and DTensor" in error:
+        return ("the script computes with sharded weights and whole tensors together, in an average of weights (EMA) "
+                "perhaps, which FSDP2 cannot: use a ddp or zero2 config")  # fmt: skip
     return None
 
 

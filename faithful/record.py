@@ -28,6 +28,7 @@ class Record:
     def __init__(self, asked, folder, main):
         self.plan, self.folder, self.main = asked, Path(folder), main
         self.script, self.started = Path(sys.argv[0]).stem, now()
+        self.notes = []
         self.opened, self.claimed, self.failed_saves = False, False, 0
         self.status, self.error, self.final, self.arguments = "running", None, None, None
         self.seen = {"samples_per_step": None, "optimizer": None, "first_batch": None, "loss_curve": []}
@@ -97,7 +98,9 @@ class Record:
             "seen": self.seen,
             "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
             "plan": asdict(self.plan),
-            "evidence": evidence,
+            "evidence": evidence[0] if evidence else None,
+            "evidence_of_other_models": evidence[1:],
+            "notes": self.notes,
             "versions": machine.versions(),
             "device_name": machine.device_name(self.plan.device),
             **git_state(),
@@ -154,3 +157,15 @@ def default_folder(asked):
     name = asked.config or f"{asked.strategy}_{asked.precision}"
     script = Path(sys.argv[0]).stem
     return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def described(optimizer):
+    """An optimizer's class and the options of its groups, as JSON."""
+
+    def plain(value):
+        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+    groups = [
+        {key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}

@@ -10,20 +10,23 @@ import random
 import numpy as np
 import torch
 
-from faithful import backends, checkpoint, strategies
+from faithful import backends, checkpoint, loaders, strategies
 from faithful.errors import Refused
 from faithful.strategies import tp
 
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
-def collect(accelerator):
-    """(this rank's {name: tensor}, JSON values of the run). Every rank calls it."""
+def collect(accelerator, alone=False):
+    """(this rank's {name: tensor}, JSON values of the run). Every rank calls it; alone: the main process does."""
     plan, main = accelerator.plan, accelerator.is_main_process
     strategy, backend = strategies.of(plan), backends.of(plan)
-    parts = random_state()
+    parts, half_way = loaders.collect(accelerator.epochs, accelerator.stopping)
+    parts |= random_state()
     for index, evidence in enumerate(accelerator.evidence):
-        own = backend.tensors(strategy, evidence.model, evidence.optimizer)
+        own = {}
+        for optimizer in evidence.optimizers:
+            own |= backend.tensors(strategy, evidence.model, optimizer)
         if main or holds_own_parts(accelerator):
             parts |= {f"{index}:{name}": tensor for name, tensor in own.items()}
     tensors = {}
@@ -39,6 +42,8 @@ def collect(accelerator):
         "groups": pack(groups, tensors, "groups"),
         "schedulers": pack([scheduler.state_dict() for scheduler in accelerator._schedulers], tensors, "schedulers"),
         "scaler": None if scaler is None else scaler.state_dict(),
+        "loaders": half_way,
+        "alone": alone,
         "registered": pack([one.state_dict() for one in accelerator._custom_objects], tensors, "registered"),
         "cuts": tp.cuts(accelerator.evidence[0].model) if plan.split > 1 else {},
     }
@@ -60,7 +65,7 @@ def put_back(accelerator, folder):
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-    mine = checkpoint.read_tensors(folder, min(rank, saved_by - 1))
+    mine = checkpoint.read_tensors(folder, 0 if state["alone"] else min(rank, saved_by - 1))
     first = mine if rank == 0 else checkpoint.read_tensors(folder, 0)
     registered = unpack(state["registered"], first)
     if len(registered) != len(accelerator._custom_objects):
@@ -75,7 +80,8 @@ def put_back(accelerator, folder):
         own = {n.removeprefix(f"{index}:"): tensor for n, tensor in parts.items() if n.startswith(f"{index}:")}
         if saved_by != plan.num_processes:
             own = [checkpoint.Part(folder, one, f"{index}:") for one in range(saved_by)]
-        backend.restore(strategy, evidence.model, evidence.optimizer, own)
+        for optimizer in evidence.optimizers:
+            backend.restore(strategy, evidence.model, optimizer, own)
     for optimizer, groups in zip(accelerator._optimizers, unpack(state["groups"], first), strict=True):
         for group, saved in zip(strategy.inner(optimizer).param_groups, groups, strict=True):
             group.update(saved)
@@ -85,7 +91,9 @@ def put_back(accelerator, folder):
         accelerator.scaler.load_state_dict(state["scaler"])
     steps = state["steps"]
     accelerator.steps.taken, accelerator.steps.tried, accelerator.step = steps["taken"], steps["tried"], steps["micro"]
-    if rank < saved_by:  # one that is new goes on with its own
+    if rank < saved_by:
+        loaders.put_back(accelerator.epochs, mine, state["loaders"])
+    if rank < (1 if state["alone"] else saved_by):  # the others go on with their own
         set_random_state(mine)
     return saved_by
 

@@ -53,7 +53,10 @@ class Steps:
         """Before the optimizer step, on all ranks: raises Diverged unless everything is finite."""
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        norm = to_device(norm.detach().double(), self.losses[0].device)
+        norm = norm.detach().double()
+        if not self.losses:  # the script calls loss.backward() itself
+            self.losses.append(norm * 0)
+        norm = to_device(norm, self.losses[0].device)
         if self.everyone is None:
             *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # the one wait
             ranks = [losses]

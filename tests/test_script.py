@@ -73,6 +73,8 @@ def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
         ("ddp_fp32", "loader = accelerator.prepare(loader)\nmodel, optimizer = accelerator.prepare(model, optimizer)"),
         ("single_fp8_te", "optimizer, model = accelerator.prepare(optimizer, model)\nloader = accelerator.prepare(loader)"),
         ("single_fp8_te", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
+        ("fsdp_bf16", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
+        ("ddp_fp8_msamp_o3", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
         ("ddp_fp8_msamp_o2", "loader = accelerator.prepare(loader)\noptimizer, model = accelerator.prepare(optimizer, model)"),
     ],
 )  # fmt: skip
@@ -83,7 +85,7 @@ def test_in_several_calls_and_any_order_prepare_does_the_same(tmp_path, config, 
     assert record(a)["evidence"] == record(b)["evidence"] and record(a)["seen"] == record(b)["seen"]
 
 
-@pytest.mark.parametrize("config", ["fsdp_fp32", "single_fp8_msamp_o2"])
+@pytest.mark.parametrize("config", ["zero2_bf16"])
 def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path, config):
     apart = "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"
     train(config, tmp_path / "run", script=written(tmp_path, (TOGETHER, apart)), code=2)

@@ -17,7 +17,7 @@ def convert(accelerator, plan, model, optimizer):
         ours("amp8.emulate").convert(model, plan.level, lambda module, name: name in names, **options)
         # Each rank records amaxes of its own; DDP would overwrite them with rank 0's before they are reduced.
         model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers() if ".fp8_" in name]
-    return optimizer, skipped
+    return skipped
 
 
 def after_backward(plan, model):

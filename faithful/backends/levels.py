@@ -1,5 +1,7 @@
 """MS-AMP's levels O1, O2 and O3, by amp8."""
 
+import contextlib
+
 from faithful.backends.linear import asked_to_skip, in_bf16, ours
 from faithful.errors import Refused
 from faithful.strategies.plain import inner
@@ -14,13 +16,12 @@ def fully_sharded(plan):
 
 
 def convert(accelerator, plan, model, optimizer):
-    if fully_sharded(plan):  # amp8 converts shards: after_prepare does it
-        return optimizer, []
-    return on_its_level(plan, model, optimizer)
+    """DDP must find the layers converted; of what FSDP2 shards amp8 converts the shards, in after_prepare."""
+    return [] if fully_sharded(plan) else on_its_level(plan, model, optimizer)
 
 
 def on_its_level(plan, model, optimizer):
-    """(the optimizer that steps from now on, [(name, reason)] of the Linear layers left alone)."""
+    """Converts the model; [(name, reason)] of the Linear layers left alone. optimizer: only looked at, if given."""
     amp8 = ours("amp8")
     options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
     recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
@@ -29,14 +30,21 @@ def on_its_level(plan, model, optimizer):
     def skip(name, module):
         return name in asked
 
-    try:
-        model, optimizer = amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
-    except (TypeError, ValueError) as error:  # one line, that says what to do
-        raise Refused(f"asked for fp8: {error}") from None
+    with refusals():
+        amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
     for module in model.modules():
         if isinstance(module, amp8.FP8Linear):
             module.register_forward_pre_hook(out_of_fp8_in_eval)
-    return optimizer, [(name, asked.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
+    return [(name, asked.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
+
+
+@contextlib.contextmanager
+def refusals():
+    """One line, that says what to do."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise Refused(f"asked for fp8: {error}") from None
 
 
 def out_of_fp8_in_eval(module, _):
@@ -44,11 +52,17 @@ def out_of_fp8_in_eval(module, _):
 
 
 def after_prepare(accelerator, plan, model, optimizer):
-    skipped = []
-    if fully_sharded(plan):  # Accelerate's wrapper of the optimizer stays; the one inside it is replaced
-        optimizer.optimizer, skipped = on_its_level(plan, model, inner(optimizer))
+    """Accelerate's wrapper of the optimizer stays; the one inside it is replaced."""
+    skipped = on_its_level(plan, model, inner(optimizer)) if fully_sharded(plan) else []
+    with refusals():
+        optimizer.optimizer = ours("amp8").optimizer_of(model, inner(optimizer))
     ours("amp8").attach(model, last_micro_batch=lambda: accelerator.sync_gradients)
     return skipped
+
+
+def another_optimizer(plan):
+    raise Refused("MS-AMP's levels take one optimizer for a model, the script has several: one torch.optim.AdamW, with "
+                  "param_groups")  # fmt: skip
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):

@@ -13,16 +13,18 @@ def started(accelerator, plan):
 
 
 def convert(accelerator, plan, model, optimizer):
-    """Before `accelerator.prepare`: makes the model's layers what the plan says.
-
-    Returns (optimizer, [(name, reason)] of the Linear layers left alone). The optimizer may be another one.
-    """
-    return optimizer, []
+    """Before `accelerator.prepare`: makes the model's layers what the plan says. optimizer: its own, or None if it is
+    prepared later. Returns [(name, reason)] of the Linear layers left alone."""
+    return []
 
 
 def after_prepare(accelerator, plan, model, optimizer):
     """What is done to the prepared model and optimizer. Returns what `convert` could not know yet: more layers left
     alone, or nothing."""
+
+
+def another_optimizer(plan):
+    """Called where a second optimizer updates a part of a model that already has one. Raises Refused if it must not."""
 
 
 def after_backward(plan, model):

@@ -1,6 +1,5 @@
 """torchao's Float8Linear: dynamic scales, e4m3 forward, e5m2 gradients (tensorwise) or e4m3 (rowwise)."""
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -8,9 +7,6 @@ import torch.nn.functional as F
 from accelerate.utils import AORecipeKwargs
 
 from faithful.backends.linear import in_bf16, kind, left_alone, wanted
-
-# torchao registers an enum in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
-logging.getLogger("torch.utils._pytree").addFilter(lambda record: "KernelPreference" not in record.getMessage())
 
 KINDS = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
 
@@ -38,7 +34,7 @@ def convert(accelerator, plan, model, optimizer):
         from torchao.float8 import convert_to_float8_training
 
         convert_to_float8_training(model, config=config(plan), module_filter_fn=chosen)
-    return optimizer, skipped
+    return skipped
 
 
 def config(plan):

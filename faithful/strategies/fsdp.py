@@ -1,10 +1,14 @@
 """FSDP2, and HSDP: each process holds a shard of every parameter, gathered block by block for its use."""
 
 import warnings
+import weakref
 
 import torch
 
+from faithful.blocks import name_blocks
+from faithful.errors import Refused
 from faithful.strategies import plain
+from faithful.tensors import named
 
 REHEARSED_AS = "MULTI_GPU"  # the only type that Accelerate's AcceleratorState turns into FSDP
 
@@ -28,6 +32,74 @@ def arguments(plan, scaling):
         mixed_precision_policy=policy, cpu_offload=offload, activation_checkpointing=by_torch
     )
     return {"fsdp_plugin": plugin}
+
+
+def before_prepare(accelerator, plan, model, optimizer):
+    """FSDP2 gathers a model block by block: they must be known."""
+    name_blocks(model)
+
+
+def prepare(accelerator, accelerates, args, device_placement):
+    """Accelerate's FSDP2 takes one model and its optimizer at a time, and scripts have their own habits: it gets each
+    model with an optimizer that is thrown away. The script's optimizers follow the weights to their shards."""
+    prepared, rest = list(args), []
+    optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+    for at, one in enumerate(args):
+        if isinstance(one, torch.nn.Module) and not getattr(one, "_is_accelerate_prepared", False):
+            prepared[at] = shard(accelerator, accelerates, one, optimizers)
+        elif not isinstance(one, torch.nn.Module | torch.optim.Optimizer):
+            rest.append(at)
+    for at, one in enumerate(args):
+        if isinstance(one, torch.optim.Optimizer) and not getattr(one, "_is_accelerate_prepared", False):
+            follow(one)
+            prepared[at] = accelerator.prepare_optimizer(one)
+            prepared[at]._is_accelerate_prepared = True
+    others = accelerates(*(args[at] for at in rest)) if rest else ()
+    for at, one in zip(rest, others if len(rest) > 1 else (others,), strict=True) if rest else ():
+        prepared[at] = one
+    return tuple(prepared)
+
+
+SHARDS = {}  # {id of a parameter: (weak reference to it, the shard that has taken its place)}
+
+
+def shard(accelerator, accelerates, model, optimizers):
+    plugin, policy = accelerator.state.fsdp_plugin, accelerator.state.fsdp_plugin.auto_wrap_policy
+    if not getattr(model, "_no_split_modules", None) and plugin.transformer_cls_names_to_wrap is None:
+        plugin.auto_wrap_policy = None  # no block is repeated: one piece
+    before = dict(named(model.named_parameters(remove_duplicate=False)))
+    name_of = {id(parameter): name for name, parameter in before.items()}
+    places = []  # of this model's parameters in the optimizers, which would keep whole weights in memory
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) in name_of:
+                    places.append((group["params"], i, name_of[id(parameter)]))
+                    group["params"][i] = parameter.new_empty(0)
+    was = {name: (id(parameter), weakref.ref(parameter)) for name, parameter in before.items()}
+    model, throwaway = accelerates(model, torch.optim.SGD(before.values(), lr=0.0))
+    del before
+    accelerator._optimizers.remove(throwaway)
+    accelerator._models[:] = [one for one in accelerator._models if one is not model] + [model]
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
+    now = dict(named(model.named_parameters(remove_duplicate=False)))
+    for parameters, i, name in places:
+        parameters[i] = now[name]
+    SHARDS.update({key: (old, now[name]) for name, (key, old) in was.items()})
+    model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
+    return model
+
+
+def follow(optimizer):
+    """Puts shards where an optimizer still has the parameters that were sharded without it."""
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            old, now = SHARDS.get(id(parameter), (None, None))
+            if old is not None and old() is parameter:
+                if optimizer.state:
+                    raise Refused("an optimizer has state before it is prepared, which FSDP2 cannot shard: prepare it "
+                                  "first, then load its state")  # fmt: skip
+                group["params"][i] = now
 
 
 def reshard(model):

@@ -20,7 +20,13 @@ def arguments(plan, scaling):
 
 
 def before_prepare(accelerator, plan, model, optimizer):
-    """What is done to model and optimizer before `accelerator.prepare`."""
+    """What is done to the model before `accelerator.prepare`. optimizer: its own, or None if it comes later."""
+
+
+def prepare(accelerator, accelerates, args, device_placement):
+    """Accelerate's own `prepare`, called as often as it must be. Returns a tuple as long as `args`."""
+    prepared = accelerates(*args, device_placement=device_placement)
+    return prepared if len(args) > 1 else (prepared,)
 
 
 def after_prepare(accelerator, plan, model, optimizer):
@@ -106,6 +112,8 @@ def restore(model, optimizer, parts):
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = {}
     for name, parameter in named(model.named_parameters()):
+        if id(parameter) not in index:
+            continue
         prefix = f"optimizer/{name}/"
         values = {key.removeprefix(prefix): value for key, value in parts.items() if key.startswith(prefix)}
         if isinstance(parameter, DTensor):
@@ -117,7 +125,15 @@ def restore(model, optimizer, parts):
             }
         if values:
             state[index[id(parameter)]] = values
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    there = optimizer.state_dict()  # of another model that it also updates
+    optimizer.load_state_dict({"state": there["state"] | state, "param_groups": there["param_groups"]})
+
+
+def one_call(plan, optimizer):
+    """Raises Refused where Accelerate must see a model and its optimizer together."""
+    if optimizer is None:
+        raise Refused(f"{plan.strategy} {plan.precision} wants a model and its optimizer in one call: "
+                      "accelerator.prepare(model, optimizer, ...)")  # fmt: skip
 
 
 def same_model(own, parts):

@@ -10,6 +10,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
+from faithful.strategies import plain
 from faithful.tensors import fingerprint, named
 
 REHEARSED_AS = "MULTI_GPU"
@@ -38,6 +39,7 @@ def types(plan):
 
 def before_prepare(accelerator, plan, model, optimizer):
     """Leaves each process its part of the model, under the optimizer too."""
+    plain.one_call(plan, optimizer)
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -91,6 +91,9 @@ def cast_inputs(model, dtype):
 
 
 def before_prepare(accelerator, plan, model, optimizer):
+    plain.one_call(plan, optimizer)
+    if accelerator.deepspeed_engine_wrapped is not None or accelerator.evidence:
+        raise Refused(f"{plan.strategy} trains one model, the script prepares several: use a ddp or fsdp config")
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
         raise Refused(f"the model comes in {str(dtype)[6:]}: DeepSpeed wants fp32 parameters to begin with")

@@ -1,0 +1,60 @@
+"""Runs an Accelerate script as it is, with faithful's Accelerator in place of Accelerate's.
+
+    accelerate launch --config_file accelerate_configs/fsdp_fp8.yml -m faithful train.py --epochs 3
+    accelerate launch --config_file accelerate_configs/ddp_bf16.yml -m faithful -m trl.scripts.sft --max_steps 100
+
+--config_wins, before the script: where the script's arguments of Accelerator(...) contradict the config, the config is
+followed and a line says so. Without it the run is refused.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from faithful import process
+from faithful.errors import Refused
+
+
+def main(words):
+    while words and words[0].startswith("--"):
+        if words[0] != "--config_wins":
+            raise Refused(f"python -m faithful {words[0]}: the option before a script is --config_wins, or none")
+        os.environ["FAITHFUL_CONFIG_WINS"] = "1"
+        words = words[1:]
+    module = words[:1] == ["-m"]
+    words = words[1:] if module else words
+    if not words:
+        raise Refused("python -m faithful [--config_wins] SCRIPT [its arguments], or -m MODULE [its arguments]")
+    if not module and not Path(words[0]).is_file():
+        raise Refused(f"python -m faithful: no file {words[0]} in {os.getcwd()}")
+    take_its_place()
+    sys.argv = words
+    if module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def take_its_place():
+    """From now on, whoever asks Accelerate for its Accelerator gets faithful's."""
+    import accelerate.accelerator
+
+    from faithful import plan
+    from faithful.accelerator import Accelerator
+
+    plan.resolve()  # before a script asks torch or transformers what this machine is
+    original = accelerate.accelerator.Accelerator
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "Accelerator", None) is original and not name.startswith("faithful"):
+            module.Accelerator = Accelerator
+
+
+if __name__ == "__main__":
+    from faithful.accelerator import Accelerator  # from here on a mistake is one line
+
+    try:
+        main(sys.argv[1:])
+    except SystemExit as left:
+        process.leave(left, Accelerator.current)

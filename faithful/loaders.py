@@ -1,0 +1,89 @@
+"""Data loaders: a run that is resumed in the middle of an epoch goes on with the samples that are left.
+
+A loader draws its order, and a seed for its processes, when an epoch begins. A checkpoint holds the generators as they
+were then; the first epoch after `load_state` begins from them, and then goes on with the generators of the checkpoint.
+"""
+
+import itertools
+
+import torch
+from torch.utils.data import DataLoader
+
+
+class Epoch:
+    """Of one prepared loader. `began`: its generators before the epoch was drawn, {name: state}."""
+
+    def __init__(self):
+        self.loader, self.began, self.again = None, None, None
+
+    def watch(self, prepared):
+        """prepared: Accelerate's loader, which has torch's inside."""
+        self.loader, inside = prepared, getattr(prepared, "base_dataloader", None)
+        if type(inside) is DataLoader:
+            inside.__class__, inside.epoch = Watched, self
+        return prepared
+
+    def running(self, between_batches):
+        """Whether it is in the middle of an epoch. between_batches: the batch at hand is still to be trained on."""
+        stack = self.loader.gradient_state.dataloader_references
+        return any(one is self.loader for one in stack) and (between_batches or not self.loader.end_of_dataloader)
+
+
+class Watched(DataLoader):
+    def _get_iterator(self):
+        epoch, own = self.epoch, sampler_generator(self)
+        again, epoch.again, later = epoch.again, None, generators(own)
+        if again is not None:
+            set_generators(own, again)
+        epoch.began = generators(own)
+        iterator = super()._get_iterator()
+        if again is not None:
+            if hasattr(iterator, "_sampler_iter"):  # the order is drawn with the first batch
+                batches = iterator._sampler_iter
+                first = list(itertools.islice(batches, 1))
+                iterator._sampler_iter = itertools.chain(first, batches)
+            set_generators(own, later)
+        return iterator
+
+
+def sampler_generator(loader):
+    """The generator of a loader's sampler, or None where it uses torch's."""
+    seen, sampler = 0, loader.batch_sampler or loader.sampler
+    while sampler is not None and seen < 8:  # samplers of samplers: Accelerate's shards, skipped batches
+        if isinstance(getattr(sampler, "generator", None), torch.Generator):
+            return sampler.generator
+        sampler, seen = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None), seen + 1
+    return None
+
+
+def generators(own):
+    return {"torch": torch.get_rng_state()} | ({"own": own.get_state()} if own is not None else {})
+
+
+def set_generators(own, states):
+    torch.set_rng_state(states["torch"])
+    if own is not None and "own" in states:
+        own.set_state(states["own"])
+
+
+def collect(epochs, between_batches):
+    """({name: tensor} of this process, which loaders are in the middle of an epoch)."""
+    parts, running = {}, [epoch.running(between_batches) and epoch.began is not None for epoch in epochs]
+    for i, epoch in enumerate(epochs):
+        inside = epoch.loader.base_dataloader if hasattr(epoch.loader, "base_dataloader") else epoch.loader
+        own = sampler_generator(inside)
+        parts |= {f"loader/{i}/now": own.get_state()} if own is not None else {}
+        parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if running[i] else {}
+    return parts, running
+
+
+def put_back(epochs, parts, running):
+    for i, (epoch, half_way) in enumerate(zip(epochs, running, strict=False)):
+        inside = epoch.loader.base_dataloader if hasattr(epoch.loader, "base_dataloader") else epoch.loader
+        own = sampler_generator(inside)
+        if own is not None and f"loader/{i}/now" in parts:
+            own.set_state(parts[f"loader/{i}/now"])
+        if half_way:
+            epoch.again = {
+                name: parts[f"loader/{i}/{name}"] for name in ("torch", "own") if f"loader/{i}/{name}" in parts
+            }
