@@ -102,7 +102,7 @@ def initialize(
             state.comm = fsdp.ShardComm(state.gradients, state.group, state.replica_group, bucket_bytes)
     elif state.world > 1:
         state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
-        ours = [f"{name}.{entry}" for name in layers for entry in ("weight", *FP8Linear.BUFFERS)]
+        ours = [f"{name}.weight" for name in layers]
         model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *ours]
     model.amp8_state = state
     return model, None if optimizer is None else Adam(optimizer, state)

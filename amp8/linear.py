@@ -33,7 +33,7 @@ class FP8Linear(nn.Linear):
 
     transposed = False  # the weight is [out, in]
     sharding = None  # under fully_shard: where the weight's rows are
-    BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
+    SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     OURS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "port", "held", "trained")  # fmt: skip
 
@@ -47,12 +47,10 @@ class FP8Linear(nn.Linear):
         self.operands = set()  # formats of the operands its products had
         self.keeps_master = keeps_master
         self.master = self.master_scale = None  # O3, on the rank that owns the weight: fp16 codes and their scale
-        # Not persistent: a state_dict has exactly the entries of the unconverted model.
-        self.register_buffer("weight_scale", torch.ones((), device=device), persistent=False)
-        self.register_buffer("weight_amax", torch.zeros((), device=device), persistent=False)
-        self.register_buffer("amax_history", torch.zeros(history, 2, device=device), persistent=False)
-        self.register_buffer("scale", torch.ones(2, device=device), persistent=False)
-        self.register_buffer("updates", torch.zeros(2, dtype=torch.int32, device=device), persistent=False)
+        # Not buffers: a model has exactly the buffers of the unconverted one, for whoever pairs them with another's.
+        self.weight_scale, self.weight_amax = torch.ones((), device=device), torch.zeros((), device=device)
+        self.amax_history, self.scale = torch.zeros(history, 2, device=device), torch.ones(2, device=device)
+        self.updates = torch.zeros(2, dtype=torch.int32, device=device)
         self.weight.grad = None
         if self.sharding is not None:
             value = self.sharding.rows_of(self.weight.detach()).float()
@@ -171,14 +169,14 @@ class FP8Linear(nn.Linear):
     def _apply(self, function, recurse=True):
         with torch._C.DisableTorchFunctionSubclass():  # codes move to a device as codes
             super()._apply(function, recurse)
+        for name in self.SCALING:
+            setattr(self, name, function(getattr(self, name)))
         self.held = codes_of(self.weight) if self.sharding is None else None
         return self
 
     def __deepcopy__(self, memo):
         copied = memo[id(self)] = self.plain_class.__new__(self.plain_class)
-        own = {key: value for key, value in self.__dict__.items() if key not in self.OURS}
-        own["_buffers"] = {key: value for key, value in self._buffers.items() if key not in self.BUFFERS}
-        own["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - {*self.BUFFERS}
+        own = {key: value for key, value in self.__dict__.items() if key not in self.OURS + self.SCALING}
         copied.__dict__.update(copy.deepcopy(own, memo))
         return copied
 

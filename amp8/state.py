@@ -143,9 +143,11 @@ def raw_tensors(root):
         tensors[f"{kind}/model/{name}"] = local(parameter) if linear is None else linear.codes
     converted = {name: module for name, module in named(root.named_modules()) if isinstance(module, FP8Linear)}
     for name, buffer in named(root.named_buffers()):
-        layer, _, entry = name.rpartition(".")
-        shared = layer not in converted or entry in ("weight_scale", "weight_amax")
-        tensors[f"{'all' if shared else 'rank'}/model/{name}"] = buffer
+        tensors[f"all/model/{name}"] = buffer
+    for name, module in converted.items():
+        for entry in module.SCALING:
+            shared = entry in ("weight_scale", "weight_amax")
+            tensors[f"{'all' if shared else 'rank'}/model/{name}.{entry}".replace("/.", "/")] = getattr(module, entry)
     for name, module in converted.items():
         if module.master is not None:
             tensors[f"rank/master/{name}"] = module.master

@@ -28,19 +28,20 @@ class Steps:
         self.loss_is_of_all = False  # else it is this process's alone
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
+        self.checked = 0  # updates that were looked at: of every optimizer, tried and taken are of the first
         self.next_exchange, self.paced, self.everyone = 0, (time.perf_counter(), 0), None
 
     def backward(self, loss, last):
         """Before each backward. `last`: of the optimizer step."""
         self.losses.append(loss.detach())
         if last:
-            self.everyone = self.exchange() if self.tried >= self.next_exchange else None
+            self.everyone = self.exchange() if self.checked >= self.next_exchange else None
 
     def exchange(self):
         """Begins to collect losses, whether told to stop, seconds per step of all ranks: (flat tensor, its work)."""
         now, (before, steps) = time.perf_counter(), self.paced
-        self.paced = now, self.tried
-        seconds = (now - before) / max(1, self.tried - steps)
+        self.paced = now, self.checked
+        seconds = (now - before) / max(1, self.checked - steps)
         rest = torch.tensor([process.told_to_stop(), seconds], dtype=torch.float64)
         losses = torch.stack(self.losses).double().flatten()
         mine = torch.cat([losses, to_device(rest, losses.device)])
@@ -64,6 +65,7 @@ class Steps:
                 self.everyone = self.exchange()
         if self.everyone is not None:
             ranks = self.collect(norm)
+        self.checked += 1
         self.loss_is_of_all = self.everyone is not None or self.num_processes == 1
         self.losses.clear()
         self.everyone = None
@@ -89,7 +91,7 @@ class Steps:
         self.stopping = self.stopping or any(row[-2] for row in rows)
         pace = max(row[-1] for row in rows)
         timed = self.excluded >= WARMUP_STEPS and pace > 0
-        self.next_exchange = self.tried + max(1, int(timed and AGREE_SECONDS / pace))
+        self.next_exchange = self.checked + max(1, int(timed and AGREE_SECONDS / pace))
         return [row[:-2] for row in rows]
 
     def done(self, skipped):

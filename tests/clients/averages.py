@@ -50,5 +50,5 @@ copied.copy_to(plain.parameters())
 copied.restore(plain.parameters())
 for a, b in zip(plain.state_dict().values(), before, strict=True):
     assert torch.allclose(a, b, rtol=1e-3), "restored to something else"
-ended.tell(accelerator, model, sys.argv[1])
+ended.tell(accelerator, model, sys.argv[-1])
 accelerator.end_training()

@@ -29,5 +29,5 @@ for step, real in enumerate(loader):
     of_generator.step()
     of_generator.zero_grad()
     of_discriminator.zero_grad()
-ended.tell(accelerator, generator, sys.argv[1])
+ended.tell(accelerator, generator, sys.argv[-1])
 accelerator.end_training()

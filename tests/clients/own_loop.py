@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
-accelerator = Accelerator(project_dir=sys.argv[1])
+accelerator = Accelerator(project_dir=sys.argv[-1])
 set_seed(0)
 
 
@@ -40,5 +40,5 @@ for step, x in enumerate(loader):
     schedule.step()
     optimizer.zero_grad()
     if step == 7:
-        accelerator.save_state(f"{sys.argv[1]}/checkpoint-4")
-ended.tell(accelerator, model, sys.argv[1])
+        accelerator.save_state(f"{sys.argv[-1]}/checkpoint-4")
+ended.tell(accelerator, model, sys.argv[-1])

@@ -18,9 +18,9 @@ config = LlamaConfig(vocab_size=16, hidden_size=64, intermediate_size=128, num_h
                      bos_token_id=None)  # fmt: skip
 data = Dataset.from_dict({"text": [f"one two three {word} five six" for word in words[2:]] * 8})
 arguments = SFTConfig(
-    sys.argv[1], max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=2, save_strategy="no",
+    sys.argv[-1], max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=2, save_strategy="no",
     report_to=[], disable_tqdm=True, optim="adamw_torch", max_length=16, bf16=False, gradient_checkpointing=False, seed=0,
 )  # fmt: skip
 trainer = SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, processing_class=tokenizer)
 trainer.train()
-ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[1])
+ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1])

@@ -1,0 +1,216 @@
+"""Scripts that know nothing of this project (tests/clients), under its configs by `python -m faithful`."""
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+import torch
+from conftest import CONFIGS, ROOT, Ranks, launched, record
+
+from faithful import __main__ as door
+from faithful import checkpoint
+
+CLIENTS = ROOT / "tests" / "clients"
+
+
+def there(*packages):
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)} (setup --extra dev)")
+
+
+def run(client, config, folder, code=0, wins=False, script=None):
+    """The folder of a run of tests/clients/<client>.py, in forked ranks."""
+    sys.path.insert(0, str(CLIENTS))
+    env = {"FAITHFUL_PROJECT_DIR": str(folder / "run")} | ({"FAITHFUL_CONFIG_WINS": "1"} if wins else {})
+    (folder / "out").mkdir(exist_ok=True)
+    ranks = Ranks(config, ["--output_dir", str(folder / "out")], script=script or CLIENTS / f"{client}.py", env=env,
+                  before=lambda rank: door.take_its_place())  # fmt: skip
+    codes = ranks.wait()
+    sys.path.remove(str(CLIENTS))
+    assert set(codes) == {code}, f"exit codes {codes}\n{ranks.text()[-4000:]}"
+    return ranks.text()
+
+
+def told(folder):
+    return [json.loads(path.read_text()) for path in sorted((folder / "out").glob("rank*.json"))]
+
+
+def of(folder):
+    return record(sorted(folder.rglob("run.json"))[0].parent)
+
+
+@pytest.mark.parametrize(
+    ("client", "config"),
+    [
+        pytest.param("causal", "ddp_bf16", marks=there("transformers")),
+        pytest.param("classifier", "ddp_fp8", marks=[there("transformers"), pytest.mark.slow]),
+        pytest.param("sft", "ddp_fp8_msamp_o2", marks=[there("trl"), pytest.mark.slow]),
+        ("gan", "ddp_bf16"),
+    ],
+)
+def test_two_processes_of_one_run_end_with_equal_weights(tmp_path, client, config):
+    run(client, config, tmp_path)
+    made, ranks = of(tmp_path), told(tmp_path)
+    assert [rank["processes"] for rank in ranks] == [2, 2] and ranks[0]["weights"] == ranks[1]["weights"]
+    assert made["status"] == "finished" and made["recipe"] == client and made["plan"]["config"] == config
+    assert made["seen"]["loss_curve"][0][0] == 1 and made["evidence"]["truth"].startswith("ddp x2 gloo")
+    assert made["evidence"]["linear_converted"] > 0 or config == "ddp_bf16"
+    assert len(made["evidence_of_other_models"]) == (client == "gan")
+
+
+def test_two_models_and_optimizers_prepared_one_by_one_are_sharded(tmp_path):
+    log = run("gan", "fsdp_bf16", tmp_path)
+    made = of(tmp_path)
+    each = [made["evidence"], *made["evidence_of_other_models"]]
+    assert [one["sharded"] and one["optimizer_owns_all"] for one in each] == [True, True]
+    assert all(one["bytes_per_parameter"]["total"] == 16 for one in each), "the optimizers hold shards"
+    assert log.count("sharded as one piece") == 2
+
+
+@pytest.mark.parametrize("config", ["single_fp8_msamp_o2", "ddp_fp8_msamp_o3"])
+def test_averages_of_coded_weights_are_of_their_values(tmp_path, config):
+    """The script itself compares torch's, timm's and diffusers' averages with the weights: codes are 2**10 times off."""
+    run("averages", config, tmp_path, code=0 if config.endswith("o2") else 2)
+    if config.endswith("o3"):  # it also puts an average in, which O3's masters would not follow
+        assert "is at O3, whose master weights are elsewhere" in (tmp_path / "out.log").read_text()
+
+
+def test_averages_of_shards_are_refused_in_one_line(tmp_path):
+    log = run("averages", "fsdp_bf16", tmp_path, code=2)
+    assert log.count("refused: the script computes with sharded weights and whole tensors together") == 1
+    assert "use a ddp or zero2 config" in log and "Traceback" not in log
+
+
+def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
+    main = "    if step == 7 and accelerator.is_main_process:\n"
+    text = (CLIENTS / "own_loop.py").read_text()
+    assert "    if step == 7:\n" in text
+    (tmp_path / "alone.py").write_text(text.replace("    if step == 7:\n", main))
+    log = run("own_loop", "ddp_bf16", tmp_path, script=tmp_path / "alone.py")
+    assert log.count("note: the main process alone calls save_state") == 1
+    assert checkpoint.unsound(tmp_path / "out" / "checkpoint-4") is None
+    assert {rank["weights"] for rank in told(tmp_path)} == {told(tmp_path)[0]["weights"]}
+    made = of(tmp_path)
+    assert any("steps a prepared scheduler 2 times" in line for line in made["notes"]) and len(made["notes"]) == 2
+    assert made["seen"]["samples_per_step"] == 16, "two micro-batches of four, on two processes"
+
+
+def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):
+    (tmp_path / "no.py").write_text((CLIENTS / "gan.py").read_text().replace(
+        "Accelerator()", "Accelerator(mixed_precision='no', split_batches=False)"))  # fmt: skip
+    log = run("gan", "single_bf16", tmp_path, code=2, script=tmp_path / "no.py")
+    assert "refused: the script passes mixed_precision='no', the config says bf16" in log
+    assert "launch with --config_wins" in log and "Traceback" not in log
+    log = run("gan", "single_bf16", tmp_path, wins=True, script=tmp_path / "no.py")
+    assert "note: the script passes mixed_precision='no', the config says bf16, which wins" in log
+    assert of(tmp_path)["evidence"]["dtypes"]["linear_output"] == "bfloat16"
+
+
+def test_nothing_is_added_to_a_scripts_arithmetic(tmp_path):
+    """With dropout and a shuffled loader: the same random numbers are drawn, too."""
+    text = (CLIENTS / "own_loop.py").read_text().replace("nn.GELU()", "nn.GELU(), nn.Dropout(0.1)")
+    (tmp_path / "mine.py").write_text(text)
+    results = []
+    for words, name in (((), "plain"), (("-m", "faithful"), "ours")):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = launched(sys.executable, *words, tmp_path / "mine.py", folder, cwd=tmp_path,
+                        env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "OMP_NUM_THREADS": "1"})  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        results.append(json.loads((folder / "rank0.json").read_text()))
+    assert results[0] == results[1]
+
+
+SHUFFLED = """
+import sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+accelerator = Accelerator(project_dir=sys.argv[2])
+set_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+data = torch.randn(40, 8)
+loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+first = 0
+if sys.argv[3:]:
+    accelerator.load_state(sys.argv[3])
+    first = accelerator.steps.taken
+step, per_epoch = first, len(loader)
+for epoch in range(first // per_epoch, 3):
+    left = accelerator.skip_first_batches(loader, first % per_epoch) if epoch == first // per_epoch else loader
+    for x in left:
+        accelerator.backward((model(x) - x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step == 7 and not sys.argv[3:]:
+            accelerator.save_state(f"{sys.argv[2]}/checkpoint-7")
+accelerator.save_model(model, f"{sys.argv[2]}/model")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
+def test_a_shuffled_epoch_goes_on_with_the_samples_that_are_left(tmp_path, config):
+    from conftest import distance, train
+
+    (tmp_path / "shuffled.py").write_text(SHUFFLED)
+    here = {"script": tmp_path / "shuffled.py", "before": lambda rank: door.take_its_place()}
+    whole = train(config, tmp_path / "whole", **here)
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "part"), str(whole / "checkpoint-7")], **here)
+    assert set(ranks.wait()) == {0}, ranks.text()
+    a, b = (record(one)["seen"]["loss_curve"] for one in (whole, tmp_path / "part"))
+    assert distance(whole, tmp_path / "part") == 0 and b[0][0] == 8
+    assert all(dict(a).get(step, loss) == loss for step, loss in b)  # two processes compare losses every 0.1 s
+
+
+def test_an_error_in_the_middle_of_a_run_is_shown(tmp_path):
+    """torch.distributed collects what is written while an exception is shown, to show it afterwards."""
+    (tmp_path / "mine.py").write_text(
+        (CLIENTS / "gan.py").read_text().replace("if step == 6:", "if step == 2:\n        1 / 0\n    if step == 6:")
+    )
+    done = launched("./launch.sh", "ddp_bf16", tmp_path / "mine.py", tmp_path,
+                    env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)})  # fmt: skip
+    assert done.returncode and "ZeroDivisionError: division by zero" in done.stderr
+    assert "-m faithful" in done.stdout.splitlines()[0], "it does not import faithful: launch.sh sees to it"
+    assert record(tmp_path / "run")["error"] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "python -m faithful [--config_wins] SCRIPT"),
+        (("nowhere.py",), "no file nowhere.py in"),
+        (("--conf", "a.py"), "--conf: the option before a script is --config_wins"),
+    ],
+)
+def test_a_mistyped_command_is_one_line(tmp_path, words, line):
+    done = launched(sys.executable, "-m", "faithful", *words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("left", ["sys.exit(3)", "sys.exit('no')", "sys.exit()"])
+def test_a_scripts_own_exit_code_is_kept(tmp_path, left):
+    (tmp_path / "mine.py").write_text((CLIENTS / "gan.py").read_text() + f"{left}\n")
+    done = launched(sys.executable, "-m", "faithful", tmp_path / "mine.py", tmp_path, cwd=tmp_path,
+                    env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")})  # fmt: skip
+    assert done.returncode == {"sys.exit(3)": 3, "sys.exit('no')": 1, "sys.exit()": 0}[left], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["single_bf16", "ddp_bf16", "fsdp_bf16", "hsdp_bf16", "ddp_fp8", "single_fp8_msamp_o2"]
+)
+@pytest.mark.parametrize("client", sorted(path.stem for path in CLIENTS.glob("*.py") if path.stem != "ended"))
+def test_every_client_runs_as_what_its_config_says_or_is_refused(tmp_path, client, config):
+    os.environ["PYTHONPATH"] = str(ROOT)
+    from benchmarks import clients
+
+    row = clients.outcome(client, config, tmp_path)
+    assert row["outcome"] in ("ran", "refused"), row
+    assert (CONFIGS / f"{config}.yml").is_file() and torch.cuda.device_count() >= 0
