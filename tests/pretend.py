@@ -147,14 +147,20 @@ class Memory:
 
 
 def move(parameter, value):
-    """`parameter.data = value` from a CPU to the device: the same object, attributes and hooks, other values."""
-    if not isinstance(value, CudaTensor):
+    """`parameter.data = value` from a CPU to the device: the same object, attributes and hooks, other values. Buffers,
+    too."""
+    if not isinstance(value, CudaTensor) or isinstance(parameter, CudaTensor):
         return torch._C.TensorBase.data.__set__(parameter, value)
     hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
-    moved = CudaTensor(value.held).requires_grad_(parameter.requires_grad)
+    moved, is_parameter = (
+        CudaTensor(value.held).requires_grad_(parameter.requires_grad),
+        type(parameter) is not torch.Tensor,
+    )
     torch._C._swap_tensor_impl(parameter, moved)
     parameter.__class__ = CudaTensor
-    parameter.held, parameter._is_param = value.held, True
+    parameter.held = value.held
+    if is_parameter:
+        parameter._is_param = True
     for hook in hooks:
         parameter.register_post_accumulate_grad_hook(hook)
 
@@ -524,7 +530,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
         },
         torch: {"compile": compile, "tensor": moved(torch.tensor), "as_tensor": moved(torch.as_tensor), "_has_compatible_shallow_copy_type": lambda tensor, other: True},
         torch.nn.Module: {"compile": nothing},
-        torch.nn.Parameter: {"data": property(lambda self: torch._C.TensorBase.data.__get__(self), move)},
+        torch.Tensor: {"data": property(lambda self: torch._C.TensorBase.data.__get__(self), move)},
         # Both time themselves by CUDA's events.
         dist.Reducer: {"prepare_for_forward": nothing},
         dist.Logger: {"set_runtime_stats_and_log": nothing},
