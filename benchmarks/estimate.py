@@ -8,10 +8,12 @@ resident memory since before the model was built. What the libraries take on fir
 the peak of a run with next to no model (vit_nano) less what the estimate says of it, and is added to every other row.
 glibc keeps much of what was freed, unlike a GPU's allocator, whose peak is of what is in use. So each pair runs twice:
 told to give large blocks back (`peak`, which is compared), and as it is by default (`peak_by_default`).
-Finished runs are not repeated when it is started again.
+Finished runs are not repeated when it is started again. With --configs these rows alone are measured, each with its
+date, and the other rows and the libraries' memory stay as the output file has them.
 """
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -52,7 +54,10 @@ PAIRS = [  # config, model, dataset, batch per process
     ("fsdp_bf16_noreshard", "vit_base", "digits", 16),
     ("fsdp_bf16_ckpt", "vit_small", "digits", 128),
     ("fsdp_bf16_offload", "vit_base", "digits", 16),
+    ("fsdp_fp8_msamp_o1", "vit_base", "digits", 16),
+    ("fsdp_fp8_msamp_o2", "vit_base", "digits", 16),
     ("hsdp_bf16", "vit_base", "digits", 8),
+    ("hsdp_fp8_msamp_o2", "vit_base", "digits", 8),
     ("zero1_bf16", "vit_base", "digits", 16),
     ("zero2_bf16", "vit_base", "digits", 16),
     ("zero3_bf16", "vit_base", "digits", 16),
@@ -105,25 +110,28 @@ def main():
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "estimate")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--measure", action="store_true", help="only run what has not run yet")
+    parser.add_argument("--configs", nargs="+", default=(), help="only their rows; the rest is in the output file")
     args = parser.parse_args()
+    before = json.loads(args.output.read_text()) if args.configs else None
+    pairs = [pair for pair in PAIRS if not args.configs or pair[0] in args.configs]
     if args.measure:
-        for pair in [*((config, "vit_nano", "digits", 8) for config in RUNTIME.values()), *PAIRS]:
+        for pair in [*((config, "vit_nano", "digits", 8) for config in RUNTIME.values() if not before), *pairs]:
             measured(*pair, args.runs)
             measured(*pair, args.runs, give_back=False)
         return
-    runtime = {}
-    for kind, config in RUNTIME.items():
+    runtime = before["runtime"] if before else {}
+    for kind, config in RUNTIME.items() if not before else ():
         found = measured(config, "vit_nano", "digits", 8, args.runs)
         guess = estimated([config], "vit_nano", "digits", 8)[config]
         runtime[kind] = found["peak_memory_bytes"] - guess["total"]
         print(f"runtime, {kind}: {runtime[kind] / 2**20:.0f} MiB", flush=True)
     groups, rows = {}, []
-    for config, *rest in PAIRS:
+    for config, *rest in pairs:
         groups.setdefault(tuple(rest), []).append(config)
-    records = {pair: measured(*pair, args.runs) for pair in PAIRS}
-    by_default = {pair: measured(*pair, args.runs, give_back=False) for pair in PAIRS}
+    records = {pair: measured(*pair, args.runs) for pair in pairs}
+    by_default = {pair: measured(*pair, args.runs, give_back=False) for pair in pairs}
     guesses = {rest: estimated(configs, *rest) for rest, configs in groups.items()}
-    for config, *rest in PAIRS:
+    for config, *rest in pairs:
         record, guess = records[config, *rest], guesses[tuple(rest)][config]
         evidence, processes = record["evidence"], record["plan"]["num_processes"]
         share = evidence.get("share_per_process", {})  # of a class that every process has whole, 1
@@ -148,7 +156,13 @@ def main():
         said += f"{row['peak_measured'] / 2**20:6.0f} MiB {'' if row['within'] else ' OFF'}"
         print(f"{config:24}{rest[0]:11}{rest[1]:8}{rest[2]:4}  {said}", flush=True)
     print(f"{sum(row['within'] for row in rows)} of {len(rows)} within {LIMITS}")
-    if args.output:
+    if before:
+        made = {"date": datetime.date.today().isoformat(), "versions": record["versions"]}
+        made["device"] = record["device_name"]
+        added = [row | made for row in rows]
+        kept = [row for row in before["rows"] if row["config"] not in args.configs]
+        args.output.write_text(json.dumps(before | {"rows": kept + added}, indent=1) + "\n")
+    elif args.output:
         save(args.output, {"limits": LIMITS, "runtime": runtime, "rows": rows}, run=record)
 
 

@@ -23,8 +23,10 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   zero3           2 P/N (4 P/N)   4 P/N           4 P/N           8 P/N         2 P gathered, its buckets
   msamp o1 | o2   2 P             1 P             -               8 P | 3 P     of converted weights; the rest as above
   msamp o3        1 P             1 P/N           2 P/N           3 P/N
+  ..., fsdp       2 P/N           1 P/N           -               8 or 3 P/N    blocks gathered in FP8, a bucket
 
-fp16, bf16, ao and te keep fp32 parameters, as fp32 does. On a CPU the libraries take memory of their own when first
+A CPU process builds the whole model in fp32 before FSDP2 takes its part: where that is more than training, it is the
+total. fp16, bf16, ao and te keep fp32 parameters, as fp32 does. On a CPU the libraries take memory when first
 used (`runtime`), whatever the model. How far off all this is, is measured: results/estimate.json, which
 benchmarks/estimate.py writes.
 """
@@ -65,7 +67,8 @@ def traced(module, argv, asked, seen):
     """The traces a config needs, each made once: sharded parameters are gathered in the dtype they compute in."""
     from tools.tracing import trace
 
-    cast = asked["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
+    sharded = asked["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3")
+    cast = sharded and asked["precision"] != "fp32" and asked["backend"] != "msamp"
     key = ("fp32", None, None, "bfloat16") if cast else (
         asked["precision"], asked["backend"], asked["level"], None)  # fmt: skip
     plain = (key[0] if key[0] != "fp8" else "bf16", None, None, key[3])  # FP8 inside checkpoints takes long to trace
@@ -87,8 +90,9 @@ def estimate(asked, plain, checkpointed, cpu):
     from faithful.strategies.zero import BUCKET
 
     elements, blocks = plain["parameters"], plain["blocks"]
+    levels = asked["backend"] == "msamp"
     itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
-    fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
+    fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") and not levels else 1
     weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
     gradient, in_fp8 = plain["gradients"]["ordinary"] * fp32, plain["gradients"]["fp8"]
     master = plain["master"]
@@ -98,15 +102,19 @@ def estimate(asked, plain, checkpointed, cpu):
     left = gradient + in_fp8  # of the gradients, on this rank
     if strategy == "ddp":
         communication = gradient
-        if asked["level"] == "o3" and asked["backend"] == "msamp":
-            levels = plain["levels"]["optimizer"]
-            optimizer += levels / n - levels
+        if asked["level"] == "o3" and levels:
+            of_levels = plain["levels"]["optimizer"]
+            optimizer += of_levels / n - of_levels
             master, left = master / n, gradient + in_fp8 / n
     elif strategy in ("fsdp", "hsdp", "tp"):
         if strategy == "tp":
             plain["splits"](n)  # raises Refused where the model cannot be
-        weights, optimizer, left = weights / n, optimizer / n, gradient / n
+        weights, optimizer, left = weights / n, optimizer / n, (gradient + in_fp8) / n
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
+        if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
+            from amp8 import comm
+
+            communication = gathered - 2 * largest + min(comm.BUCKET, in_fp8) * (3 + 4 / n)
     elif strategy.startswith("zero"):
         own = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
         master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / own
@@ -120,7 +128,9 @@ def estimate(asked, plain, checkpointed, cpu):
 
     found = checkpointed if asked["ckpt"] else plain
     share = left / (gradient + in_fp8)
-    worst = max(g * fp32 * share + o for g, o in found["moments"])  # gradients come as activations go
+    # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
+    away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
+    worst = max(g * fp32 * share + o - g * away for g, o in found["moments"])  # gradients come as activations go
     sizes = {
         "weights": weights,
         "gradients": left,
@@ -131,8 +141,10 @@ def estimate(asked, plain, checkpointed, cpu):
         "runtime": RUNTIME["single" if asked["num_processes"] == 1 else "several"] if cpu else 0,
     }
     sizes = {key: round(size) for key, size in sizes.items()}
+    building = 4 * elements * (1 + 1 / n) + sizes["runtime"] if cpu and strategy in ("fsdp", "hsdp") else 0
+    training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
     return sizes | {
-        "total": sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst),
+        "total": max(training, round(building)),
         "activations_checkpointed": max(o for _, o in checkpointed["moments"]),
         "states": sum(sizes[key] for key in STATES),
     }
