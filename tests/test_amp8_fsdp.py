@@ -20,6 +20,11 @@ import amp8
 WIDTH = 32
 
 
+def slow(*values):
+    """A case of a promise that another case keeps in the default run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class Block(nn.Module):
     def __init__(self, width=WIDTH, plain=True):
         super().__init__()
@@ -122,8 +127,7 @@ def same_batches(rank, world, level, steps):
     return {"losses": losses, "codes": codes_of(model), "whole": whole(model)}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world, level", [(2, "O2"), (4, "O2"), slow(2, "O1"), slow(4, "O1")])
 def test_ranks_with_the_same_batches_do_what_one_process_does(world, level):
     # The mean of equal gradients, one of them unrounded, rounds to what one gradient rounds to.
     results = run_ranks(world, same_batches, level, 12)
@@ -155,7 +159,7 @@ def own_batches(rank, world, sharded, steps, options):
 
 
 @pytest.mark.parametrize(
-    "world, options", [(2, {}), (4, {}), (2, {"stochastic_rounding": True}), (2, {"recipe": "te_delayed"})]
+    "world, options", [(2, {}), slow(4, {}), slow(2, {"stochastic_rounding": True}), slow(2, {"recipe": "te_delayed"})]
 )
 def test_ranks_with_batches_of_their_own_do_what_replicas_do(world, options):
     # One tensor in a bucket: both then leave the same part of each gradient unrounded.
@@ -200,7 +204,7 @@ def exact_gradients(world):
     return {name: torch.stack([gradients[name] for gradients in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize("world, replicas", [(2, 1), (3, 1), (4, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("world, replicas", [(3, 1), (4, 2), slow(2, 1), slow(4, 1), slow(2, 2)])
 def test_the_mean_gradient_is_off_by_no_more_than_its_roundings(world, replicas):
     results, exact = run_ranks(world, mean_gradients, replicas), exact_gradients(world)
     shards, total = world // replicas, 0
@@ -239,8 +243,10 @@ def made_gradients(rank, world, replicas, correlation):
     return {"error": (sums[0] / sums[1]).sqrt()}
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
-@pytest.mark.parametrize("world, replicas", [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "world, replicas, correlation",
+    [(4, 1, 0.0), slow(2, 1, 0.0), slow(4, 2, 0.0), slow(2, 1, 0.9), slow(4, 1, 0.9), slow(4, 2, 0.9)],
+)
 def test_error_of_the_mean_gradient(world, replicas, correlation):
     # Rounding to e4m3 errs by 2.6% of the norm; with independent gradients twice that, added as squares.
     error = run_ranks(world, made_gradients, replicas, correlation)[0]["error"]
@@ -290,7 +296,7 @@ def accumulated(rank, world, how, replicas):
 
 
 @pytest.mark.parametrize(
-    "how, replicas", [("no_sync", 1), ("announced", 1), ("silent", 1), ("fp8", 1), ("announced", 2)]
+    "how, replicas", [("no_sync", 1), ("announced", 1), slow("silent", 1), slow("fp8", 1), slow("announced", 2)]
 )
 def test_gradient_accumulation(how, replicas):
     world = 2 * replicas
@@ -313,6 +319,7 @@ def test_gradient_accumulation(how, replicas):
         assert (found - exact).norm() / exact.norm() < 0.16, name  # the FP8 products' own error
 
 
+@pytest.mark.slow
 def test_accumulating_in_fp32_rounds_less():
     announced, silent = (run_ranks(2, accumulated, how, 1) for how in ("announced", "silent"))
     held = run_ranks(2, accumulated, "no_sync", 1)
@@ -335,7 +342,7 @@ def dropped(rank, world, sharded, first):
     return whole(getattr(model, "module", model))
 
 
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("sharded", [True, slow(False)])
 def test_gradients_that_were_dropped_leave_no_trace(sharded):
     dropping, plain = (run_ranks(2, dropped, sharded, first) for first in (True, False))
     same(dropping[0], dropping[1])
@@ -387,7 +394,7 @@ def batch_of_64(step, rank=0, n=8):
     return ids, ids[:, 0]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_tied_frozen_and_odd_weights(world, monkeypatch):
     monkeypatch.setitem(globals(), "batch", batch_of_64)
     results = run_ranks(world, tied, True)
@@ -553,7 +560,7 @@ def counted(rank, world, level, replicas):
     return {"report": report, "sent": sent}
 
 
-@pytest.mark.parametrize("world, replicas, level", [(2, 1, "O2"), (4, 1, "O2"), (4, 2, "O2"), (2, 1, "O1")])
+@pytest.mark.parametrize("world, replicas, level", [(4, 1, "O2"), (4, 2, "O2"), slow(2, 1, "O2"), slow(2, 1, "O1")])
 def test_bytes_of_parameters_and_wire(world, replicas, level):
     for result in run_ranks(world, counted, level, replicas):
         report, sent = result["report"], result["sent"]
@@ -612,7 +619,7 @@ def resumed(rank, world, replicas, folder, parts, steps):
     }
 
 
-@pytest.mark.parametrize("world, replicas", [(2, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize("world, replicas", [(3, 1), slow(2, 1), slow(4, 2)])
 def test_resumes_bit_for_bit_on_as_many_ranks(world, replicas, tmp_path):
     straight = run_ranks(world, saved, replicas, str(tmp_path))
     again = run_ranks(world, resumed, replicas, str(tmp_path), world, 3)
@@ -626,7 +633,7 @@ def rows(states, key):
     return torch.cat([state[key] for state in states])
 
 
-@pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (3, 2), (2, 1)])
+@pytest.mark.parametrize("before, after", [(3, 2), slow(4, 2), slow(2, 4), slow(2, 1)])
 def test_moves_to_another_number_of_ranks(before, after, tmp_path):
     run_ranks(before, saved, 1, str(tmp_path))
     old = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(before)]

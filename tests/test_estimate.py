@@ -60,7 +60,15 @@ def test_tied_weights_stay_tied():
 
 @pytest.mark.parametrize(
     "config",
-    ["single_fp32", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16"],
+    [
+        "single_fp32",
+        "single_fp8_te",
+        "single_fp8_msamp_o1",
+        "single_fp8_msamp_o2",
+        "ddp_fp8_msamp_o3",
+        "fsdp_bf16",
+        "fsdp_fp8_msamp_o2",
+    ],
 )
 def test_model_states_are_those_of_a_run(vit, seen, tmp_path, config):
     made = record(train(config, tmp_path / "run", "--max_steps", 2, "--save_steps", 0))
@@ -99,6 +107,8 @@ def test_more_processes_hold_less_of_what_is_sharded(vit, seen):
     two, eight = (of(vit, seen, "ddp_fp8_msamp_o3", processes=n) for n in (2, 8))
     assert two["weights"] == eight["weights"] and eight["master"] * 4 == two["master"] > 0
     assert eight["optimizer"] < 0.4 * two["optimizer"]
+    two, eight = (of(vit, seen, "fsdp_fp8_msamp_o2", processes=n) for n in (2, 8))
+    assert eight["states"] * 4 == pytest.approx(two["states"], abs=16)
 
 
 @pytest.mark.parametrize(("stage", "weights", "gradients"), [("zero1", 2, 0.5), ("zero2", 2, 1), ("zero3", 0.5, 1)])

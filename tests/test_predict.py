@@ -16,7 +16,15 @@ import export  # noqa: E402
 import predict  # noqa: E402
 
 CONFIGS = ("single_bf16", "ddp_fp8", "ddp_fp8_te", "single_fp8_msamp_o2")
-SLOW = ("single_fp8_msamp_o1", "single_fp8_msamp_o3", "fsdp_fp8", "zero3_fp8", "zero3_bf16", "hsdp_bf16")
+SLOW = (
+    "single_fp8_msamp_o1",
+    "single_fp8_msamp_o3",
+    "fsdp_fp8",
+    "fsdp_fp8_msamp_o2",
+    "zero3_fp8",
+    "zero3_bf16",
+    "hsdp_bf16",
+)
 RUNS = [  # of a resnet FP8 touches the head alone, and that only where its classes are a multiple of 16
     *(("vit", config) for config in CONFIGS),
     ("resnet", "ddp_bf16"),
