@@ -127,6 +127,34 @@ def test_a_large_model_takes_no_memory(vit, seen):
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 0.3e9
 
 
+def test_fp8_of_a_large_model_is_not_computed_either(vit, seen):
+    """Its layers once made real tensors, and multiplied them: 6.5 GB and minutes."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    guess = of(vit, seen, "single_fp8_te", "--model", "vit_huge")
+    assert guess["weights"] > 2.4e9 and guess["activations"] > 1e9
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 0.3e9
+
+
+def test_a_tracing_is_made_once_for_all_configs_that_share_it():
+    wanted = {path.stem: estimate.tracings(estimate.of_config(path)) for path in CONFIGS.glob("*.yml")}
+    assert wanted["ddp_bf16"] == wanted["single_fp16"] == wanted["single_bf16_compile"]
+    assert wanted["zero3_fp8_te"] == wanted["fsdp_bf16"] and wanted["ddp_fp8_te"] == wanted["single_fp8_te"]
+    assert wanted["single_fp8"] != wanted["single_fp8_te"] and wanted["tp_bf16"][0] != wanted["single_bf16"][0]
+    assert len({key for keys in wanted.values() for key in keys}) < 20
+
+
+def test_a_skip_list_is_traced_with(vit, seen, tmp_path):
+    path = tmp_path / "mine.yml"
+    path.write_text((CONFIGS / "single_fp8_msamp_o2.yml").read_text() + "  skip: 'blocks.0.*'\n")
+    plain = of(vit, seen, "single_fp8_msamp_o2")
+    skipped = estimate.estimate(*(lambda asked: (asked, *estimate.traced(vit, [], asked, {})))(
+        estimate.of_config(path)), False)  # fmt: skip
+    assert skipped["weights"] > 1.1 * plain["weights"] and skipped["optimizer"] == plain["optimizer"]
+    path.write_text(path.read_text().replace("blocks.0.*", "blocks.0"))
+    with pytest.raises(Refused, match="no Linear layer of the model is called so"):
+        estimate.traced(vit, [], estimate.of_config(path), {})
+
+
 def test_what_fits(monkeypatch, capsys, vit):
     monkeypatch.setattr(tracing, "load", lambda recipe: vit)
     words = ["single_bf16", "fsdp_bf16", "--", "vit"]

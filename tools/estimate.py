@@ -5,8 +5,8 @@
 
 The recipe's own `main` runs through one optimizer step on fake tensors (shapes and dtypes, no storage), on the batch
 it would begin with, converted to FP8 as in a rehearsal. So model, loss and optimizer are the recipe's, whatever they
-are, and a model of any size takes seconds. What forward and backward held at once at their worst moment, beside
-gradients, is `activations`: saved tensors, 16-bit copies of the weights, temporary results. It is traced twice,
+are, and a tracing takes seconds for a model of any size. What forward and backward held at once at their worst moment,
+beside gradients, is `activations`: saved tensors, 16-bit copies of the weights, temporary results. It is traced twice,
 as it is and with every block checkpointed (FP8 configs: as bf16). Gradients come as activations go, so the total is
 less than the sum of all columns.
 
@@ -32,7 +32,9 @@ benchmarks/estimate.py writes.
 """
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -63,24 +65,47 @@ def of_config(file, num_processes=None):
     return asked | {"shards": int(shards or asked["num_processes"]) if asked["strategy"] != "single" else 1}
 
 
-def traced(module, argv, asked, seen):
-    """The traces a config needs, each made once: sharded parameters are gathered in the dtype they compute in."""
+def tracings(asked):
+    """The two tracings that a config needs, as it is and with checkpoints: `tracing.trace`'s arguments, hashable.
+
+    Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
+    the dtype they compute in, and a model that is split must be one that can be."""
+    cast = asked["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
+    cast = cast and asked["backend"] != "msamp"
+    precision = "fp32" if cast else {"fp16": "bf16"}.get(asked["precision"], asked["precision"])
+    split = asked["shards"] if asked["strategy"] == "tp" else 1
+    high = {"precision": precision if precision != "fp8" else "bf16", "dtype": "bfloat16" if cast else None}
+    plain = high | {"split": split}
+    if precision == "fp8":
+        options = asked["fp8_options"] if asked["backend"] in ("te", "msamp") else {}
+        plain |= {"precision": "fp8", "backend": asked["backend"], "level": asked["level"],
+                  "skip": tuple(asked["skip"]), "fp8_options": tuple(options.items())}  # fmt: skip
+    return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
+
+
+def traced_once(module, argv, key):
+    """What `tracing.trace` finds, or the error that says why it finds nothing."""
     from tools.tracing import trace
 
-    sharded = asked["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3")
-    cast = sharded and asked["precision"] != "fp32" and asked["backend"] != "msamp"
-    key = ("fp32", None, None, "bfloat16") if cast else (
-        asked["precision"], asked["backend"], asked["level"], None)  # fmt: skip
-    plain = (key[0] if key[0] != "fp8" else "bf16", None, None, key[3])  # FP8 inside checkpoints takes long to trace
-    for wanted, checkpointed in ((key, False), (plain, True)):
-        if (wanted, checkpointed) not in seen:
-            precision, backend, level, dtype = wanted
-            words = [*argv, "--dtype", dtype] if dtype else argv
-            options = asked["fp8_options"] if backend in ("te", "msamp") else {}
-            what = [precision, backend, level, dtype and f"cast to {dtype}", checkpointed and "checkpointed"]
-            print("tracing", *filter(None, what), file=sys.stderr, flush=True)  # of a large model, a minute each
-            seen[wanted, checkpointed] = trace(module, words, precision, backend, level, options, checkpointed)
-    return seen[key, False], seen[plain, True]
+    options = dict(key)
+    dtype = options.pop("dtype")
+    options["fp8_options"] = dict(options.get("fp8_options", ()))
+    try:
+        return trace(module, [*argv, "--dtype", dtype] if dtype else argv, **options)
+    except (Refused, faithful.Refused, ValueError) as reason:  # nothing in the model that FP8 could be
+        return Refused(str(reason).splitlines()[0])
+
+
+def traced(module, argv, asked, seen):
+    """The two tracings of a config; `seen` holds those that were made before, or are being made."""
+    found = []
+    for key in tracings(asked):
+        if key not in seen:
+            seen[key] = traced_once(module, argv, key)
+        found.append(seen[key].get() if hasattr(seen[key], "ready") else seen[key])
+        if isinstance(found[-1], Refused):
+            raise found[-1]
+    return found
 
 
 def estimate(asked, plain, checkpointed, cpu):
@@ -107,8 +132,6 @@ def estimate(asked, plain, checkpointed, cpu):
             optimizer += of_levels / n - of_levels
             master, left = master / n, gradient + in_fp8 / n
     elif strategy in ("fsdp", "hsdp", "tp"):
-        if strategy == "tp":
-            plain["splits"](n)  # raises Refused where the model cannot be
         weights, optimizer, left = weights / n, optimizer / n, (gradient + in_fp8) / n
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
         if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
@@ -176,6 +199,54 @@ def shown(size, unit):
     return f"{size / unit:,.2f}" if size else "-"
 
 
+class Rows:
+    """The table, a row as soon as it is known. Its columns have their widths, and their unit, from the first on."""
+
+    HEADS = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
+
+    def __init__(self, names, device, memory, quiet):
+        self.width, self.device, self.memory, self.quiet = max(map(len, names), default=6), device, memory, quiet
+        self.unit = None
+
+    def show(self, recipe, name, found, parameters):
+        if self.quiet:
+            return
+        if self.unit is None:
+            large = found["total"] >= 2**30
+            self.unit = 2 ** (30 if large else 20)
+            says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {shown(self.memory, self.unit)}"
+            print(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
+            self.line(self.HEADS)
+        cells = [shown(found[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
+        self.line([name, str(found["num_processes"]), *cells, "yes" if found["fits"] else "no"])
+
+    def line(self, cells):
+        widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        print("  " + line.rstrip(), flush=True)
+
+
+@contextlib.contextmanager
+def two_at_a_time(module, argv, keys):
+    """{key: its tracing, which is being made} by two processes; {} where there are few to make."""
+    if len(keys) < 3:
+        yield {}
+        return
+    of_the_fork.update(module=module, argv=argv)  # a module cannot be sent
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        yield {key: pool.apply_async(in_the_fork, (key,)) for key in keys}
+
+
+of_the_fork = {}
+
+
+def in_the_fork(key):
+    import torch
+
+    torch.set_num_threads(1)
+    return traced_once(of_the_fork["module"], of_the_fork["argv"], key)
+
+
 def main(argv):
     left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(prog="./launch.sh estimate", description=__doc__, allow_abbrev=False,
@@ -199,35 +270,28 @@ def main(argv):
 
     memory, device = (in_bytes(args.memory), f"{args.memory} per device") if args.memory else memory_here()
     cpu = not args.memory and device.startswith("this machine")
-    module, seen, made, refused = load(recipe), {}, {}, {}
-    for file in files or sorted(folder.glob("*.yml")):
-        asked = of_config(file, args.num_processes)
-        try:
-            if lines := rules.problems_of_meshes(asked):
-                raise Refused(lines[0])
-            made[file.stem] = estimate(asked, *traced(module, words[1:], asked, seen), cpu)
-        except (Refused, faithful.Refused, ValueError) as reason:  # nothing in the model that FP8 could be
-            refused[file.stem] = str(reason).splitlines()[0]
-            continue
-        needed = made[file.stem]["total"] * (asked["num_processes"] if cpu else 1)
-        made[file.stem] |= {"num_processes": asked["num_processes"], "fits": needed <= memory}
+    module, made = load(recipe), {}
+    wanted = {file.stem: of_config(file, args.num_processes) for file in files or sorted(folder.glob("*.yml"))}
+    refused = {name: lines[0] for name, asked in wanted.items() if (lines := rules.problems_of_meshes(asked))}
+    wanted = {name: asked for name, asked in wanted.items() if name not in refused}
+    keys = dict.fromkeys(key for asked in wanted.values() for key in tracings(asked))
+    with two_at_a_time(module, words[1:], keys) as seen:
+        rows = Rows(wanted, device, memory, quiet=args.json)
+        for name, asked in wanted.items():
+            try:
+                traces = traced(module, words[1:], asked, seen)
+            except Refused as reason:
+                refused[name] = str(reason)
+                continue
+            made[name] = estimate(asked, *traces, cpu)
+            needed = made[name]["total"] * (asked["num_processes"] if cpu else 1)
+            made[name] |= {"num_processes": asked["num_processes"], "fits": needed <= memory}
+            rows.show(recipe.stem, name, made[name], traces[0]["parameters"])
     if args.json:
         print(
             json.dumps({"recipe": recipe.stem, "command": words, "memory": memory, "configs": made, "refused": refused})
         )
         return 0
-    parameters = next(iter(seen.values()))["parameters"] if seen else 0
-    heads = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
-    large = max((found["total"] for found in made.values()), default=0) >= 2**30
-    unit, rows = 2 ** (30 if large else 20), []
-    for name, found in made.items():
-        cells = [shown(found[key], unit) for key in (*CLASSES, "total", "activations_checkpointed")]
-        rows.append([name, str(found["num_processes"]), *cells, "yes" if found["fits"] else "no"])
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    says = f"{'GiB' if large else 'MiB'} per process, estimated; {device}: {shown(memory, unit)}"
-    print(f"{recipe.stem}: {parameters / 1e6:,.1f}M parameters; {says}")
-    for row in (heads, *rows):
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for name, reason in refused.items():
         print(f"  {name}: {reason}")
     fitting = [name for name, found in made.items() if found["fits"]]

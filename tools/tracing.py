@@ -11,6 +11,7 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import accelerate
 import torch
@@ -24,10 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from faithful import backends
+from faithful.backends.linear import linear_names, refuse_unknown
 from faithful.evidence import converted
 from faithful.plan import Plan
 from faithful.strategies import tp
 from shared import args as options
+from shared import data, text
 from shared.args import Refused
 
 
@@ -121,22 +124,70 @@ def make_fake(model, optimizer):
         group["params"] = [made[id(old)] for old in group["params"]]
 
 
+@contextlib.contextmanager
+def without_values():
+    """Inside, amp8 makes tensors of the right size and skips the arithmetic on them.
+
+    It rounds and steps in small pieces, to be fast: for a large model that is a million operations, each of which takes
+    a fake tensor as long as a real one of a few thousand elements.
+    """
+    try:
+        from amp8 import emulate, gradients, optimizer, scaling
+    except ModuleNotFoundError:  # a copied project without FP8
+        yield
+        return
+
+    def rounded(x, *_):
+        return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+    def amax(x, dim=None):
+        return x.new_zeros((), dtype=torch.float32)
+
+    with (
+        mock.patch.object(scaling, "amax", amax),
+        mock.patch.object(scaling, "round_codes", rounded),
+        mock.patch.object(emulate, "_rounded", rounded),
+        mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),
+        mock.patch.object(optimizer, "adam_slice", lambda *_: torch.ones(3)),
+        mock.patch.object(optimizer, "CHUNK", 1 << 62),
+    ):
+        yield
+
+
 def load(recipe):
     """The module of a recipe's file."""
     spec = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    for part, name in ((data, "images"), (text, "texts")):  # each trace begins as a run does, and reads the same data
+        if not hasattr(getattr(part, name), "remembers"):
+            setattr(part, name, remembered(getattr(part, name)))
     missing = [name for name in ("Accelerator", "Arguments", "main") if not hasattr(module, name)]
     if missing:
         raise Refused(f"{recipe.name} has no {', '.join(missing)}: it is not written as the recipes here are")
     return module
 
 
-def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False):
-    """What the first steps of a recipe hold, on fake tensors, in one process. All sizes in bytes."""
+def remembered(function):
+    """`function`, called once for each set of arguments."""
+    found = {}
+
+    def call(*args, **kwargs):
+        key = repr((args, kwargs))
+        if key not in found:
+            found[key] = function(*args, **kwargs)
+        return found[key]
+
+    call.remembers = True
+    return call
+
+
+def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False, skip=(), split=1):
+    """What the first steps of a recipe hold, on fake tensors, in one process. All sizes in bytes. split: processes that
+    would compute one batch together (tensor parallel), or 1."""
     plan = Plan(config=None, strategy="single", num_processes=1, precision=precision, device="cpu", backend=backend,
-                level=level, fp8_options=fp8_options or {}, rehearsal=True, emulated=bool(backend),
+                level=level, fp8_options=fp8_options or {}, skip=list(skip), rehearsal=True, emulated=bool(backend),
                 implementation=backends.implementation(backend, "single", rehearsal=True))  # fmt: skip
     fp8 = backends.of(plan) if backend else None
     memory, found = Memory(), {}
@@ -152,10 +203,13 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             names = set(getattr(model, "_no_split_modules", None) or ())
             blocks = [module for module in model.modules() if type(module).__name__ in names]
             make_fake(model, optimizer)
-            found["splits"] = lambda size: tp.check(model, size)
+            if split > 1:
+                tp.check(model, split)  # raises Refused where it cannot be
+            names_of_linear = linear_names(model)
             found["blocks"] = [sum(p.numel() for p in block.parameters()) for block in blocks]
             if fp8:
                 optimizer, _ = fp8.convert(self, plan, model, optimizer)
+                refuse_unknown(plan.skip, names_of_linear)
                 if not converted(plan, model)[0]:
                     raise Refused("none of its Linear layers can be FP8")
             if checkpointed:
@@ -205,6 +259,7 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             contextlib.redirect_stdout(said),
             contextlib.redirect_stderr(said),
             without_storage(),
+            without_values(),
         ):
             module.main(args)
     except Enough:
