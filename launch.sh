@@ -10,6 +10,8 @@
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
 #   ./launch.sh compare CONFIG... -- RECIPE [recipe options]
 #                                          which config: over seeds, judged against noise, as one HTML page
+#   ./launch.sh diagnose CONFIG -- RECIPE [recipe options]
+#                                          where FP8 hurts: each layer, and what it costs the loss
 #   ./launch.sh estimate [CONFIG...] -- RECIPE [recipe options]
 #                                          memory per process before anything is trained, and what fits
 #   ./launch.sh show RUN_FOLDER            what a run was and what it was proved to be
@@ -134,7 +136,7 @@ case ${1-} in
         "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
         "$python" "$root/tools/show.py" "$out"
         ;;
-    compare | estimate) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
+    compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
     gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;

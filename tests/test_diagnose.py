@@ -1,0 +1,171 @@
+"""tools/diagnose.py: the shadow is what the layers compute, a pair begins at one state, planted faults are named."""
+
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import CONFIGS, ROOT, launched
+
+import amp8
+from amp8 import emulate
+from tools import diagnose, shadow
+
+OPTIONS = ("--look", 3, "--pairs", 2, "--after", 2)
+
+
+def run(config, folder, *words, options=OPTIONS, code=0):
+    command = [sys.executable, "tools/diagnose.py", config, *options, "--output", folder, "--", *words]
+    result = launched(*map(str, command))
+    assert result.returncode == code, result.stdout + result.stderr
+    if code:
+        return result.stderr
+    return json.loads((folder / "diagnose.json").read_text()), result.stdout
+
+
+def sides(layer, x):
+    """What a layer computes and what the shadow says of it: output and weight gradient."""
+    low = {which: shadow.rounded(layer, which, value, "fprop")[0]
+           for which, value in ((0, x), (1, shadow.true_weight(layer)))}  # fmt: skip
+    y = layer(x)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    g8, x8 = shadow.rounded(layer, 2, g, "wgrad")[0], shadow.rounded(layer, 0, x, "wgrad")[0]
+    (y * g).sum().backward()
+    return y.detach(), low[0] @ low[1].t(), g8.t() @ x8
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block"])
+def test_the_shadow_rounds_as_an_emulated_layer_does(recipe):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
+    emulate.convert(model, recipe)
+    y, product, gradient = sides(model[0], torch.randn(32, 64))
+    torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_shadow_rounds_as_a_layer_of_a_level_does(level):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
+    model, optimizer = amp8.initialize(model, torch.optim.AdamW(model.parameters()), level)
+    kept = []
+    model[0].port.register_hook(lambda gradient: kept.append(gradient.clone()))
+    y, product, gradient = sides(model[0], torch.randn(32, 64))
+    torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, kept[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_back_in_high_precision_steps_as_torch_would():
+    """An O2 layer's stand-in against a plain Linear with AdamW, and its FP8 self is there again afterwards."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 48))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48))
+    model.load_state_dict({name: value.half().float() for name, value in plain.state_dict().items()})
+    plain.load_state_dict(model.state_dict())
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    model, optimizer = amp8.initialize(model, torch.optim.AdamW(model.parameters(), **options), "O2")
+    mine = torch.optim.AdamW(plain.parameters(), **options)
+    running = type("Running", (), {"steps": type("Steps", (), {"norm": 1.0})})
+    with shadow.high_precision([model[0]], optimizer) as [weight]:
+        for _ in range(5):
+            x = torch.randn(32, 64)
+            for net in (model, plain):
+                net(x).square().mean().backward()
+            optimizer.step(), weight.step(running), mine.step()
+            optimizer.zero_grad(), mine.zero_grad()
+        torch.testing.assert_close(weight.parameter.data, plain[0].weight.data, rtol=1e-4, atol=1e-6)
+    assert "forward" not in vars(model[0]) and model[0](x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name", ["single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3", "ddp_fp8", "ddp_fp8_msamp_o3"]
+)
+def test_the_same_steps_again_are_the_same(tmp_path, name):
+    """With nothing changed the loss is the same to the last bit; with a layer changed it is not."""
+    made, said = run(name, tmp_path / "out", "vit")
+    assert made["again"] == 0
+    assert len(made["pairs"]) == 2 and len(made["groups"]) == (15 if name == "ddp_fp8" else 16)
+    for pair in made["pairs"]:
+        others = [pair[name] for name in (*made["groups"], "all")]
+        assert all(loss != pair["none"] and abs(loss / pair["none"] - 1) < 0.2 for loss in others)
+    for layer in made["layers"].values():
+        assert -60 < layer["fprop_error_db"] < -20 and -60 < layer["wgrad_error_db"] < -10
+        assert len(layer["input_amax"]) == 3 and (layer["updates_lost%"] is None) == ("msamp" not in name)
+    assert "costs % of the loss" in said and (tmp_path / "out" / "diagnose.html").read_text().startswith("<!doctype")
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "changes", "layer", "symptom"),
+    [
+        ("gradients", "single_fp8_te_current", {}, "stem", "output gradient underflows"),
+        ("outliers", "single_fp8_te", {"amax_history_len": 1}, "middle", "input overflows"),
+        ("updates", "single_fp8_msamp_o2", {}, "slow", "weight updates lost"),
+    ],
+)
+def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer, symptom):
+    mapping = yaml.safe_load((CONFIGS / f"{config}.yml").read_text())
+    mapping["fp8_config"] |= changes
+    path = tmp_path / "mine.yml"
+    path.write_text(yaml.dump(mapping))
+    made, said = run(path, tmp_path / "out", "benchmarks/faults.py", fault, options=())
+    assert made["costs"][0]["name"] == layer and made["costs"][0]["sure"]
+    assert symptom in made["answer"][0] and made["answer"][0].startswith(f"{layer} costs ")
+    assert layer in made["skip_line"] and made["skip_line"] in said
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "why"),
+    [
+        ("single_bf16", ["vit"], "asks for no FP8"),
+        ("single_fp9", ["vit"], "no config single_fp9"),
+        ("single_fp8", ["wit"], "no recipe wit"),
+        ("fsdp_fp8", ["vit"], "diagnose needs whole weights on every process, fsdp splits them: use ddp"),
+        ("single_fp8_compile", ["vit"], "which a compiled block hides"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, config, words, why):
+    said = run(config, tmp_path / "out", *words, code=2 if "fsdp" not in config and "compile" not in config else 1)
+    assert why in said
+
+
+def test_costs_and_the_line_for_the_config():
+    pairs = [
+        {"none": 1.0, "again": 1.0, "a": 0.99 - i / 1000, "b": 1.0 + (-1) ** i / 100, "all": 0.98} for i in range(8)
+    ]
+    layer = dict.fromkeys(("input_underflows%", "input_overflows%", "weight_underflows%", "weight_overflows%",
+                           "gradient_overflows%"), 0.0)  # fmt: skip
+    layer |= {"gradient_underflows%": 97.0, "updates_lost%": None, "exp_avg_underflows%": None}
+    layer |= {"exp_avg_sq_underflows%": None}
+    watched = {
+        "pairs": pairs,
+        "groups": {"b": ["b"], "a": ["a"]},
+        "skip": ["first", "last"],
+        "layers": {"a": layer, "b": layer},
+    }
+    made = diagnose.found(watched, "command")
+    assert [row["name"] for row in made["costs"]] == ["a", "b"] and made["skip_line"] == 'skip: "first, last, a"'
+    assert made["costs"][0]["mean"] == pytest.approx(1.35) and not made["costs"][1]["sure"]
+    assert made["answer"] == [made["answer"][0]] and "output gradient underflows 97%" in made["answer"][0]
+    for pair in pairs:
+        pair["a"] = pair["b"]
+    made = diagnose.found(watched, "command")
+    assert made["skip_line"] is None and "no layer's cost can be told from 0 by 8 pairs" in made["answer"][0]
+
+
+def test_many_layers_are_grouped_by_their_blocks():
+    from tools.watch import groups_of
+
+    names = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "mlp.fc1", "mlp.fc2")] + ["head"]
+    groups = groups_of(names)
+    assert list(groups) == [f"blocks.{i}.*" for i in range(12)] + ["head"] and len(groups["blocks.3.*"]) == 3
+    assert groups_of(names[:4]) == {name: [name] for name in names[:4]}
+
+
+def test_the_committed_findings():
+    made = json.loads((ROOT / "results" / "diagnose.json").read_text())
+    assert made["faults"].keys() == {"gradients", "outliers", "updates"}
+    for fault in made["faults"].values():
+        assert fault["named_first"] == fault["planted"] and fault["planted"] in fault["diagnosis"]["skip_line"]
+        assert fault["paired_gain_percent"]["low"] > 0

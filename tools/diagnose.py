@@ -1,0 +1,261 @@
+"""Where does FP8 hurt this training, and what does it cost the loss?
+
+    ./launch.sh diagnose single_fp8_te -- vit --dataset textures
+    ./launch.sh diagnose my.yml --num_processes 2 -- my_script.py its options
+    ./launch.sh diagnose runs/vit-single_fp8_te-...          a run's config, recipe and options
+
+Real training steps under that config, on this machine (tools/watch.py runs the script, unchanged). First it measures
+each FP8 layer beside a high-precision shadow: underflows and overflows of input, weight and output gradient, the error
+of the three products, and at MS-AMP's levels the weight updates that rounding swallowed. Then it takes the same steps
+again and again from the same state, each time with one layer put back to high precision (or one block, where there are
+many layers). What that changes in the loss is what FP8 costs there: a mean over pairs with its 95% t interval. The last
+line is what a config has to say to leave out the layers that cost something beyond doubt.
+
+It leaves diagnose.json, and diagnose.html, in the folder that it names.
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from faithful import Refused, config, rules  # noqa: E402
+
+OPTIONS = {"look": 20, "pairs": 8, "after": 8}
+TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
+
+
+def interval(values, level=0.95):
+    """(mean, low, high) of the mean, by Student's t."""
+    from scipy import stats
+
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    half = float(stats.t.ppf(0.5 + level / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def costs(watched):
+    """[{name, mean, low, high, sure}] in percent of the loss, what costs most beyond doubt first, and the same of all
+    FP8 layers together. `sure`: above 0 also where one asks so many layers at once (Bonferroni)."""
+    pairs, rows = watched["pairs"], []
+    level = 1 - 0.05 / max(1, len(watched["groups"]))
+    for name in [*watched["groups"], "all"]:
+        values = [100 * (pair["none"] - pair[name]) / abs(pair["none"]) for pair in pairs]
+        mean, low, high = interval(values)
+        sure = interval(values, level)[1] > 0
+        rows.append({"name": name, "mean": mean, "low": low, "high": high, "sure": sure, "pairs": values})
+    *rows, everything = rows
+    return sorted(rows, key=lambda row: row["low"], reverse=True), everything
+
+
+def symptoms(layer):
+    """What was measured of a layer that is worth a word, the worst first."""
+    found = []
+    for key, words in TENSORS.items():
+        found += [(layer[f"{key}_{what}%"], f"{words} {what} {{:.3g}}%") for what in ("underflows", "overflows")]
+    found.append((layer["updates_lost%"] or 0, "weight updates lost {:.3g}%"))
+    found += [(layer[f"{key}_underflows%"] or 0, f"{key} underflows {{:.3g}}%") for key in ("exp_avg", "exp_avg_sq")]
+    return [words.format(share) for share, words in sorted(found, reverse=True) if share >= 1]
+
+
+def skip_line(watched, rows):
+    """The line for fp8_config, or None where no layer costs anything beyond doubt."""
+    worst = [row["name"] for row in rows if row["sure"]]
+    return f'skip: "{", ".join([*watched["skip"], *worst])}"' if worst else None
+
+
+def sentence(row, everything, watched):
+    first = watched["groups"][row["name"]][0]
+    seen = symptoms(watched["layers"][first])
+    words = f"{row['name']} costs {row['mean']:.2g}% of the loss ({row['low']:+.2g}% to {row['high']:+.2g}%)"
+    words += (
+        f", all FP8 layers together {everything['mean']:.2g}% ({everything['low']:+.2g}% to {everything['high']:+.2g}%)"
+    )
+    return words + (f": {', '.join(seen[:2])}" if seen else "")
+
+
+def found(watched, command):
+    """The answer, as JSON."""
+    rows, everything = costs(watched)
+    sure = [row for row in rows if row["sure"]]
+    answer = [sentence(row, everything, watched) for row in sure]
+    if not sure:
+        least = statistics.median((row["high"] - row["low"]) / 2 for row in rows)
+        answer = [f"no layer's cost can be told from 0 by {len(watched['pairs'])} pairs, which show about {least:.2g}% "
+                  f"of the loss; all FP8 layers together: {everything['mean']:+.2g}% "
+                  f"({everything['low']:+.2g}% to {everything['high']:+.2g}%)"]  # fmt: skip
+    apart = max(abs(100 * (pair["none"] - pair["again"]) / pair["none"]) for pair in watched["pairs"])
+    if apart:
+        answer.append(f"the same steps taken again differ by up to {apart:.2g}%: no smaller cost is one")
+    return {"command": command, "answer": answer, "again": apart, "skip_line": skip_line(watched, rows), "costs": rows,
+            "all": everything, **watched}  # fmt: skip
+
+
+def cell(value, form="{:.2f}"):
+    return "-" if value is None else form.format(value)
+
+
+def cost_table(made):
+    heads = ["layer", "costs % of the loss", "95% interval", "beyond doubt", "worst seen"]
+    rows = []
+    for row in [*made["costs"], made["all"] | {"name": "all of them"}]:
+        first = made["groups"].get(row["name"], [None])[0]
+        seen = symptoms(made["layers"][first])[:2] if first else []
+        rows.append([row["name"], f"{row['mean']:+.3f}", f"{row['low']:+.3f} to {row['high']:+.3f}",
+                     "yes" if row["sure"] else "no", ", ".join(seen)])  # fmt: skip
+    return heads, rows
+
+
+def layer_table(made):
+    heads = ["layer"] + [f"{key} {what}%" for key in TENSORS for what in ("underflows", "overflows")]
+    heads += ["fprop dB", "dgrad dB", "wgrad dB", "updates lost %", "exp_avg underflows%", "exp_avg_sq underflows%"]
+    keys = [f"{key}_{what}%" for key in TENSORS for what in ("underflows", "overflows")]
+    keys += [f"{gemm}_error_db" for gemm in ("fprop", "dgrad", "wgrad")]
+    keys += ["updates_lost%", "exp_avg_underflows%", "exp_avg_sq_underflows%"]
+    return heads, [[name, *(cell(layer[key]) for key in keys)] for name, layer in made["layers"].items()]
+
+
+def text(made):
+    lines = [*made["answer"], ""]
+    for heads, rows in (cost_table(made), layer_table(made)):
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        lines += ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)).rstrip()
+                  for row in (heads, *rows)] + [""]  # fmt: skip
+    if made["skip_line"]:
+        lines.append(f"fp8_config:\n  {made['skip_line']}")
+    return "\n".join(lines)
+
+
+def page_of(made):
+    from tools import page
+
+    rows = [(row["name"], row["mean"], row["low"], row["high"], page.colour(0 if row["sure"] else 7))
+            for row in made["costs"]]  # fmt: skip
+    all_ = made["all"]
+    rows.append(("all of them", all_["mean"], all_["low"], all_["high"], page.colour(1)))
+    said = f"What each layer alone costs the loss, over {len(made['pairs'])} pairs, with its 95% interval."
+    parts = [page.section("What it costs", page.picture(page.intervals(rows, None, "cost, % of the loss"), said),
+                          page.table(*cost_table(made))),
+             page.section("Layer by layer", page.table(*layer_table(made)))]  # fmt: skip
+    lag = [(name, key) for row in made["costs"][:3] for name in made["groups"][row["name"]][:1] for key in TENSORS
+           if len(set(made["layers"][name].get(f"{key}_reach", [0]))) > 1]  # fmt: skip
+    for name, key in lag:
+        layer = made["layers"][name]
+        series = []
+        for i, (label, what) in enumerate((("amax", "amax"), ("the largest value its scale holds", "reach"))):
+            values = layer[f"{key}_{what}"]
+            series.append(
+                (label, page.colour(i), [[step, value, value, value] for step, value in enumerate(values, 1)])
+            )
+        parts.append(page.section(f"{name}, {TENSORS[key]}: amax over the steps",
+                                  page.picture(page.lines(series), "Above what the scale holds, values are clipped.",
+                                               page.legend([(label, at) for label, at, _ in series]))))  # fmt: skip
+    answer = [("", line) for line in made["answer"]]
+    if made["skip_line"]:
+        answer.append(("for fp8_config:", made["skip_line"]))
+    notes = [
+        "A pair: the same weights, optimizer state, random numbers and batches; the loss is the mean of the last half "
+        f"of {made['after']} steps. A positive cost says that the loss is lower with this layer in high precision.",
+        "Underflows: values that are not 0 and become 0. Overflows: values clipped to the format's largest. dB: the "
+        "error of a product against its high-precision shadow, -20 dB is 10% of it.",
+        "Beyond doubt: above 0 also when one asks this many layers at once (Bonferroni).",
+    ]
+    return page.whole(f"Where FP8 hurts: {made['truth']}", made["command"], answer, parts, notes)
+
+
+def of_run(folder):
+    """(config file, recipe, options) of a run's folder."""
+    record = json.loads((folder / "run.json").read_text())
+    line = shlex.split(record["command"])
+    script = next((i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in word), None)
+    if not record["config"]["name"] or script is None:
+        raise Refused(f"{folder} was not launched with a config file: name config and recipe")
+    words = [word for word in line[script + 1 :]]
+    for name in ("--output_dir", "--output-dir"):
+        while name in words:
+            del words[words.index(name) : words.index(name) + 2]
+    return record["config"]["name"], line[script], words, record["config"]["text"]
+
+
+def needed(args):
+    """Steps that the script must take: those of all arms."""
+    return args.look + args.pairs * args.after * 400
+
+
+def main(argv):
+    left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(prog="./launch.sh diagnose", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("config", help="name or path of a config, or the folder of a run")
+    helps = ("steps to look at", "pairs to judge by", "steps of each pair")
+    for (name, default), help in zip(OPTIONS.items(), helps, strict=True):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: {default})")
+    parser.add_argument("--output", type=Path, help="folder (default: runs/diagnose-<config>-<time>)")
+    parser.add_argument("--num_processes", "--num-processes", type=int, help="as accelerate launch's")
+    args = parser.parse_args(left)
+    for name in OPTIONS:
+        if getattr(args, name) < (2 if name == "pairs" else 1):
+            raise Refused(f"--{name} {getattr(args, name)}: {'2' if name == 'pairs' else '1'} or more")
+    out = args.output or ROOT / "runs" / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (out / "watched.json").exists():
+        raise Refused(f"{out} holds a diagnosis already: choose another --output")
+    file = Path(args.config) if Path(args.config).is_file() else ROOT / "accelerate_configs" / f"{args.config}.yml"
+    if (Path(args.config) / "run.json").is_file() and not words:
+        name, recipe, options, stored = of_run(Path(args.config))
+        out.mkdir(parents=True, exist_ok=True)
+        file = out / f"{name}.yml"
+        file.write_text(stored)
+        words = [recipe, *options]
+    if not file.is_file():
+        raise Refused(f"no config {args.config}: ./launch.sh ls lists them")
+    if not words:
+        raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
+    script = Path(words[0]) if Path(words[0]).is_file() else ROOT / "recipes" / f"{words[0].removesuffix('.py')}.py"
+    if not script.is_file():
+        raise Refused(f"no recipe {words[0]}: ./launch.sh ls lists them")
+    lines, mapping = rules.file_problems(file)
+    if lines:
+        raise Refused("\n".join(f"{file.name}: {line}" for line in lines))
+    if config.asked(config.exported(mapping))["precision"] != "fp8":
+        raise Refused(f"{file.name} asks for no FP8: there is nothing to diagnose")
+    options = words[1:]
+    if script.parent == ROOT / "recipes":  # as many steps as it takes; the rates are those of the script's schedule
+        options += ["--max_steps", str(needed(args)), "--eval_steps", "0", "--save_steps", "0"]
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    if str(mapping.get("distributed_type")) != "NO":
+        command += ["--main_process_port", "0"]
+    command += ["--num_processes", str(args.num_processes)] if args.num_processes else []
+    command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
+    command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
+    env = os.environ | {"TQDM_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    code = subprocess.run([*command, str(script), *options], env=env).returncode
+    if not (out / "watched.json").exists():
+        return code or 1
+    shutil.rmtree(out / "run", ignore_errors=True)  # of steps taken again, no record is one
+    made = found(json.loads((out / "watched.json").read_text()), f"./launch.sh diagnose {shlex.join(argv)}")
+    (out / "diagnose.json").write_text(json.dumps(made, indent=1))
+    (out / "diagnose.html").write_text(page_of(made))
+    print(text(made))
+    print(f"{out}/diagnose.html")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused as refused:
+        for line in str(refused).splitlines():
+            print(f"refused: {line}", file=sys.stderr)
+        sys.exit(2)

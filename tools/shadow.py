@@ -1,0 +1,271 @@
+"""The high-precision shadow of FP8 layers: what rounding did to each tensor and product, and a layer without rounding.
+
+Names are those of TransformerEngine's debug features where they fit: underflows% is the share of values that are not 0
+and become 0, overflows% the share clipped to the format's largest value.
+"""
+
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from amp8 import emulate, scaling
+from amp8 import linear as levels
+from amp8 import optimizer as adam
+from faithful.backends.linear import kind
+from faithful.strategies.plain import inner
+from faithful.tensors import named
+
+TENSORS = ("input", "weight", "gradient")
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def layers_of(model):
+    """{name: layer} of what computes in FP8, under the names of the unconverted model."""
+    kinds = ("amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
+    return {name: module for name, module in named(model.named_modules()) if kind(module) in kinds}
+
+
+def rounded(layer, which, x, for_gemm=None):
+    """(`x` [rows, columns] as the layer rounds it, fp32; its scale, or None where there are many). which: 0 input,
+    1 weight, 2 output gradient."""
+    dtype = scaling.E4M3
+    if isinstance(layer, levels.FP8Linear):
+        if which == 1:
+            codes, scale = levels.fp8_weight(layer.weight.detach(), layer.weight_scale)
+            value = scaling.dequantize(codes, scale)
+            return value.t() if layer.transposed else value, scale, dtype
+        slot = which // 2
+        dtype = (scaling.E4M3, layer.gradient_format)[slot]
+        scale = levels.cast_scale(scaling.amax(x), layer.scale, layer.updates, slot, dtype, layer.window)
+        return scaling.dequantize(scaling.quantize(x, scale, dtype), scale), scale, dtype
+    dtype = layer.grad_dtype if which == 2 else dtype
+    tiny = 1e-12 if layer.recipe in emulate.TORCHAO else 0.0
+    if layer.recipe in emulate.TILES:
+        tiles = emulate.TILES[layer.recipe]
+        tile = {"fprop": (tiles.input, tiles.weight), "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
+                "wgrad": (tiles.grad_weight, None, tiles.grad_weight)}[for_gemm][which]  # fmt: skip
+        return (x.float() if tile is None else emulate._rounded(x, dtype, tile, tiny).float()), None, dtype
+    if layer.recipe == "delayed":
+        scale = layer.fp8_scale[which].clone()
+    else:
+        scale = (scaling.dtype_max(dtype) / scaling.amax(x).clamp(min=tiny)).clamp(max=scaling.FP32_MAX)
+    return scaling.round_codes(x, scale, dtype).float() / scale, scale, dtype
+
+
+class Looking:
+    """Measures each layer while the script trains, on this process's share of the batch."""
+
+    def __init__(self, layers, evidence):
+        self.layers, self.hooks, self.rows = layers, [], {name: {} for name in layers}
+        self.evidence, self.now = evidence, {name: {} for name in layers}
+        for name, layer in layers.items():
+            self.hooks.append(layer.register_forward_hook(self.forward_of(name, layer)))
+        self.targets, self.undo = {}, contextlib.ExitStack()
+        if hasattr(inner(evidence.optimizer), "model_state"):
+            self.undo.enter_context(watched_adam(self.updated))
+
+    def forward_of(self, name, layer):
+        def hook(module, inputs, output):
+            if not (module.training and torch.is_grad_enabled() and output.requires_grad):
+                return
+            x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).to(output.dtype)
+            weight = true_weight(layer)
+            parts = {which: rounded(layer, which, value, "fprop") for which, value in ((0, x), (1, weight))}
+            self.tensor(name, "input", x, *parts[0])
+            self.tensor(name, "weight", weight, *parts[1])
+            self.product(name, "fprop", parts[0][0] @ parts[1][0].t(), x.float() @ weight.t())
+            tiled = getattr(layer, "recipe", None) in emulate.TILES
+            output.register_hook(lambda g: self.backward(name, layer, g, x, weight, None if tiled else parts))
+
+        return hook
+
+    @torch.no_grad()
+    def backward(self, name, layer, g, x, weight, parts):
+        g = g.detach().reshape(-1, g.shape[-1])
+        low = rounded(layer, 2, g, "dgrad")
+        self.tensor(name, "gradient", g, *low)
+        w8 = parts[1] if parts else rounded(layer, 1, weight, "dgrad")
+        self.product(name, "dgrad", low[0] @ w8[0], g.float() @ weight)
+        x8, g8 = (parts[0], low) if parts else (rounded(layer, 0, x, "wgrad"), rounded(layer, 2, g, "wgrad"))
+        self.product(name, "wgrad", g8[0].t() @ x8[0], g.float().t() @ x.float())
+
+    def tensor(self, name, which, x, low, scale, dtype):
+        there, row = x != 0, self.now[name]
+        add(row, f"{which}_elements", x.numel())
+        add(row, f"{which}_underflows", (there & (low == 0)).sum().item())
+        top = scaling.dtype_max(dtype)
+        add(row, f"{which}_overflows", 0 if scale is None else (x.float().abs() * scale > top).sum().item())
+        row[f"{which}_amax"] = max(row.get(f"{which}_amax", 0.0), scaling.amax(x).item())
+        if scale is not None:
+            row[f"{which}_reach"] = top / scale.item()
+
+    def product(self, name, gemm, low, high):
+        add(self.now[name], f"{gemm}_error", (low - high).square().sum().item())
+        add(self.now[name], f"{gemm}_signal", high.square().sum().item())
+
+    def updated(self, storage, counts):
+        """Of a piece of one weight's update."""
+        if not self.targets:
+            for name, layer in self.layers.items():
+                target = layer.codes if layer.master is None else layer.master
+                self.targets[target.untyped_storage().data_ptr()] = name
+        name = self.targets.get(storage)
+        for key, count in counts.items() if name else ():
+            add(self.now[name], key, count)
+
+    def stepped(self):
+        for name, row in self.now.items():
+            for key, value in row.items():
+                self.rows[name].setdefault(key, []).append(value)
+        self.now, self.targets = {name: {} for name in self.layers}, {}
+
+    def end(self):
+        for hook in self.hooks:
+            hook.remove()
+        self.undo.close()
+
+    def found(self):
+        return {name: summary(rows) for name, rows in self.rows.items()}
+
+
+def add(row, key, value):
+    row[key] = row.get(key, 0) + value
+
+
+def summary(rows):
+    """A layer's rows of all steps as shares in percent, errors in dB, and amaxes over the steps."""
+    found = {}
+    for which in TENSORS:
+        total = sum(rows.get(f"{which}_elements", [0])) or 1
+        for what in ("underflows", "overflows"):
+            found[f"{which}_{what}%"] = 100 * sum(rows.get(f"{which}_{what}", [0])) / total
+        for what in ("amax", "reach"):
+            if f"{which}_{what}" in rows:
+                found[f"{which}_{what}"] = rows[f"{which}_{what}"]
+    for gemm in GEMMS:
+        signal, error = sum(rows.get(f"{gemm}_signal", [0])), sum(rows.get(f"{gemm}_error", [0]))
+        found[f"{gemm}_error_db"] = 10 * math.log10(error / signal) if signal and error else None
+    for what in ("updates_lost", "exp_avg_underflows", "exp_avg_sq_underflows"):
+        total = sum(rows.get(f"{what}_of", [0]))
+        found[f"{what}%"] = 100 * sum(rows[what]) / total if total else None
+    return found
+
+
+def true_weight(layer):
+    """[out, in], fp32: the best that is known of it."""
+    if not isinstance(layer, levels.FP8Linear):
+        return layer.weight.detach().float()
+    if layer.master is not None:
+        value = scaling.dequantize(layer.master, layer.master_scale)
+    else:
+        value = layer.true_weight()
+    return value.t() if layer.transposed else value
+
+
+@contextlib.contextmanager
+def watched_adam(report):
+    """Inside, amp8's Adam tells of each piece that it writes: report(storage of the weight, {what: how many})."""
+    own, own_store, many = adam.adam_slice, adam.store, adam.adam_slices
+    values = []
+
+    def store(target, value, *rest):
+        values.append(value)
+        own_store(target, value, *rest)
+
+    def adam_slice(weight, gradient, m, v, copy, table, *rest):
+        old = weight.float() / table[0]
+        values.clear()
+        amax = own(weight, gradient, m, v, copy, table, *rest)
+        new, moved = weight.float() / table[4], values[0] != old
+        counts = {"updates_lost": (moved & (new == old)).sum().item(), "updates_lost_of": moved.sum().item()}
+        for name, stored, value in (("exp_avg", m, values[1]), ("exp_avg_sq", v, values[2])):
+            there = value != 0
+            counts |= {f"{name}_underflows": (there & (stored.float() == 0)).sum().item(),
+                       f"{name}_underflows_of": there.sum().item()}  # fmt: skip
+        report(weight.untyped_storage().data_ptr(), counts)
+        return amax
+
+    adam.adam_slice, adam.store, adam.adam_slices = adam_slice, store, adam._adam_slices
+    try:
+        yield
+    finally:
+        adam.adam_slice, adam.store, adam.adam_slices = own, own_store, many
+
+
+# ------------------------------------------------------------------------------------------- a layer without rounding
+
+
+@contextlib.contextmanager
+def high_precision(layers, optimizer):
+    """Inside, these layers compute without FP8, as a skip list would have them. Yields what must `step` after each
+    update: a converted weight of MS-AMP's levels has an fp32 copy with an fp32 Adam of its own meanwhile."""
+    shadows = [Weight(layer, optimizer) for layer in layers if isinstance(layer, levels.FP8Linear)]
+    plain = [layer for layer in layers if not isinstance(layer, levels.FP8Linear)]
+    for layer in plain:
+        layer.fp8 = False
+    try:
+        yield shadows
+    finally:
+        for layer in plain:
+            layer.fp8 = True
+        for shadow in shadows:
+            shadow.end()
+
+
+class Weight:
+    """An amp8 layer's weight in fp32, with an fp32 Adam that begins with the layer's own moments."""
+
+    def __init__(self, layer, optimizer):
+        self.layer, self.gradient = layer, None
+        state, group = optimizer.state.get(layer.parameter, {}), next(
+            group for group in optimizer.param_groups if any(p is layer.parameter for p in group["params"])
+        )  # fmt: skip
+        value = true_weight(layer)
+        parts = [value.t().contiguous() if layer.transposed else value.clone()]
+        for key in ("exp_avg", "exp_avg_sq"):
+            codes = state.get(key)
+            low = codes is not None and f"{key}_scale" in state
+            moment = torch.zeros_like(parts[0]) if codes is None else codes.float().clone()
+            parts.append(moment / state[f"{key}_scale"] if low else moment)
+        shared = layer.gradient.state
+        taken = torch.as_tensor(float(state.get("step", 0.0)))
+        if shared.sharded and shared.world > 1:  # O3: its owner alone has them
+            for part in (*parts, taken):
+                dist.broadcast(part, dist.get_global_rank(shared.group, layer.gradient.owner), group=shared.group)
+        self.parameter, self.group, self.shared = torch.nn.Parameter(parts[0]), group, shared
+        options = {
+            key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+        }
+        self.adam = torch.optim.Adam([self.parameter], **options)
+        self.adam.state[self.parameter] = {"step": taken, "exp_avg": parts[1], "exp_avg_sq": parts[2]}
+        self.hook = layer.port.register_hook(self.receive)
+        layer.forward = self.forward
+
+    def receive(self, gradient):
+        self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
+
+    def forward(self, x):
+        layer, device = self.layer, x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        weight = (self.parameter.detach() + layer.port).to(dtype)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return F.linear(x.to(dtype), weight.t() if layer.transposed else weight, bias)
+
+    def step(self, accelerator):
+        if self.gradient is None:
+            return
+        if self.shared.world > 1:
+            dist.all_reduce(self.gradient, group=self.shared.group)
+            self.gradient /= self.shared.world
+        norm, most = accelerator.steps.norm, getattr(accelerator, "max_norm", math.inf)
+        self.parameter.grad = self.gradient * min(1.0, most / (norm + 1e-6))
+        self.adam.param_groups[0]["lr"] = self.group["lr"]
+        self.adam.step()
+        self.parameter.grad = self.gradient = None
+
+    def end(self):
+        self.hook.remove()
+        self.layer.__dict__.pop("forward", None)

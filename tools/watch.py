@@ -1,0 +1,240 @@
+"""Runs a training script and looks inside its FP8 layers: the part of tools/diagnose.py that each process executes.
+
+    accelerate launch --config_file CONFIG tools/watch.py --to FOLDER --look 20 --pairs 8 --after 8 SCRIPT [its options]
+
+The script is not changed. It gets an Accelerator that watches: for `--look` steps it measures every FP8 layer beside
+its high-precision shadow (tools/shadow.py). Then come the pairs. Each begins where training is, takes `--after` steps
+as the config says and remembers their batches. Then it goes back to the same weights, optimizer state and random
+numbers and takes the same steps on the same batches again: once as they were, which shows whether steps repeat exactly,
+then each time with another layer, or block, put back to high precision. Training goes on from where the first of them
+ended. FOLDER gets watched.json.
+"""
+
+import argparse
+import contextlib
+import inspect
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import accelerate
+import torch.distributed as dist
+from accelerate import data_loader
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from faithful import Refused, accelerator, steps  # noqa: E402
+from faithful.state import random_state, set_random_state  # noqa: E402
+from tools.shadow import Looking, high_precision, layers_of  # noqa: E402
+
+SEPARATE = 24  # more layers than this are put back block by block
+
+
+class Done(SystemExit):
+    """Everything is measured: the script need not go on."""
+
+
+class Watch:
+    def __init__(self, args):
+        self.args, self.accelerator, self.phase, self.taken = args, None, "look", 0
+        self.batches, self.rates, self.at = [], [], 0  # of the pair's steps; at: the next batch to give again
+        self.arm, self.losses, self.results, self.curve = None, [], [], []
+        self.open = contextlib.ExitStack()  # what is in high precision now
+
+    def begin(self, running, evidence):
+        self.accelerator, self.evidence = running, evidence
+        self.layers = layers_of(evidence.model)
+        self.groups = groups_of(list(self.layers))
+        self.looking = Looking(self.layers, evidence)
+
+    # ---- what the script's own loop calls ----
+
+    def batches_of(self, loader, own):
+        """The batches that the script sees."""
+        while True:
+            if self.phase == "again":
+                batch, loader.end_of_dataloader = self.batches[self.at]
+                self.at += 1
+            else:
+                batch = next(own, None)
+                if batch is None:
+                    return
+                if self.phase == "pair" and self.evidence.model.training:
+                    self.batches.append((batch, loader.end_of_dataloader))
+            yield batch
+
+    def before_update(self):
+        groups = self.optimizer().param_groups
+        if self.phase == "pair":
+            self.rates.append([group["lr"] for group in groups])
+        elif self.phase == "again":
+            for group, rate in zip(groups, self.rates[len(self.losses)], strict=True):
+                group["lr"] = rate
+
+    def after_update(self):
+        loss = self.accelerator.steps.loss
+        for shadow in self.shadows:
+            shadow.step(self.accelerator)
+        if self.phase == "look":
+            self.taken += 1
+            self.curve.append(loss)
+            self.looking.stepped()
+            if self.taken == self.args.look:
+                self.looking.end()
+                self.begin_pair()
+            return
+        self.losses.append(loss)
+        if len(self.losses) == self.args.after:
+            self.end_arm()
+
+    shadows = ()
+
+    # ---- pairs ----
+
+    def begin_pair(self):
+        if len(self.results) == self.args.pairs:
+            self.finish()
+        self.start, self.phase = self.state(), "pair"
+        self.batches, self.rates, self.losses, self.result = [], [], [], {}
+        self.waiting = ["again", *self.groups, "all"]
+        self.arm = "none"
+
+    def end_arm(self):
+        half = self.losses[-max(1, self.args.after // 2) :]
+        self.result[self.arm] = sum(half) / len(half)
+        self.open.close()
+        self.shadows, self.losses = (), []
+        if self.arm == "none":
+            self.goes_on = self.state()
+        if not self.waiting:
+            self.results.append(self.result)
+            self.put_back(self.goes_on)
+            return self.begin_pair()
+        self.arm, self.phase, self.at = self.waiting.pop(0), "again", 0
+        self.put_back(self.start)
+        names = list(self.layers) if self.arm == "all" else self.groups.get(self.arm, [])
+        chosen = [self.layers[name] for name in names]
+        self.shadows = self.open.enter_context(high_precision(chosen, self.optimizer()))
+
+    def state(self):
+        running, evidence = self.accelerator, self.evidence
+        own = running.backend.tensors(running.strategy, evidence.model, evidence.optimizer)
+        return {name: tensor.clone() for name, tensor in own.items()}, random_state()
+
+    def put_back(self, state):
+        running, evidence = self.accelerator, self.evidence
+        own = {name: tensor.clone() for name, tensor in state[0].items()}  # an optimizer keeps what it loads
+        running.backend.restore(running.strategy, evidence.model, evidence.optimizer, own)
+        set_random_state(state[1])
+
+    def optimizer(self):
+        return self.accelerator.strategy.inner(self.evidence.optimizer)
+
+    def finish(self):
+        running = self.accelerator
+        if running.is_main_process:
+            made = {"truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
+                    "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
+                    "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
+                    "layers": self.looking.found()}  # fmt: skip
+            (Path(self.args.to) / "watched.json").write_text(json.dumps(made))
+        if dist.is_initialized():
+            dist.barrier()
+        raise Done(0)
+
+
+def groups_of(names):
+    """{name: [layers]}: each layer, or where there are many each block, named as a skip list would name it."""
+    if len(names) <= SEPARATE:
+        return {name: [name] for name in names}
+    groups = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        group = name if number is None or number == len(parts) - 1 else ".".join(parts[: number + 1]) + ".*"
+        groups.setdefault(group, []).append(name)
+    return groups
+
+
+def watching(watch):
+    """The Accelerator that the script gets."""
+
+    class Accelerator(accelerator.Accelerator):
+        def project_folder(self, merged):
+            config = super().project_folder(merged)
+            config.set_directories(str(Path(watch.args.to) / "run"))
+            return config
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if self.plan.precision != "fp8":
+                raise Refused(f"diagnose looks at FP8: this config is {self.plan.precision}")
+            if self.plan.strategy not in ("single", "ddp"):
+                other = "ddp" if self.plan.num_processes > 1 else "single"
+                raise Refused(f"diagnose needs whole weights on every process, {self.plan.strategy} splits them: use "
+                              f"{other} with the same backend")  # fmt: skip
+            if self.plan.compile:
+                raise Refused("diagnose looks inside layers, which a compiled block hides: use the config without "
+                              "dynamo_config")  # fmt: skip
+            if not self.plan.emulated and self.plan.backend != "msamp":
+                raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
+                              f"{self.plan.implementation}'s kernels: run it on a CPU")  # fmt: skip
+
+        def count(self, *args):
+            counted = super().count(*args)
+            if counted and watch.accelerator is None:
+                watch.begin(self, self.evidence[0])
+            return counted
+
+        def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+            self.max_norm = max_norm
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+        def before_update(self, optimizer):
+            super().before_update(optimizer)
+            watch.before_update()
+
+        def after_update(self, optimizer):
+            super().after_update(optimizer)
+            watch.after_update()
+
+        def log(self, *args, **kwargs):  # steps that are taken again are no run's
+            self.begin()
+
+        def save_state(self, *args, **kwargs):
+            pass
+
+    # faithful looks up there what a script passes by position
+    Accelerator.__init__.__signature__ = inspect.signature(accelerate.Accelerator.__init__)
+    return Accelerator
+
+
+def give_batches(watch, cls):
+    """Loaders of this class ask `watch` which batch comes next."""
+    own = cls.__iter__
+    cls.__iter__ = lambda loader: watch.batches_of(loader, own(loader))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", required=True)
+    for name, default in (("look", 20), ("pairs", 8), ("after", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    watch = Watch(args)
+    steps.AGREE_SECONDS = 0  # every loss is that of all processes
+    accelerator.Accelerator = accelerate.Accelerator = watching(watch)
+    for cls in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
+        give_batches(watch, cls)
+    script, *sys.argv[1:] = args.script
+    sys.argv[0] = script
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+    raise Refused(f"the script ended after {watch.taken} steps and {len(watch.results)} pairs: it must be told to take "
+                  "more steps, or diagnose to look at fewer (--look, --pairs, --after)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
