@@ -1,7 +1,8 @@
 """Does tools/diagnose.py name a planted fault first, and does its skip line cure it? And what does it find in recipes?
 
 Three faults (benchmarks/faults.py), each under a config that cannot bear it. Per fault: the diagnosis, and the loss of
-runs of the same seeds under that config and under the same config with the line that the diagnosis proposes.
+runs of the same seeds under that config and under the same config with the line that the diagnosis proposes. Recipes
+that the output file holds already are not diagnosed again.
 """
 
 import argparse
@@ -85,12 +86,14 @@ def main():
             }  # fmt: skip
             print(f"{fault}: planted {layer}, {made['answer'][0]}; {made['skip_line']}: loss {mean:+.1f}% lower "
                   f"({low:+.1f} to {high:+.1f})", flush=True)  # fmt: skip
-        if args.only != "faults":
-            results["recipes"] = []
         for config, recipe in RECIPES if args.only != "faults" else ():
+            if any(one["config"] == config and one["recipe"] == recipe for one in results["recipes"]):
+                continue  # of an earlier call
             made = diagnosed(config, folder / f"{config}-{recipe}", recipe)
-            results["recipes"].append(short(made))
+            results["recipes"].append({"config": config, "recipe": recipe} | short(made))
             print(f"{config} {recipe}: {made['answer']} {made['skip_line']}", flush=True)
+            if args.output:
+                save(args.output, results)
     if args.output:
         save(args.output, results)
 
