@@ -3,6 +3,7 @@
     python benchmarks/kills.py ddp_bf16 --kills 8 --seed 1 --output results/kills.json
     python benchmarks/kills.py single_bf16 ddp_bf16 fsdp_fp8 ddp_fp8_msamp_o3 zero2_bf16 tp_bf16 --kills 100 \
         --output results/kills.json
+    python benchmarks/kills.py fsdp_fp8 --moments step save --kills 8 --output kills.json
     python benchmarks/kills.py ddp_bf16 --recipe "resnet --max_steps 60 --save_steps 6" --kills 8 --output kills.json
 
 A kill hits the launcher alone, one worker, or every process of the launch; while the run starts, trains or writes a
@@ -34,6 +35,7 @@ from provenance import ROOT, save
 
 OUTLIVE, NO_STEP = 30, 200  # seconds
 VICTIMS = ("launcher", "worker", "everything")
+MOMENTS = {"start": 5, "step": 2, "save": 3}  # how often each is drawn
 VIT = "vit --max_steps 60 --save_steps 6 --eval_steps 20"
 GPT = f"gpt --model llama_nano --dataset {ROOT / 'faithful' / 'rules.py'} --sequence_length 32 "
 GPT += "--max_steps 24 --save_steps 4 --eval_steps 12"
@@ -63,7 +65,7 @@ class Launch:
 
     def steps(self):
         """Optimizer steps that this launch has logged."""
-        return len(re.findall(r"^step \d+/\d+: loss", self.text(), re.M))
+        return len(re.findall(r"^step \d+: loss", self.text(), re.M))
 
     def processes(self):
         """Ids of the processes of this launch, its launcher's too."""
@@ -126,8 +128,9 @@ def result(out):
 
 
 class Campaign:
-    def __init__(self, root, config, words, folder, chance):
+    def __init__(self, root, config, words, folder, chance, moments):
         self.root, self.config, self.words, self.folder, self.chance = root, config, words, folder, chance
+        self.moments = moments
         self.launches, self.runs, self.events, self.ended = 0, 0, [], []
         self.counts = Counter(launches=0, runs=0, orphans=0, failed_starts=0, lost=0, unequal=0)
         began = time.time()
@@ -176,7 +179,8 @@ class Campaign:
 
     def moment(self, launch):
         """When to strike, as a function that is asked again and again."""
-        kind, draw = self.chance.choices(["start", "step", "save"], [5, 2, 3])[0], self.chance.random()
+        weights = [MOMENTS[name] for name in self.moments]
+        kind, draw = self.chance.choices(self.moments, weights)[0], self.chance.random()
         if kind == "start":
             return lambda: time.time() > launch.began + draw * self.start_up
         if kind == "step":
@@ -238,6 +242,7 @@ def main():
     parser.add_argument("configs", nargs="+")
     parser.add_argument("--recipe", type=shlex.split, help=f"and its options; default: {VIT!r}, for tp gpt")
     parser.add_argument("--kills", type=int, default=8, help="in all, shared out among the configs")
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--root",
@@ -252,9 +257,8 @@ def main():
         words = args.recipe or (GPT if config.startswith("tp") else VIT).split()
         kills = args.kills // len(args.configs) + (at < args.kills % len(args.configs))
         folder = Path(tempfile.mkdtemp(prefix="kills-"))
-        rows.append(
-            Campaign(args.root.resolve(), config, words, folder, random.Random(f"{args.seed} {config}")).run(kills)
-        )
+        chance = random.Random(f"{args.seed} {config}")
+        rows.append(Campaign(args.root.resolve(), config, words, folder, chance, args.moments).run(kills))
         shutil.rmtree(folder)
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "events"}), flush=True)
         save(args.output, {"seed": args.seed, "rows": rows}, ("accelerate",))
