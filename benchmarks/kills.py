@@ -65,7 +65,7 @@ class Launch:
 
     def steps(self):
         """Optimizer steps that this launch has logged."""
-        return len(re.findall(r"^step \d+: loss", self.text(), re.M))
+        return len(re.findall(r"^step \d+(?:/\d+)?: loss", self.text(), re.M))
 
     def processes(self):
         """Ids of the processes of this launch, its launcher's too."""

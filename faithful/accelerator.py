@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
     def skip_first_batches(self, dataloader, num_batches=0):
         """The loader of the epoch that a resumed run goes on with."""
         left = super().skip_first_batches(dataloader, num_batches)
-        mine = next((epoch for epoch in self.epochs if epoch.loader is dataloader), None)
+        mine = next((epoch for epoch in self.epochs if any(one is dataloader for one in epoch.loaders)), None)
         return mine.watch(left) if mine else left
 
     def prepare_optimizer(self, optimizer, device_placement=None):
@@ -308,7 +308,8 @@ class Accelerator(accelerate.Accelerator):
             output_dir = self.checkpoints_folder() / f"checkpoint_{project.iteration}"
         elif output_dir is None:
             output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
-        folder, alone = Path(output_dir), not launcher.all_come(f"save_state/{self.steps.taken}")
+        agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}")
+        folder, alone = Path(output_dir), not agreed
         if alone and (self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"):
             raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
                           "on all of them")  # fmt: skip

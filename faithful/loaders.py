@@ -11,22 +11,30 @@ from torch.utils.data import DataLoader
 
 
 class Epoch:
-    """Of one prepared loader. `began`: its generators before the epoch was drawn, {name: state}."""
+    """Of one prepared loader, and of what is left of it after `skip_first_batches`. `began`: its generators before the
+    epoch was drawn, {name: state}; `again`: those that the next one begins with."""
 
     def __init__(self):
-        self.loader, self.began, self.again = None, None, None
+        self.loaders, self.began, self.again = [], None, None
 
     def watch(self, prepared):
         """prepared: Accelerate's loader, which has torch's inside."""
-        self.loader, inside = prepared, getattr(prepared, "base_dataloader", None)
+        inside = getattr(prepared, "base_dataloader", None)
+        self.loaders.append(prepared)
         if type(inside) is DataLoader:
             inside.__class__, inside.epoch = Watched, self
         return prepared
 
     def running(self, between_batches):
         """Whether it is in the middle of an epoch. between_batches: the batch at hand is still to be trained on."""
-        stack = self.loader.gradient_state.dataloader_references
-        return any(one is self.loader for one in stack) and (between_batches or not self.loader.end_of_dataloader)
+        for loader in self.loaders:
+            if any(one is loader for one in loader.gradient_state.dataloader_references):
+                return between_batches or not loader.end_of_dataloader
+        return False
+
+    def generator(self):
+        """Of its sampler, or None."""
+        return sampler_generator(getattr(self.loaders[0], "base_dataloader", self.loaders[0]))
 
 
 class Watched(DataLoader):
@@ -48,11 +56,12 @@ class Watched(DataLoader):
 
 def sampler_generator(loader):
     """The generator of a loader's sampler, or None where it uses torch's."""
-    seen, sampler = 0, loader.batch_sampler or loader.sampler
+    seen, sampler = 0, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while sampler is not None and seen < 8:  # samplers of samplers: Accelerate's shards, skipped batches
         if isinstance(getattr(sampler, "generator", None), torch.Generator):
             return sampler.generator
-        sampler, seen = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None), seen + 1
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler, seen = getattr(sampler, "sampler", None) if inner is None else inner, seen + 1
     return None
 
 
@@ -70,8 +79,7 @@ def collect(epochs, between_batches):
     """({name: tensor} of this process, which loaders are in the middle of an epoch)."""
     parts, running = {}, [epoch.running(between_batches) and epoch.began is not None for epoch in epochs]
     for i, epoch in enumerate(epochs):
-        inside = epoch.loader.base_dataloader if hasattr(epoch.loader, "base_dataloader") else epoch.loader
-        own = sampler_generator(inside)
+        own = epoch.generator()
         parts |= {f"loader/{i}/now": own.get_state()} if own is not None else {}
         parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if running[i] else {}
     return parts, running
@@ -79,11 +87,9 @@ def collect(epochs, between_batches):
 
 def put_back(epochs, parts, running):
     for i, (epoch, half_way) in enumerate(zip(epochs, running, strict=False)):
-        inside = epoch.loader.base_dataloader if hasattr(epoch.loader, "base_dataloader") else epoch.loader
-        own = sampler_generator(inside)
+        own = epoch.generator()
         if own is not None and f"loader/{i}/now" in parts:
             own.set_state(parts[f"loader/{i}/now"])
         if half_way:
-            epoch.again = {
-                name: parts[f"loader/{i}/{name}"] for name in ("torch", "own") if f"loader/{i}/{name}" in parts
-            }
+            names = [name for name in ("torch", "own") if f"loader/{i}/{name}" in parts]
+            epoch.again = {name: parts[f"loader/{i}/{name}"] for name in names}
