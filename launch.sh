@@ -6,7 +6,7 @@
 #   ./launch.sh CONFIG [launch options] RECIPE [recipe options]
 #                                          e.g. ./launch.sh fsdp_bf16 --num_processes 4 vit --max_steps 100
 #   ./launch.sh CONFIG [launch options] SCRIPT.py [its options]   or   -m MODULE [its options]
-#                                          anyone's Accelerate script, as it is; --config_wins where it contradicts
+#                                          your own Accelerate script, unchanged; --config_wins: over its arguments
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
 #   ./launch.sh compare CONFIG... -- RECIPE [recipe options]
 #                                          which config: over seeds, judged against noise, as one HTML page
@@ -14,7 +14,7 @@
 #                                          where FP8 hurts: each layer, and what it costs the loss
 #   ./launch.sh estimate [CONFIG...] -- RECIPE [recipe options]
 #                                          memory per process before anything is trained, and what fits
-#   ./launch.sh show RUN_FOLDER            what a run was and what it was proved to be
+#   ./launch.sh show RUN_FOLDER            a run as a short table: results, memory, what was proved
 #   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
 #   ./launch.sh copy RECIPE CONFIG DEST    a recipe with all it needs in a folder of its own

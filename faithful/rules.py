@@ -107,7 +107,7 @@ def problems_of_deepspeed(asked, machine):
     if "deepspeed" not in machine["packages"]:
         lines.append(f"{strategy} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
     if extra["file"]:
-        lines.append("deepspeed_config_file: its settings are the plan's here, remove it (README, ZeRO)")
+        lines.append("deepspeed_config_file: its settings are the plan's here, remove it (docs/machines.md)")
     if extra["init"]:
         lines.append("zero3_init_flag (Accelerate's default) builds transformers' models in pieces before there is a "
                      "seed: set it to false in deepspeed_config")  # fmt: skip
@@ -253,7 +253,7 @@ def problems_of_fp8(asked, machine):
         lines.append(f"te block needs CUDA 12.9, torch was built for {machine['cuda']}: use {strategy}_fp8_te")
     if machine["devices"] and backend == "te" and "transformer_engine" not in machine["packages"]:
         lines.append(
-            "TransformerEngine is not installed: ./launch.sh setup --extra te (README, FP8, says what it needs)"
+            "TransformerEngine is not installed: ./launch.sh setup --extra te (docs/fp8.md says what it needs)"
         )
     real = machine["devices"] or strategy not in ("single", "ddp")  # elsewhere its numerics are emulated
     if backend == "ao" and real and "torchao" not in machine["packages"]:

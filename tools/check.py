@@ -5,8 +5,8 @@
     ./launch.sh check ddp_bf16 --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
                                            with accelerate launch's options: ranks, rendezvous, port, hostfile
 
-The rules are those that refuse at launch (faithful/rules.py). Exit code 2 where there is a problem. What is sound, but
-not on this machine, is said; it counts as a problem only for a config that was asked for by name.
+The rules are those that refuse at launch (faithful/rules.py). The exit code is 2 if there is a problem. A config that
+is right but cannot run on this machine is listed too; that counts as a problem only if you named the config.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""A recipe with all it needs, and nothing else, in a folder of its own.
+"""Copies a recipe with all it needs, and nothing else, into a folder of its own.
 
     ./launch.sh copy vit ddp_fp8_msamp_o2 ../my-project
 
 writes recipes/vit.py, the modules of shared/ that it imports, faithful/, amp8/ if the config can need it, the YAML,
-pinned requirements, and a README of ten lines. What is needed is read from the imports, those inside functions too.
+pinned requirements, and a README of ten lines. It finds what is needed by reading the imports, also those inside
+functions.
 """
 
 import argparse
@@ -103,7 +104,7 @@ def readme(source, yml, destination, with_amp8):
     pip install -r requirements.txt
     accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}
 
-`recipes/{source.name}` is what is trained, the YAML how. `shared/` has its data and models, `faithful/` its
+`recipes/{source.name}` says what is trained, the YAML says how. `shared/` has its data and models, `faithful/` its
 Accelerator{", `amp8/` its FP8" if with_amp8 else ""}.
 `python recipes/{source.name} --help` lists the options; each run writes `runs/`.
 """

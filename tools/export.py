@@ -1,4 +1,4 @@
-"""Any run's weights as one plain state dict: fp32, safetensors, the names of the unconverted model. Or as ONNX.
+"""Writes the weights of any run as one plain state dict (fp32, safetensors, names of the plain model), or as ONNX.
 
     ./launch.sh export runs/vit-fsdp_fp8-...                      the finished model, else the newest sound checkpoint
     ./launch.sh export RUN --checkpoint 200 --output vit.safetensors
@@ -17,12 +17,12 @@ checkpoint, ZeRO              a flat piece of the fp32 masters on each rank     
 checkpoint, MS-AMP's levels   codes and scales, under FSDP2 a piece on each rank;   codes / scale; under O3 the master's
                               under O3 FP16 masters on the owner
 
-O3 has two answers, and they differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed
-and was evaluated with; a checkpoint gives their FP16 masters, which training elsewhere should go on from. A model of
+Under O3 the two sources differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed with
+and was evaluated with. A checkpoint holds their FP16 masters: take these to go on training elsewhere. A model of
 TransformerEngine's own blocks gets timm's names; its GELU was the tanh approximation (timm's act_layer="gelu_tanh").
 
-ONNX takes any batch size, of a language model any length. Before the file is there, onnx's checker has passed it and
-onnxruntime has computed held-out samples with it: logits within 1e-4 of torch's, or there is no file.
+The ONNX file takes any batch size, and for a language model any length. It is written only if onnx's checker passes it
+and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The number formats of mixed precision side by side, what rounding to each costs, and one scaled FP8 product.
+"""Shows the number formats of mixed precision, what rounding to each of them costs, and one scaled FP8 product.
 
     ./launch.sh formats                    values around 1
     ./launch.sh formats --scale 1e-4       small ones: 8 bits underflow, unless the tensor has a scale
@@ -6,7 +6,7 @@
 
 A format has a range (max, smallest normal) and a precision (eps, the gap between 1 and the next value). e4m3 and e5m2
 split the same eight bits differently: e4m3 has the precision, for weights and activations; e5m2 the range, for
-gradients. A scale moves a tensor into the range; no scale brings precision. fp16's exponent is as narrow as e5m2's,
+gradients. A scale moves a tensor into the range, but adds no precision. fp16's exponent is as narrow as e5m2's,
 which is why fp16 trains with a gradient scaler; bf16 has fp32's range and needs neither.
 
 Formats: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). The cast and the scale are those that

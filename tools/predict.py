@@ -1,12 +1,12 @@
-"""What a trained model says: the class of each image, or of a text, or how a text goes on.
+"""Predicts with a trained model: the class of each image, or of a text, or how a text goes on.
 
     ./launch.sh predict runs/vit-... photo.jpg folder/      one line each: file, class, probability
     ./launch.sh predict runs/gpt-... --prompt "import "
 
-Images go through what the run's held-out images went through: size, channels, normalization. The weights are the
-finished model's, else the newest sound checkpoint's. `--precision evaluated`, the default, computes as the run's own
-evaluation did: under autocast in bf16 for bf16 and FP8 configs (evaluation is outside FP8), and where FSDP2 gathered
-weights in FP8, on weights rounded to e4m3. `plain` is fp32.
+Images are prepared as the run's held-out images were: size, channels, normalization. The weights are those of the
+finished model, or if there is none, of the newest complete checkpoint. `--precision evaluated`, the default, computes
+as the run's own evaluation did: under autocast in bf16 for bf16 and FP8 configs (evaluation is outside FP8), and where
+FSDP2 gathered weights in FP8, on weights rounded to e4m3. `plain` is fp32.
 """
 
 import argparse

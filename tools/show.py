@@ -1,4 +1,4 @@
-"""A finished or running run as a table: what it was, what it was proved to be, where it lies.
+"""Prints a finished or running run as a short table: config, results, what was counted on its tensors, files.
 
 ./launch.sh show runs/demo-...
 """

@@ -33,7 +33,7 @@ def package():
         return importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:  # the last two where a CUDA library is missing
         raise Refused(
-            f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te (README, FP8)"
+            f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te (docs/fp8.md)"
         ) from None
 
 
