@@ -1,7 +1,7 @@
-"""Writes the generated tables of the READMEs, and README.md's picture, from the files in results/.
+"""Writes the generated tables of the READMEs and docs/*.md, and README.md's picture, from the files in results/.
 
     python benchmarks/tables.py            write them
-    python benchmarks/tables.py --check    exit code 1 where a README says something else
+    python benchmarks/tables.py --check    exit code 1 where a page says something else
 
 A table stands between `<!-- from results/...: python benchmarks/tables.py -->` and `<!-- end -->`.
 """
@@ -244,7 +244,7 @@ def strategies(made):
     rows = []
     for technique, config in TECHNIQUES:
         row = made["runs"].get(config)
-        cells = ["not run"] * 5
+        cells = ["-"] * 5  # on this machine it could not run
         if row:
             share, loss = row["share_per_process"] or {"optimizer": 1}, row["final"]["metrics"]["eval_loss"]
             cells = [str(row["processes"]), f"{row['bytes_per_parameter']['total']:.1f}", f"{share['optimizer']:.2f}",
@@ -253,12 +253,26 @@ def strategies(made):
     return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
 
 
+def kills(made):
+    """Counts of one campaign: in which phase of a run the kills hit, and what went wrong."""
+    phases = (("launcher", "imports and rendezvous", "model and first step"), ("training", "end"), ("saving",))
+    rows = []
+    for row in made["rows"]:
+        cells = [row["kills"], *(sum(row["phase"].get(name, 0) for name in group) for group in phases)]
+        rows.append([f"`{row['config']}`", *cells, *(row[key] for key in KILLS)])
+    rows.append(["all", *map(sum, zip(*(row[1:] for row in rows), strict=True))])
+    heads = ["config", "kills", "while starting", "training", "saving", *(key.replace("_", " ") for key in KILLS)]
+    return f"{came_from(made)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
+
+
 TABLES = {
     COMPARISON: comparison,
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
     "results/demo.json": demo,
+    "results/kills.json": kills,
+    "results/kills_before.json": kills,
     "results/photos.json": photos,
     "results/gpt_python_docs.json": gpt,
     "results/finetune_textures.json": finetune,
@@ -272,7 +286,7 @@ TABLES = {
     "results/amp8_fsdp.json": amp8_fsdp,
     "results/fsdp_levels.json": fsdp_levels,
 }
-READMES = ("README.md", "amp8/README.md")
+PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
 
 def picture(made):
@@ -291,18 +305,21 @@ def picture(made):
     )
 
 
-def written(text):
-    """A README's text with every table as its file says."""
+def written(page, text=None):
+    """A page's text with every table as its file says, and links into results/ from where the page is."""
+    up = "../" * page.count("/")
 
     def fill(match):
         name = match.group(1)
-        return f"{match.group(0).splitlines()[0]}\n{TABLES[name](read(name))}\n<!-- end -->"
+        table = TABLES[name](read(name)).replace("](results/", f"]({up}results/")
+        return f"{match.group(0).splitlines()[0]}\n{table}\n<!-- end -->"
 
+    text = (ROOT / page).read_text() if text is None else text
     return re.sub(r"<!-- from (\S+): python benchmarks/tables\.py -->\n.*?<!-- end -->", fill, text, flags=re.S)
 
 
 def main():
-    texts, drawn = {ROOT / name: written((ROOT / name).read_text()) for name in READMES}, picture(read(COMPARISON))
+    texts, drawn = {ROOT / page: written(page) for page in PAGES}, picture(read(COMPARISON))
     texts[PICTURE] = drawn
     if "--check" in sys.argv:
         stale = [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]

@@ -1,4 +1,4 @@
-"""What README.md says exists, parses and agrees with the code: its commands, paths, configs, grammar and tables."""
+"""What README.md and docs/*.md say exists, parses and agrees with the code: commands, paths, links, configs, tables."""
 
 import re
 import shlex
@@ -14,19 +14,36 @@ from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, asked, export
 from shared import args, models
 from tools import formats
 
-TEXT = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [
+    *PAGES,
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "amp8/README.md", "faithful/README.md")),
+]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.M | re.S)  # (language, text)
 INLINE = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yml"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+NO_GPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": ["torchao", "deepspeed"]}
+OWN = "train.py"  # a reader's own script, in examples
 WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
+TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
+# Described before the code has them; once it has, their commands are checked as all others.
+AHEAD = {tool for tool in TOOLS if not (ROOT / "tools" / f"{tool}.py").exists()}
+if not (ROOT / "tools" / "paired.py").exists():
+    AHEAD |= {"--margin", OWN}  # of compare
+
+
+def page(name):
+    return (ROOT / name).read_text()
 
 
 def commands(start):
-    """Every command of the README that begins with `start`: lines of its shell blocks, and inline code."""
+    """Every command of the pages that begins with `start`: lines of shell blocks, and inline code."""
     lines = [line for language, block in BLOCKS if language == "bash" for line in block.splitlines()]
     lines = [part for line in lines for part in re.split(r" && ", line)]
-    return [command for command in map(str.strip, [*lines, *INLINE]) if command.startswith(start)]
+    found = [" ".join(command.split()) for command in [*lines, *INLINE]]  # inline code may go on in the next line
+    return [command for command in found if command.startswith(start)]
 
 
 def tables():
@@ -44,9 +61,15 @@ def check_recipe(script, options):
 
 
 def check_launch(words):
+    words = [word for word in words if word != "--config_wins" or "faithful" in words]  # launch.sh hands it on
     parsed = launch_command_parser().parse_args(words)
     assert (ROOT / parsed.config_file).is_file(), parsed.config_file
-    check_recipe(parsed.training_script, parsed.training_script_args)
+    script, options = parsed.training_script, parsed.training_script_args
+    if parsed.module and script == "faithful":  # python -m faithful [--config_wins] SCRIPT
+        options = options[1:] if options[0] == "--config_wins" else options
+        script, parsed.module = options[0], False
+    if not parsed.module and script != OWN:
+        check_recipe(script, options)
 
 
 def check_what_runs_over_configs(tool, words):
@@ -57,10 +80,10 @@ def check_what_runs_over_configs(tool, words):
     for word in left:
         if word.startswith("--"):
             assert f'"{word}"' in source, word
-        elif word not in values and not re.match(r"runs/|\[?(CONFIG)?\.{3}\]?$", word):
-            assert not word or word in NAMES, word
-    if right and right[0]:
-        check_recipe(right[0], [word for word in right[1:] if not word.startswith("[") and not word.endswith("]")])
+        elif word not in values and not word.startswith("runs/"):
+            assert word in NAMES, word
+    if right and right[0] != OWN:
+        check_recipe(right[0], right[1:])
 
 
 def test_accelerate_launch_lines():
@@ -89,21 +112,23 @@ def test_launch_sh_lines():
     assert "./launch.sh demo" in found and "./launch.sh test" in found
     for command in found:
         first, *rest = shlex.split(command.removeprefix("./launch.sh "))
-        rest = [re.sub(r"^(CONFIG|RUN_FOLDER|RECIPE)$", "", word) for word in rest]
+        if AHEAD & {first, *rest} and first in TOOLS:
+            continue
         if first == "setup":
             assert rest[::2] == ["--extra"] * len(rest[::2]) and set(rest[1::2]) <= EXTRAS.keys(), command
         elif first == "check":
             named = [word for word in rest if not word.startswith("--") and not word.isdigit()]
-            assert set(named) <= {*NAMES, ""}, command
+            named = [word for word in named if word not in ("10.0.0.1", "my.yml")]
+            assert set(named) <= {*NAMES}, command
         elif first == "copy":
             name, config, _ = rest
-            assert config in ("", *NAMES) and (not name or (ROOT / "recipes" / f"{name}.py").is_file()), command
+            assert config in NAMES and (ROOT / "recipes" / f"{name}.py").is_file(), command
         elif first in ("predict", "export") and len(rest) > 1:
             options = [word for word in rest if word.startswith("--")]
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
         elif first == "formats":
             args.parse(formats.Arguments, rest)
-        elif first in ("compare", "estimate"):
+        elif first in TOOLS and rest:
             check_what_runs_over_configs(first, rest)
         elif first in WORDS:
             assert len(rest) <= 1 or first == "test", command
@@ -113,37 +138,134 @@ def test_launch_sh_lines():
             )
 
 
-def test_its_list_of_commands_is_launch_shs_help():
-    [listed] = [block for _, block in BLOCKS if "./launch.sh ls " in block]
-    listed = [line.strip() for line in listed.splitlines()]
-    source = (ROOT / "launch.sh").read_text().splitlines()
-    assert listed == [line.removeprefix("#").strip() for line in source[3:] if line.startswith("#   ")][: len(listed)]
-    assert {line.split()[1] for line in listed if line.startswith("./")} - {"CONFIG"} <= WORDS
-    for line in listed:
-        for config, script in re.findall(r"e\.g\. \./launch\.sh (\w+) .*? (\w+) --max_steps", line):
-            assert config in NAMES and (ROOT / "recipes" / f"{script}.py").is_file()
+def test_the_help_of_launch_sh_is_of_commands_that_there_are():
+    help = [
+        line.removeprefix("#").strip() for line in page("launch.sh").splitlines() if line.startswith("#   ./launch")
+    ]
+    listed = {line.split()[1] for line in help}
+    assert listed - {"CONFIG"} <= WORDS
+    for word in listed - {"CONFIG"}:
+        assert re.search(rf"\./launch\.sh\s+{word}\b", TEXT), f"no page says what ./launch.sh {word} is for"
 
 
 def test_paths_exist():
-    folders = "accelerate_configs amp8 benchmarks cluster faithful recipes results shared tests tools".split()
+    folders = "accelerate_configs amp8 benchmarks cluster docs faithful recipes results shared tests tools".split()
     found = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(folders)})/(?:[\w./-]*\w)?", TEXT))
     found |= set(re.findall(r"(?<![\w/.-])(?:launch\.sh|pyproject\.toml|requirements\.txt|LICENSE)\b", TEXT))
-    found |= {link for link in re.findall(r"\]\(([^)#]+)", TEXT) if "://" not in link}
-    assert len(found) > 5
+    assert len(found) > 20
     assert not sorted(path for path in found if not (ROOT / path).exists())
 
 
+def anchors(file):
+    """What GitHub calls the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.M | re.S)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+def broken_links(file, text):
+    """Links and pictures of a page that lead nowhere."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        there = (file.parent / path).resolve() if path else file
+        if "://" not in link and not (there.exists() and (not anchor or anchor in anchors(there))):
+            yield link
+
+
+@pytest.mark.parametrize("file", LINKED, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_somewhere(file):
+    assert not list(broken_links(file, file.read_text()))
+
+
+def test_a_broken_link_is_found():
+    text = "[a](docs/fp8.md) [b](docs/fp8.md#no-such-head) [c](docs/no.md) [d](docs/fp8.md#keep-a-layer-out-of-fp8)"
+    assert list(broken_links(ROOT / "README.md", text)) == ["docs/fp8.md#no-such-head", "docs/no.md"]
+
+
+def test_pages_are_short_and_readme_links_all_of_them():
+    assert len(page("README.md").splitlines()) <= 150
+    for file in PAGES[1:]:
+        assert len(file.read_text().splitlines()) < 200, file.name
+        assert f"(docs/{file.name})" in page("README.md"), f"README.md does not link {file.name}"
+        assert len(re.findall(r"\bnot\s+run\b", file.read_text())) <= 1, file.name
+
+
 def test_every_config_has_its_row_and_it_says_what_the_rules_say():
-    [rows] = [rows for head, rows in tables() if head[:2] == ["config", "on a CPU"]]
+    [rows] = [rows for head, rows in tables() if head == ["config", "on a CPU"]]
     assert sorted(row[0].strip("`") for row in rows) == NAMES
-    here = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": ["torchao", "deepspeed"]}
-    for name, cpu, gpu in rows:
+    for name, cpu in rows:
         lines, mapping = rules.file_problems(CONFIGS / f"{name.strip('`')}.yml")
         assert not lines
         found = asked(exported(mapping))
-        assert cpu.startswith("refused: " if rules.problems(found, here) else "ran"), name
+        assert cpu.startswith("refused: " if rules.problems(found, NO_GPU) else "ran"), name
         assert ("emulated" in cpu) == (found["precision"] == "fp8" and cpu.startswith("ran")), name
-        assert ("TransformerEngine" in gpu) == (found["backend"] == "te"), name
+
+
+def gpus(capability):
+    packages = ["torchao", "deepspeed", "transformer_engine"]
+    return {
+        "device": "cuda",
+        "devices": 8,
+        "name": "GPU",
+        "capability": capability,
+        "packages": packages,
+        "cuda": "13.0",
+    }
+
+
+def of(strategy, precision, backend=None, level=None):
+    """What a config of this strategy and precision asks, whether there is a file of it or not."""
+    file = next(name for name in NAMES if name.startswith(f"{strategy}_bf16"))
+    found = asked(exported(rules.file_problems(CONFIGS / f"{file}.yml")[1]))
+    return found | {"precision": precision, "backend": backend, "level": level}
+
+
+def test_the_table_of_strategies_and_precisions_says_what_the_rules_say():
+    [(head, rows)] = [(head, rows) for head, rows in tables() if head[0] == "strategy"]
+    ways = [re.findall(r"\w+", cell) for cell in head[1:]]
+    assert ways == [["fp32"], ["fp16"], ["bf16"], ["fp8", "ao"], ["fp8", "te"], ["fp8", "msamp"]]
+    strategies = []
+    for row in rows:
+        named = [word for word in re.findall(r"`(\w+)`", row[0]) if word in STRATEGIES]
+        strategies += named
+        for strategy in named:
+            for (precision, *backend), cell in zip(ways, row[1:], strict=True):
+                levels = LEVELS[backend[0]] if backend else (None,)
+                runs = {"cpu": [], "gpu": []}
+                for level in levels:
+                    wanted = of(strategy, precision, *backend, level)
+                    for kind, machine in (("cpu", NO_GPU), ("gpu", gpus((10, 0)))):
+                        if not rules.problems(wanted, machine):
+                            runs[kind].append(level)
+                says = {(True, True): "runs", (False, True): "GPU only", (False, False): "refused"}
+                assert cell.split(":")[0] == says[bool(runs["cpu"]), bool(runs["gpu"])], (strategy, precision, backend)
+                if ":" in cell:
+                    assert re.findall(r"`(o\d)`", cell) == sorted(runs["gpu"]), (strategy, cell)
+                elif cell == "runs":
+                    assert len(runs["gpu"]) == len(levels), (strategy, precision, backend)
+    assert strategies == list(STRATEGIES)
+
+
+def test_what_a_gpu_needs_is_what_the_rules_say():
+    [rows] = [rows for head, rows in tables() if head == ["precision", "compute capability"]]
+    said = {}
+    for cell, needs in rows:
+        first, *rest = re.findall(r"`(\w+)`", cell)
+        for words in [(first, *rest)] if first == "fp8" else [(first,), *((other,) for other in rest)]:
+            said[words] = needs
+
+    def least(*way):
+        steps = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
+        found = next(step for step in steps if not rules.problems(of("single", *way), gpus(step)))
+        return "any" if found == (7, 5) else "{}.{}".format(*found)
+
+    for precision in ("fp32", "fp16", "bf16"):
+        assert said[precision,] == least(precision)
+    for backend, levels in LEVELS.items():
+        first, *others = (part.strip() for part in said["fp8", backend].split(";"))
+        assert first == least("fp8", backend, levels[0])
+        for level in levels[1:]:
+            own = [part for part in others if f"`{level}`" in part]
+            assert least("fp8", backend, level) == (re.match(r"[\d.]+", own[0])[0] if own else first), level
 
 
 def test_grammar_is_the_codes():
@@ -170,7 +292,7 @@ def test_grammar_is_the_codes():
 
 
 def test_datasets_models_and_extras_are_the_codes():
-    listed = TEXT[TEXT.index("## Data and models") :]
+    listed = page("docs/data.md")
     sizes = (*models.VIT_SIZES, *models.RESNET_SIZES, *models.GPT_SIZES, *models.BERT_SIZES)
     for name in (
         "digits",
@@ -191,20 +313,30 @@ def test_what_a_run_leaves_is_what_it_says(tmp_path):
     left = {re.sub(r"checkpoint-\d+", "checkpoint-<step>", str(path.relative_to(run))) for path in run.glob("*")}
     assert left == {"run.json", "metrics.jsonl", "data.json", "checkpoint-<step>", "model"}
     assert [path.name for path in (run / "model").iterdir()] == ["model.safetensors"]
-    section = TEXT[TEXT.index("## What a run leaves behind") :]
+    section = page("docs/runs.md")
     for name in ("`run.json`", "`metrics.jsonl`", "`checkpoint-<step>/`", "`model/model.safetensors`"):
         assert name in section
 
 
 def test_tables_and_picture_are_the_files():
     """`python benchmarks/tables.py --check`, and it can fail."""
-    for name in tables_script.READMES:
-        text = (ROOT / name).read_text()
-        assert tables_script.written(text) == text, f"{name}: python benchmarks/tables.py writes it"
-    both = TEXT + (ROOT / "amp8" / "README.md").read_text()
-    assert all(f"<!-- from {name}: python benchmarks/tables.py -->" in both for name in tables_script.TABLES)
+    for name in tables_script.PAGES:
+        assert tables_script.written(name) == page(name), f"{name}: python benchmarks/tables.py writes it"
+    everything = "".join(map(page, tables_script.PAGES))
+    measured = [name for name in tables_script.TABLES if (ROOT / name).is_file()]
+    assert all(f"<!-- from {name}: python benchmarks/tables.py -->" in everything for name in measured)
     assert tables_script.PICTURE.read_text() == tables_script.picture(tables_script.read(tables_script.COMPARISON))
-    assert tables_script.written(TEXT.replace("other seeds |", "other |")) != TEXT.replace("other seeds |", "other |")
+    assert f"]({tables_script.PICTURE.relative_to(ROOT)})" in page("README.md")
+    text = page("docs/measured.md")
+    changed = text.replace("| 300 |", "| 301 |")
+    assert changed != text == tables_script.written("docs/measured.md", changed)
+
+
+def test_examples_in_python_compile():
+    found = [block for language, block in BLOCKS if language == "python"]
+    assert found
+    for block in found:
+        compile(block, "example", "exec")
 
 
 def test_nothing_is_left_to_fill_in():
@@ -218,6 +350,7 @@ def test_nothing_is_left_to_fill_in():
         ("--config_file accelerate_configs/ddp_bf16.yml recipes/vitt.py", check_launch),
         ("--config_file accelerate_configs/ddp_bf16.yml recipes/vit.py --max_step 2", check_launch),
         ("--num_process 2 --config_file accelerate_configs/ddp_bf16.yml recipes/vit.py --max_steps x", check_launch),
+        ("--config_file accelerate_configs/ddp_bf16.yml -m faithful trian.py", check_launch),
     ],
 )
 def test_these_tests_can_fail(command, check):

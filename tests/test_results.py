@@ -39,3 +39,20 @@ def test_pretrained_beats_scratch_at_the_same_budget():
 def test_exported_models_compute_what_torch_does():
     for row in result("onnx_latency")["rows"]:
         assert row["apart"] < (1e-4 if row["dtype"] == "float32" else 0.1)
+
+
+def test_kills_at_random_moments_leave_nothing_behind_and_lose_nothing():
+    rows = result("kills")["rows"]
+    configs = ["single_bf16", "ddp_bf16", "fsdp_fp8", "ddp_fp8_msamp_o3", "zero2_bf16", "tp_bf16"]
+    assert [row["config"] for row in rows] == configs and sum(row["kills"] for row in rows) >= 100
+    for row in rows:
+        assert row["orphans"] == row["failed_starts"] == row["lost"] == row["unequal"] == 0, row["config"]
+        assert sum(row["phase"].values()) == sum("killed" in event for event in row["events"]) == row["kills"]
+        assert {"launcher", "worker", "everything"} == row["killed"].keys()
+    assert set().union(*(row["phase"] for row in rows)) >= {"launcher", "imports and rendezvous", "training", "saving"}
+
+
+def test_the_same_kills_found_faults_before():
+    """So the campaign can find some."""
+    rows = {row["config"]: row for row in result("kills_before")["rows"]}
+    assert rows["fsdp_fp8"]["unequal"] == 1 and rows["ddp_fp8_msamp_o3"]["failed_starts"] == 1
