@@ -146,23 +146,6 @@ def amp8_fsdp(made):
             + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
 
 
-def fsdp_levels(made):
-    rows = []
-    for task, found in made["parity"].items():
-        for other, row in found["against"].items():
-            low, high = (row["difference"] + sign * row["half_interval"] for sign in (-1, 1))
-            rows.append([f"`{task}`", f"`{other}`", f"{row['difference']:+.5f}", f"{low:+.5f} to {high:+.5f}",
-                         f"{row['of_loss']:+.2%}"])  # fmt: skip
-    heads = ["recipe", "O2 under FSDP2, less", "held-out loss", "95% interval", "of the loss"]
-    text = f"{came_from(made)}, {len(made['seeds'])} pairs of runs each:\n\n{report.table(heads, rows)}"
-    if not made["vit_large"]:
-        return text
-    rows = [[f"`{row['config']}`", f"{row['peak'] / 1e9:.2f}", f"{row['bytes_per_parameter_in_each_process']:.2f}",
-             f"{row['wire_bytes_per_step'] / 1e6:.0f}"] for row in made["vit_large"]]  # fmt: skip
-    heads = ["`vit_large`, two processes", "peak of each, GB", "B/param in each", "sent per step, MB"]
-    return f"{text}\n\n{report.table(heads, rows)}"
-
-
 def amp8_optimizers(made):
     rows = [
         [name, f"{row['bytes_per_parameter']['total']:.1f}", f"{row['seconds']['median_step'] * 1e3:.0f}",
@@ -284,7 +267,6 @@ TABLES = {
     "results/amp8_comm.json": amp8_comm,
     "results/amp8_optimizers.json": amp8_optimizers,
     "results/amp8_fsdp.json": amp8_fsdp,
-    "results/fsdp_levels.json": fsdp_levels,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

@@ -40,6 +40,8 @@ for path in sys.argv[1:]:
     model = models.vit("vit_nano", train_set.image_size, train_set.in_chans, train_set.num_classes).eval()
     model.load_state_dict(load_file(path), strict=True)
     batch = held_out.__getitems__(list(range(len(held_out))))
+    if "fsdp_fp8_msamp" in path:  # FSDP2 evaluates with norms and embeddings in bf16, too
+        model, batch["pixel_values"] = model.bfloat16(), batch["pixel_values"].bfloat16()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as runs evaluate, and their record says
         logits = model(batch["pixel_values"])
     loss = torch.nn.functional.cross_entropy(logits.float(), batch["labels"]).item()
