@@ -56,7 +56,7 @@ def rounded(layer, which, x, for_gemm=None):
 
 
 class Looking:
-    """Measures each layer while the script trains, on this process's share of the batch."""
+    """Measures each layer while the script trains, on this process's share of the batch: `rows` of each step."""
 
     def __init__(self, layers, evidence):
         self.layers, self.hooks, self.rows = layers, [], {name: {} for name in layers}
@@ -127,8 +127,19 @@ class Looking:
             hook.remove()
         self.undo.close()
 
-    def found(self):
-        return {name: summary(rows) for name, rows in self.rows.items()}
+
+def measured(everyone):
+    """{layer: its summary}, of all processes' rows: each has a share of the batch, and under O3 of the weights."""
+    found = {}
+    for name in everyone[0]:
+        rows = {}
+        for part in everyone:
+            for key, values in part[name].items():
+                join = max if key.endswith(("_amax", "_reach")) else lambda a, b: a + b
+                before = rows.get(key)
+                rows[key] = values if before is None else list(map(join, before, values))
+        found[name] = summary(rows)
+    return found
 
 
 def add(row, key, value):

@@ -21,12 +21,13 @@ from pathlib import Path
 import accelerate
 import torch.distributed as dist
 from accelerate import data_loader
+from accelerate.utils import gather_object
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import Refused, accelerator, steps  # noqa: E402
 from faithful.state import random_state, set_random_state  # noqa: E402
-from tools.shadow import Looking, high_precision, layers_of  # noqa: E402
+from tools.shadow import Looking, high_precision, layers_of, measured  # noqa: E402
 
 SEPARATE = 24  # more layers than this are put back block by block
 
@@ -133,11 +134,12 @@ class Watch:
 
     def finish(self):
         running = self.accelerator
+        everyone = gather_object([self.looking.rows])
         if running.is_main_process:
             made = {"truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
                     "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
                     "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
-                    "layers": self.looking.found()}  # fmt: skip
+                    "layers": measured(everyone)}  # fmt: skip
             (Path(self.args.to) / "watched.json").write_text(json.dumps(made))
         if dist.is_initialized():
             dist.barrier()
