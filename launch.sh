@@ -8,8 +8,10 @@
 #   ./launch.sh CONFIG [launch options] SCRIPT.py [its options]   or   -m MODULE [its options]
 #                                          your own Accelerate script, unchanged; --config_wins: over its arguments
 #   ./launch.sh check [CONFIG...]          every problem of every config file, without launching
+#   ./launch.sh advise [--memory 80GB] [--devices 8] -- RECIPE [recipe options]
+#                                          which config: what fits, what it costs, what is known of its loss
 #   ./launch.sh compare CONFIG... -- RECIPE [recipe options]
-#                                          which config: over seeds, judged against noise, as one HTML page
+#                                          the same training under each, over seeds, judged in pairs, as one HTML page
 #   ./launch.sh diagnose CONFIG -- RECIPE [recipe options]
 #                                          where FP8 hurts: each layer, and what it costs the loss
 #   ./launch.sh estimate [CONFIG...] -- RECIPE [recipe options]
@@ -136,7 +138,7 @@ case ${1-} in
         "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
         "$python" "$root/tools/show.py" "$out"
         ;;
-    compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
+    advise | compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
     gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;

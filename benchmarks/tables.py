@@ -13,11 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from tools import report  # noqa: E402
+from tools import page, report  # noqa: E402
 
 COMPARISON = "results/compare_digits/report.json"
+TEXT = "results/compare_text/report.json"
 KILLS = ("orphans", "failed_starts", "lost", "unequal")
-PICTURE = ROOT / "results" / "compare_digits" / "loss.svg"
+PICTURE = "differences.svg"  # beside a comparison
 
 
 def read(name):
@@ -31,20 +32,24 @@ def came_from(made):
     return f"`{made['command']}` ({made['device']}; {shown}; {made['date']})"
 
 
-def comparison(made):
-    heads = ["config", "Linear in FP8", "held-out loss", "max - min", "against bf16", "accuracy", "B/param", "step, ms"]
+def comparison(made, file=COMPARISON):
+    """The verdict on every config's loss, with its interval."""
+    name, folder = made["measure"], Path(file).parent
+    others = [key for key in report.metric_names(made) if key != name]
+    apart = f"against {made['baseline']}, {100 * made['confidence']:.3g}% interval"
+    heads = ["config", "Linear in FP8", name, apart, "verdict", "resolution", *others, "B/param"]
     rows = []
     for row in made["rows"]:
-        m, loss = row["measures"], row["measures"]["eval_loss"]
-        step = "emulated" if row["emulated"] else f"{1000 * m['step_seconds']['mean']:.1f}"
+        m, found = row["measures"], row["measures"][name]
         rows.append([
-            f"`{row['config']}`" + (", other seeds" if row["control"] else ""),
-            f"{row['linear_converted']} of {row['linear_total']}", f"{loss['mean']:.4f}", f"{loss['spread']:.4f}",
-            report.judged(loss), f"{m['accuracy']['mean']:.4f}", f"{row['bytes_per_parameter']['total']:.1f}", step,
+            f"`{row['config']}`", f"{row['linear_converted']} of {row['linear_total']}", report.number(found["mean"]),
+            report.difference(found), found.get("verdict", "baseline"), report.paired.needs(found, made["margin"]),
+            *(report.number(m[key]["mean"]) for key in others), f"{row['bytes_per_parameter']['total']:.1f}",
         ])  # fmt: skip
-    page = COMPARISON.replace(".json", ".html")
-    picture = f"![Training loss of each config, mean and range over the seeds]({PICTURE.relative_to(ROOT)})"
-    text = f"{came_from(made)}; all of it, with curves, memory and truth lines: [{page}]({page}), one file to open."
+    seeds, apart = len(made["rows"][0]["seeds"]), report.chance(made, name)
+    text = f"{came_from(made)}; {seeds} seeds; from one seed to the next {name} of the baseline differs by {apart} "
+    text += f"(standard deviation). All of it: [{folder}/report.html]({folder}/report.html), one file to open."
+    picture = f"![{name}: mean paired difference of each config to the baseline, with its interval]({folder}/{PICTURE})"
     return f"{text}\n\n{picture}\n\n{report.table(heads, rows)}"
 
 
@@ -250,6 +255,7 @@ def kills(made):
 
 TABLES = {
     COMPARISON: comparison,
+    TEXT: lambda made: comparison(made, TEXT),
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
@@ -272,19 +278,9 @@ PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in 
 
 
 def picture(made):
-    """The training loss of a comparison as an SVG file, light or dark as its reader."""
-    rows = [row for row in made["rows"] if not row["control"]]
-    drawn = report.lines([(row["config"], i, row["curves"]["loss"]) for i, row in enumerate(rows)], "Training loss")
-    keys = "".join(
-        f'<rect class="f{i}" x="{80 + 260 * (i % 3)}" y="{346 + 20 * (i // 3)}" width="10" height="10"/>'
-        + report.label(96 + 260 * (i % 3), 355 + 20 * (i // 3), row["config"])
-        for i, row in enumerate(rows)
-    )
-    drawn = drawn.replace('viewBox="0 0 860 340"', 'viewBox="0 0 860 396" xmlns="http://www.w3.org/2000/svg"')
-    background = '<rect width="860" height="396" style="fill: var(--paper)"/>'
-    return drawn.replace(">\n", f">\n<style>{report.STYLE}</style>\n{background}\n", 1).replace(
-        "</svg>", f"{keys}</svg>\n"
-    )
+    """The paired differences of a comparison as an SVG file, light or dark as its reader."""
+    rows = report.interval_rows(made, made["measure"])
+    return page.alone(page.intervals(rows, 100 * made["margin"]), f"Difference in {made['measure']}")
 
 
 def written(page, text=None):
@@ -301,8 +297,9 @@ def written(page, text=None):
 
 
 def main():
-    texts, drawn = {ROOT / page: written(page) for page in PAGES}, picture(read(COMPARISON))
-    texts[PICTURE] = drawn
+    texts = {ROOT / page: written(page) for page in PAGES}
+    drawn = [name for name in (COMPARISON, TEXT) if (ROOT / name).is_file()]
+    texts |= {(ROOT / name).with_name(PICTURE): picture(read(name)) for name in drawn}
     if "--check" in sys.argv:
         stale = [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]
         sys.exit(f"not as results/ says: {', '.join(stale)}: run python benchmarks/tables.py" if stale else 0)

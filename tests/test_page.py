@@ -67,3 +67,9 @@ def test_the_page_is_the_same_each_time():
 def test_an_interval_that_leaves_the_picture_does_not_set_its_scale():
     drawn = page.svg(PICTURES["intervals"], "x")
     assert "+1.6" in drawn and "+20" not in drawn
+
+
+def test_a_picture_of_its_own_has_its_colours_with_it():
+    text = page.alone(PICTURES["intervals"], "x")
+    assert "prefers-color-scheme: dark" in text and text.startswith("<svg xmlns=") and "--c7: #" in text
+    assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}

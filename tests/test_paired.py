@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks import paired as resampled
 from tools import paired
 
 BASE = [0.30, 0.20, 0.25, 0.28, 0.22, 0.26, 0.24, 0.25]  # other seeds differ by 13%
@@ -93,3 +94,16 @@ def test_twice_the_resolution_is_found():
         else:
             found += paired.judge(list(base), list(values + 2 * usual))["kind"] == "higher"
     assert own / 300 >= 0.95 and found / 300 >= 0.9
+
+
+def test_the_benchmark_of_resampled_runs_says_the_same():
+    """Its own logic, on made pairs: who changes places at random is not better, and what is planted is found."""
+    generator = np.random.default_rng(2)
+    base = generator.normal(1, 0.2, 8)
+    values = base + generator.normal(0.02, 0.03, 8)
+    pairs, shown = resampled.level(base, values), paired.judge(list(base), list(values))["resolution"]
+    assert paired.judge(*map(list, zip(*pairs, strict=True)))["relative"] == pytest.approx(0, abs=1e-12)
+    found = resampled.rates(pairs, shown, 0.01, 250, generator)
+    assert found["pairs"] == 8 and found["wrong"] <= 0.08 and found["wrong_several_looks"] <= 0.05
+    assert found["planted_found"] >= 0.9
+    assert resampled.first_verdict([1.0] * 16, [1.5] * 15 + [1.6], 0.01, (4, 8, 16)) == "higher"

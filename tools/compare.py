@@ -1,16 +1,27 @@
-"""Which config for this model? The same training under each of them, over several seeds, judged against noise.
+"""Which config for this model? The same training under each of them, over several seeds, judged in pairs.
 
     ./launch.sh compare single_bf16 single_fp8 single_fp8_msamp_o2 -- vit --max_steps 150
+    ./launch.sh compare single_bf16 single_fp8 --seeds auto --margin 1% -- vit      seeds until there is a verdict
+    ./launch.sh compare single_bf16 single_fp8 -- train.py --epochs 1 --seed {seed} a script of your own
     ./launch.sh compare runs/a runs/b ...               over finished runs, nothing is launched
 
 What stands behind `--` is what would stand behind CONFIG in `./launch.sh CONFIG ...`. The first config is the baseline:
 its batch is the global batch of all. Every run is a launch of its own, in runs/compare-<recipe>-<hash of what is
 trained>/<config>-seed<k>; interrupted, the same command goes on where it stopped, and finished runs are not repeated.
 
-The control is the baseline against itself with other seeds. Its spread (max - min over all the baseline's seeds) is
-what chance alone does, and a difference inside it is no measurable difference. Outside it, fewer than 3 seeds still say
-nothing. A row with a run that failed, or whose record lacks its evidence, has no numbers: what is left of it would be a
+Runs of one seed are a pair: the same weights, samples and order. The verdict on each measure comes from the differences
+within pairs, their mean and its 95% interval (tools/paired.py): equal within the margin, higher, lower, or cannot tell,
+with the least difference that would show and the seeds it would take. `--seeds auto` looks after 4, 8, 16, ... seeds
+and stops when every config has a verdict on its loss; its intervals are wider, so that it errs no more often.
+
+There are two controls. Other seeds: how much chance alone moves a run, from the baseline's own. And a twin: the
+baseline from weights one rounding apart, in pairs like every config; what it differs by, pairing cannot remove.
+
+A row with a run that failed, or whose record lacks its evidence, has no numbers: what is left of it would be a
 selection. Runs that differ in more than the config are refused, and the difference is named.
+
+A script of your own is any other than a recipe. {seed} among its arguments stands for each seed; without it every
+config runs once. What it logs last with accelerator.log is compared, or else its training loss.
 
 Writes report.md, report.csv, report.json and report.html. Everything in them comes from run.json and metrics.jsonl.
 Exit code 0; 1 where --assert-close does not hold; 2 where the comparison is refused.
@@ -38,9 +49,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import judge, report  # noqa: E402
+from tools import judge, paired, report  # noqa: E402
 
 OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # what this tool says to the recipe
+SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
@@ -100,6 +112,11 @@ def recipe_file(name):
     return file
 
 
+def is_recipe(file):
+    """Whether a script has the options that recipes have in common; else it is one of somebody's own."""
+    return "options.Run" in file.read_text()
+
+
 def config_file(name):
     file = Path(name) if Path(name).is_file() else ROOT / "accelerate_configs" / f"{name.removesuffix('.yml')}.yml"
     if not file.is_file():
@@ -107,12 +124,16 @@ def config_file(name):
     return file
 
 
-def matches(run, file, recipe):
+def matches(run, file, recipe, twin):
     """Whether a finished run is what would be launched now: same config, code and packages."""
     from faithful.record import code_sha256  # imports torch
 
     record = run["record"]
-    if run["problem"] or record["config"]["sha256"] != sha256(file.read_bytes()).hexdigest():
+    if (
+        run["problem"]
+        or judge.nudged(run) != twin
+        or record["config"]["sha256"] != sha256(file.read_bytes()).hexdigest()
+    ):
         return False
     here = {name: metadata.version(name) for name in record["versions"].keys() - {"python", "cuda"}}
     return record["code_sha256"] == code_sha256(recipe) and here.items() <= record["versions"].items()
@@ -133,53 +154,70 @@ def wait_for_others(folder, seconds=60):
         time.sleep(0.2)
 
 
-def launch_all(configs, words, folder, seeds, control):
+def launch_all(configs, words, folder, seeds, twin):
     """Every run that is not there yet, one after another; returns all of them, read back from their folders."""
     options, recipe, rest = split_launch(words)
-    file, per_device = recipe_file(recipe), batches(configs, words, machine.of_driver()["devices"])
-    baseline = next(iter(configs))
-    wanted = [(name, seed) for seed in range(seeds) for name in configs]  # seeds outside: the machine's drift hits all
-    wanted += [(baseline, seed) for seed in range(seeds, seeds + control)]
-    missing = [(n, s) for n, s in wanted if not matches(judge.read(folder / f"{n}-seed{s}"), configs[n], file)]
+    file = recipe_file(recipe)
+    own = not is_recipe(file)
+    per_device = {} if own else batches(configs, words, machine.of_driver()["devices"])
+    rows = [(name, False) for name in configs]
+    rows[1:1] = [(rows[0][0], True)] if twin else []
+    wanted = [(*row, seed) for seed in range(seeds) for row in rows]  # seeds outside: the machine's drift hits all
+    folders = [folder / f"{name}{'-twin' if nudged else ''}-seed{seed}" for name, nudged, seed in wanted]
+    missing = [(*one, out) for one, out in zip(wanted, folders, strict=True)
+               if not matches(judge.read(out, one[2]), configs[one[0]], file, one[1])]  # fmt: skip
     print(
         f"{len(wanted)} runs, {len(wanted) - len(missing)} of them finished before; in {os.path.relpath(folder)}",
         flush=True,
     )
     folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("FAITHFUL_TWIN", None)
     begun = time.monotonic()
-    for done, (name, seed) in enumerate(missing):
-        out = folder / f"{name}-seed{seed}"
+    for done, (name, nudged, seed, out) in enumerate(missing):
         wait_for_others(out)
         if out.exists():
             out.rename(out.with_name(f"{out.name}.old-{time.time():.0f}"))
-        command = [str(ROOT / "launch.sh"), str(configs[name]), *options, str(file), "--save_steps", "0", *rest]
-        command += [
-            "--per_device_train_batch_size",
-            str(per_device[name]),
-            "--seed",
-            str(seed),
-            "--output_dir",
-            str(out),
-        ]
+        command = [str(ROOT / "launch.sh"), str(configs[name]), *options, str(file)]
+        if own:
+            command += [word.replace("{seed}", str(seed)) for word in rest]
+        else:
+            command += ["--save_steps", "0", *rest, "--per_device_train_batch_size", str(per_device[name])]
+            command += ["--seed", str(seed), "--output_dir", str(out)]
+        here = env | ({"FAITHFUL_TWIN": "1"} if nudged else {}) | ({"FAITHFUL_PROJECT_DIR": str(out)} if own else {})
         started = time.monotonic()
         with open(f"{out}.log", "w") as log:
-            code = subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
-        if unread := re.search(r"^error: (.*) \(--help lists the options\)$", Path(f"{out}.log").read_text(), re.M):
+            code = subprocess.run(command, env=here, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
+        said = Path(f"{out}.log").read_text()
+        if unread := re.search(r"^error: (.*) \(--help lists the options\)$", said, re.M):
             raise Refused(f"{recipe}: {unread[1]}; python {os.path.relpath(file)} --help lists the options")
+        if own and (unread := re.search(rf"^(?:usage: )?{re.escape(file.name)}: error: (.*)$", said, re.M)):
+            raise Refused(f"{recipe}: {unread[1]}; it was given {shlex.join(rest)}")
         now = time.monotonic()
-        run = judge.read(out)
+        run = judge.read(out, seed)
+        if run["record"] is None and (name, nudged, seed) == wanted[0]:
+            raise Refused(f"the baseline's first run has no record: {why(run, code)} ({os.path.relpath(out)}.log)")
         left = (now - begun) / (done + 1) * (len(missing) - done - 1)
-        said = run["problem"] and f"{last_words(Path(f'{out}.log'), code)}" or ", ".join(
-            f"{key} {value:.4f}" for key, value in run["record"]["final"]["metrics"].items())  # fmt: skip
+        result = run["problem"] and why(run, code) or ", ".join(
+            f"{key} {value:.4f}" for key, value in judge.logged(run["record"]).items()) or "finished"  # fmt: skip
         until = f"; about {left / 60:.0f} min left" if left else ""
-        print(f"[{done + 1}/{len(missing)}] {name} seed {seed}: {said} ({now - started:.0f} s{until})", flush=True)
-    runs = [judge.read(folder / f"{name}-seed{seed}") for name, seed in wanted]
+        row = f"{name}{', twin' if nudged else ''} seed {seed}"
+        print(f"[{done + 1}/{len(missing)}] {row}: {result} ({now - started:.0f} s{until})", flush=True)
+    runs = [judge.read(out, seed) for out, (_, _, seed) in zip(folders, wanted, strict=True)]
     for run in runs:
-        log = Path(f"{run['folder']}.log")
-        if run["record"] is None and log.exists():
-            run["problem"] = last_words(log)
+        if run["record"] is None and Path(f"{run['folder']}.log").exists():
+            run["problem"] = why(run)
     return runs
+
+
+def why(run, code=None):
+    """Why a launch has no numbers: what its record says, or else its last words."""
+    if run["record"] is not None:
+        return run["problem"]
+    log = Path(f"{run['folder']}.log")
+    if "finished: " in log.read_text() or code == 0:
+        return "no record in its folder: does the script name a project_dir of its own? Leave it out"
+    return last_words(log, code)
 
 
 def last_words(log, code=None):
@@ -221,13 +259,31 @@ def estimator(folder):
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
+def share(text):
+    """`1%`, or 0.01."""
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = 0
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError(f"{text}: write it as 1% or 0.01")
+    return found
+
+
+def number_of_seeds(text):
+    return text if text == "auto" else int(text)
+
+
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="./launch.sh compare", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     add("what", nargs="+", metavar="CONFIG or RUN_FOLDER", help="configs, the first is the baseline; or finished runs")
-    add("--seeds", type=int, default=3, help="runs of each config, with seeds 0, 1, ... (default: 3)")
-    add("--control", type=int, help="further seeds of the baseline, for the control (default: as many as --seeds)")
+    more = f"runs of each config, with seeds 0, 1, ..., or `auto`: until every config has a verdict (default: {SEEDS})"
+    add("--seeds", type=number_of_seeds, metavar="N", help=more)
+    add("--max-seeds", "--max_seeds", type=int, default=MOST, help=f"with --seeds auto (default: {MOST})")
+    add("--margin", type=share, default=0.01, help="what counts as equal, of the baseline's value (default: 1%%)")
+    add("--no-twin", "--no_twin", action="store_true", help="leave out the control from weights one rounding apart")
     add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
     add("--vary", action="append", default=[], metavar="OPTION", help="over finished runs: an option that may differ")
     add("--price-per-hour", type=float, help="of the machine: adds samples per unit of that price")
@@ -245,6 +301,57 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
+def over_finished(args, command):
+    """(the report, where it goes) over folders of finished runs."""
+    absent = [name for name in args.what if not Path(name).is_dir()]
+    if absent:
+        raise Refused(f"{absent[0]} is no folder of a run; to launch configs: ./launch.sh compare CONFIG... -- RECIPE")
+    if args.seeds is not None:
+        raise Refused("--seeds: not here; the seeds are those of the runs")
+    where = args.report or Path("report")
+    guess = {} if args.no_estimate else {"guess": estimator(where)}
+    runs = [judge.read(name) for name in args.what]
+    return judge.make(runs, command, args.baseline, args.vary, args.price_per_hour, args.margin, **guess), where
+
+
+def over_launched(args, words, command):
+    """(the report, where it goes) over configs, whose runs are launched."""
+    file = recipe_file(split_launch(words)[1])
+    own = not is_recipe(file)
+    taken = [] if own else [name for name in OWN if option(words, name.lstrip("-"))]
+    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
+    if taken or args.seeds in range(-1000, 1):
+        what = ", ".join(taken) or f"--seeds {args.seeds}"
+        raise Refused(f"{what}: not here; the seeds are --seeds, 1 or more, the baseline is the first config")
+    once = own and not any("{seed}" in word for word in words)
+    if once and args.seeds not in (None, 1):
+        raise Refused(f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
+                      f"in {file.name} --seed {{seed}}")  # fmt: skip
+    if once:
+        print(
+            f"no {{seed}} among the arguments of {file.name}: every config runs once, with the seed it has", flush=True
+        )
+    configs = {config_file(name).stem: config_file(name) for name in args.what}
+    default = ROOT / "runs" / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
+    folder = args.output_dir or default
+    counts = [1 if once else args.seeds or SEEDS]
+    counts = paired.looks(args.max_seeds) if args.seeds == "auto" else counts
+    for count in counts:
+        runs = launch_all(configs, words, folder, count, not args.no_twin and not once)
+        options = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
+        made = judge.make(runs, command, **options)
+        left = judge.undecided(made)
+        if args.seeds == "auto":
+            print(
+                f"{count} seeds: " + (f"no verdict yet on {', '.join(left)}" if left else "every config has a verdict")
+            )
+        if not left:
+            break
+    if not args.no_estimate:
+        made = judge.make(runs, command, **options, guess=estimator(folder))
+    return made | {"once": once}, args.report or folder
+
+
 def main(argv):
     left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     args = arguments(left)
@@ -253,30 +360,7 @@ def main(argv):
         word for before, word in zip(["", *argv], argv, strict=False) if word not in hidden and before not in hidden
     ]
     command = shlex.join(["./launch.sh", "compare", *shown])
-    if words is None:
-        absent = [name for name in args.what if not Path(name).is_dir()]
-        if absent:
-            raise Refused(
-                f"{absent[0]} is no folder of a run; to launch configs: ./launch.sh compare CONFIG... -- RECIPE"
-            )
-        runs = [judge.read(name) for name in args.what]
-        where = args.report or Path("report")
-        guess = {} if args.no_estimate else {"guess": estimator(where)}
-        made = judge.make(runs, command, baseline=args.baseline, vary=args.vary, price=args.price_per_hour, **guess)
-    else:
-        taken = [name for name in OWN if option(words, name.lstrip("-"))]
-        if taken or args.vary or args.baseline or args.seeds < 1:
-            what = ", ".join(taken) or "--vary, --baseline, --seeds 0"
-            raise Refused(f"{what}: not here; the seeds are --seeds, 1 or more, the baseline is the first config")
-        configs = {config_file(name).stem: config_file(name) for name in args.what}
-        recipe = recipe_file(split_launch(words)[1]).stem
-        default = ROOT / "runs" / f"compare-{recipe}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
-        folder = args.output_dir or default
-        control = args.seeds if args.control is None else args.control
-        runs = launch_all(configs, words, folder, args.seeds, control)
-        where = args.report or folder
-        guess = {} if args.no_estimate else {"guess": estimator(folder)}
-        made = judge.make(runs, command, price=args.price_per_hour, seeds=set(range(args.seeds)), **guess)
+    made, where = over_finished(args, command) if words is None else over_launched(args, words, command)
     report.write(made, where)
     print(f"wrote {os.path.relpath(where)}/report.html, report.md, report.csv, report.json")
     wrong = judge.assert_close(made, args.assert_close, args.rtol) if args.assert_close else []

@@ -1,5 +1,7 @@
 """Finished runs, judged: are they alike but for the config, and what is a difference between them worth?
 
+What a number is worth, tools/paired.py says; here stands which numbers there are.
+
 `read` gets a run from its folder, `make` a report from many runs. tools/compare.py makes the runs, tools/report.py
 writes the report.
 """
@@ -13,9 +15,13 @@ from pathlib import Path
 
 from shared import args
 from shared.args import Refused
+from tools import paired
 
 SCHEMA = 2  # of run.json
-SEEDS_TO_SAY = 3  # fewer values of the baseline cannot tell a difference from noise
+COSTS = ("step_seconds", "samples_per_second", "peak_memory_bytes")
+TIMES = COSTS[:2]
+TRAINING_LOSS = "training loss, last tenth"  # of runs that log no metric
+ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
 # Options that may differ: they change nothing that is computed, or are compared as the global batch and the seed.
 FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
 
@@ -23,42 +29,63 @@ FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size",
 # ------------------------------------------------------------------------------------------------ reading finished runs
 
 
-def read(folder):
-    """A run from its folder: its record, its metrics, and why it cannot become a number (or None)."""
+def read(folder, seed=None):
+    """A run from its folder: its record, its metrics, its seed, and why it cannot become a number (or None).
+
+    seed: as it was launched with; else the record's, or what the folder's name says."""
     folder = Path(folder)
+    named = re.search(r"-seed(\d+)$", folder.name)
+    run = {"folder": folder, "record": None, "metrics": [], "seed": int(named[1]) if named else None}
+    run["seed"] = run["seed"] if seed is None else seed
     try:
         record = json.loads((folder / "run.json").read_text())
         data = json.loads((folder / "data.json").read_text()) if (folder / "data.json").exists() else {}
         lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
         metrics = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
-        return {"folder": folder, "record": None, "metrics": [], "problem": f"no record: {error}"}
+        return run | {"problem": f"no record: {error}"}
     record["data"] = data
-    return {"folder": folder, "record": record, "metrics": metrics, "problem": problem(record, metrics)}
+    run["seed"] = (record.get("args") or {}).get("seed", run["seed"]) if seed is None else seed
+    return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
 
 
 def problem(record, metrics):
     """What is missing for this run to be a number."""
     if record.get("schema_version") != SCHEMA:
         return f"run.json has schema_version {record.get('schema_version')}, this version reads {SCHEMA}: run it again"
-    if record.get("status") != "finished" or record.get("error"):
+    closed = (
+        ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")
+    )  # a script of any kind
+    if record.get("status") not in closed or record.get("error"):
         return f"{record.get('status')}: {record.get('error') or 'it did not finish'}"
-    evidence, final = record.get("evidence") or {}, record.get("final") or {}
+    evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
-    lacks += [key for key in ("samples_per_step", "first_batch") if not (record.get("seen") or {}).get(key)]
+    lacks += [key for key in ("samples_per_step", "first_batch") if not seen.get(key)]
     lacks += [] if record.get("code_sha256") else ["code_sha256"]
     lacks += ["throughput"] if not (record.get("throughput") or {}).get("step_seconds_median") else []
-    lacks += ["final metrics"] if not final.get("metrics") else []
+    lacks += [] if logged(record) or seen.get("loss_curve") else ["final metrics"]
     if lacks:
         return f"lacks evidence: {', '.join(lacks)}"
     if record["plan"]["precision"] == "fp8" and not evidence.get("linear_converted"):
         return "lacks evidence: asked for fp8, no Linear is recorded as converted"
-    steps = record["args"].get("max_steps", final["step"])  # of a script of any kind, all that it took
-    if final["step"] != steps:
-        return f"lacks evidence: {final['step']} of {steps} steps are recorded"
+    taken = final["step"] if final else seen["loss_curve"][-1][0]
+    steps = record["args"].get("max_steps", taken)  # of a script of any kind, all that it took
+    if taken != steps:
+        return f"lacks evidence: {taken} of {steps} steps are recorded"
     last = metrics[-1] if metrics else {}
-    wrong = [name for name, value in final["metrics"].items() if last.get(name) != value or not math.isfinite(value)]
+    wrong = [name for name, value in logged(record).items() if last.get(name) != value or not math.isfinite(value)]
     return f"run.json and metrics.jsonl disagree on {', '.join(wrong)}" if wrong else None
+
+
+def logged(record):
+    """The metrics that the run logged last."""
+    values = (record.get("final") or {}).get("metrics") or {}
+    return {key: value for key, value in values.items() if key not in ASIDE and isinstance(value, int | float)}
+
+
+def nudged(run):
+    """Whether the run began from weights one rounding apart."""
+    return bool(((run["record"] or {}).get("seen") or {}).get("nudged"))
 
 
 def label(record, vary=(), processes=False):
@@ -83,30 +110,48 @@ def fixed(record, vary):
     return {key: value for key, value in flat.items() if key not in vary}
 
 
+def comparable(run):
+    """Whether it is known what was run, even if it has no numbers: it may have failed."""
+    record = run["record"]
+    keys = ("args", "versions", "recipe", "device_name", "code_sha256", "config", "plan")
+    return bool(record) and record.get("schema_version") == SCHEMA and all(record.get(key) for key in keys)
+
+
 def check_alike(runs, vary):
-    """Refuses runs that differ in more than the config, naming each difference once."""
+    """Refuses runs that differ in more than the config, naming each difference once. A run that lacks evidence is
+    compared in what it has."""
+    runs = sorted(filter(comparable, runs), key=lambda run: bool(run["problem"]))
     if not runs:
         return
     first, lines, texts, began = runs[0], {}, {}, {}
+    seeds = {key for key in runs[0]["record"]["args"] if all(is_seed(run, key) for run in runs)}
     wanted = fixed(first["record"], vary)
     for run in runs:
         record = run["record"]
         here = fixed(record, vary)
         for key in dict.fromkeys([*wanted, *here]):
-            if here.get(key) != wanted.get(key):
+            unknown = run["problem"] and (here.get(key) is None or wanted.get(key) is None)
+            if here.get(key) != wanted.get(key) and key not in seeds and not unknown:
                 then, now = short(wanted.get(key)), short(here.get(key))
                 lines.setdefault(key, f"{key}: {then} in {first['folder']}, {now} in {run['folder']}")
-        row, seed = label(record, vary, True), record["args"].get("seed")
+        row = label(record, vary, True)
         if texts.setdefault(row, record["config"]["sha256"]) != record["config"]["sha256"]:
             lines.setdefault(row, f"text of {row}: not the same in all of its runs")
-        of_seed = (seed, *(value(record, key) for key in vary))
-        weights, batch = record["evidence"]["initial_weights"], record["seen"]["first_batch"]
-        for what, start in (("initial weights", weights), ("first batch", batch)):
-            if began.setdefault((what, of_seed), start) != start and not lines:  # else it follows from what is named
-                lines[what] = f"{what} of seed {seed}: {run['folder']} began with another"
+        of_seed = (run["seed"], *(value(record, key) for key in vary))
+        weights, batch = ((record.get(part) or {}).get(key) for part, key in
+                          (("evidence", "initial_weights"), ("seen", "first_batch")))  # fmt: skip
+        for what, start in ((f"initial weights{', nudged' if nudged(run) else ''}", weights), ("first batch", batch)):
+            if start and began.setdefault((what, of_seed), start) != start and not lines:  # else it follows from those
+                lines[what] = f"{what} of seed {run['seed']}: {run['folder']} began with another"
     if lines:
         raise Refused("these runs differ in more than the config:\n  " + "\n  ".join(lines.values())
                       + "\ncompare runs made alike, or name what may differ: --vary NAME")  # fmt: skip
+
+
+def is_seed(run, key):
+    """Whether this option of the run is its seed, under whatever name."""
+    here = run["record"]["args"].get(key)
+    return here is not None and run["seed"] is not None and str(here) == str(run["seed"])
 
 
 def short(value):
@@ -116,29 +161,32 @@ def short(value):
 # ----------------------------------------------------------------------------------------------------- numbers of a row
 
 
-def verdict(difference, spread, values):
-    """What a difference to the baseline is worth. `values`: how many seeds of the baseline the spread is over."""
-    if abs(difference) <= spread:
-        return "no measurable difference"
-    if values < SEEDS_TO_SAY:
-        return f"needs {SEEDS_TO_SAY} seeds of the baseline to say"
-    return "higher" if difference > 0 else "lower"
-
-
 def over_seeds(values):
     return {"values": values, "mean": statistics.mean(values), "spread": max(values) - min(values)}
 
 
-def measures(run):
-    """name -> number: what is compared with a verdict."""
+def measures(run, fallback=False):
+    """name -> number: what is compared with a verdict. fallback: no run logged a metric, the training loss counts."""
     record = run["record"]
     throughput = record["throughput"]
     return {
-        **record["final"]["metrics"],
+        **({TRAINING_LOSS: training_loss(record)} if fallback else logged(record)),
         "step_seconds": throughput["step_seconds_median"],
         "samples_per_second": throughput["samples_per_second_median"],
         "peak_memory_bytes": record["peak_memory_bytes"],
     }
+
+
+def training_loss(record):
+    """The mean over the last tenth of the steps: that of a single step depends on its batch."""
+    curve = record["seen"]["loss_curve"]
+    return statistics.fmean(loss for _, loss in curve[-max(1, len(curve) // 10) :])
+
+
+def main_measure(names):
+    """The metric that the answer is about: a held-out loss where there is one."""
+    names = [name for name in names if name not in COSTS]
+    return next((name for name in names if "loss" in name), names[0]) if names else None
 
 
 def curves(runs):
@@ -146,7 +194,7 @@ def curves(runs):
     points = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for row in run["metrics"]:
-            for name in row.keys() - {"step", "grad_norm", "learning_rate"}:
+            for name in row.keys() - ASIDE:
                 points[name][row["step"]].append(row[name])
     return {
         name: [[step, statistics.mean(v), min(v), max(v)] for step, v in sorted(steps.items()) if len(v) == len(runs)]
@@ -154,7 +202,28 @@ def curves(runs):
     }
 
 
-def row_of(name, runs, seeds):
+def differences(runs, baseline, confidence):
+    """name -> [[step, mean, low, high]]: the paired difference to the baseline over the steps, as a share of it."""
+    points = defaultdict(lambda: defaultdict(list))
+    before = {run["seed"]: run for run in baseline}
+    for run in runs:
+        pair = {row["step"]: {} for row in before[run["seed"]]["metrics"]}
+        for row in before[run["seed"]]["metrics"]:
+            pair[row["step"]] |= row
+        for row in run["metrics"]:
+            for name in row.keys() - ASIDE & pair.get(row["step"], {}).keys():
+                points[name][row["step"]].append((pair[row["step"]][name], row[name]))
+    found = defaultdict(list)
+    for name, steps in sorted(points.items()):
+        for step, pairs in sorted(steps.items()):
+            scale = abs(statistics.fmean(one for one, _ in pairs))
+            if len(pairs) == len(runs) and scale:
+                mean, low, high = paired.interval([other - one for one, other in pairs], confidence)
+                found[name].append([step, *((mean if end is None else end) / scale for end in (mean, low, high))])
+    return dict(found)
+
+
+def row_of(name, runs, seeds, fallback):
     """A row of the report: what all its runs say, or why they say nothing."""
     row = {"config": name, "control": False, "seeds": sorted(seeds), "error": None}
     missing = sorted(seeds - {run["seed"] for run in runs})
@@ -162,9 +231,10 @@ def row_of(name, runs, seeds):
     errors += [f"no run with seed {', '.join(map(str, missing))}"] if missing and not errors else []
     if errors:
         return row | {"error": "; ".join(errors)}
+    runs = sorted(runs, key=lambda run: run["seed"] or 0)
     record = runs[0]["record"]
     evidence = record["evidence"]
-    numbers = [measures(run) for run in runs]
+    numbers = [measures(run, fallback) for run in runs]
     utilization = [run["record"]["gpu_utilization_mean"] for run in runs]
     p90 = [run["record"]["throughput"].get("step_seconds_p90") for run in runs]
     return row | {
@@ -177,7 +247,9 @@ def row_of(name, runs, seeds):
         "parameters": evidence.get("parameters"),
         "linear_converted": evidence["linear_converted"],
         "linear_total": evidence["linear_total"],
-        "measures": {key: over_seeds([n[key] for n in numbers]) for key in numbers[0]},
+        "measures": {
+            key: over_seeds([n[key] for n in numbers]) for key in numbers[0] if all(key in n for n in numbers)
+        },
         "bytes_per_parameter": evidence["bytes_per_parameter"],
         "wire_bytes_per_step": evidence["wire_bytes_per_step"],
         "gpu_utilization": statistics.mean(utilization) if None not in utilization else None,
@@ -187,31 +259,21 @@ def row_of(name, runs, seeds):
     }
 
 
-def judge(rows, control):
+def judge(rows, margin, confidence):
     """Adds to every row its difference to the baseline (rows[0]) and what that is worth."""
     baseline = rows[0]
-    if baseline["error"]:
-        return
-    for name, found in baseline["measures"].items():
-        noise = found["values"] + (control["measures"][name]["values"] if control and not control["error"] else [])
-        spread = max(noise) - min(noise)
-        for row in rows:
-            if row["error"] or row is baseline:
+    for row in rows[1:] if not baseline["error"] else ():
+        for name, here in row.get("measures", {}).items():
+            if name not in baseline["measures"]:
                 continue
-            here = row["measures"][name]
-            here["difference"] = here["mean"] - found["mean"]
-            here["relative"] = here["difference"] / found["mean"] if found["mean"] else None
-            here["verdict"] = verdict(here["difference"], spread, len(noise))
-            here["control_spread"] = spread
-            if row["emulated"] and name in ("step_seconds", "samples_per_second"):
-                here["verdict"] = "emulated"  # FP8 in software: its time says nothing about FP8
-                here["difference"] = here["relative"] = None
+            here |= paired.judge(baseline["measures"][name]["values"], here["values"], margin, confidence)
+            if row["emulated"] and name in TIMES:  # FP8 in software: its time says nothing about FP8
+                here |= dict.fromkeys(("difference", "relative", "interval", "resolution", "more_seeds"))
+                here |= {"kind": "emulated", "verdict": "emulated, not ranked"}
 
 
-def make(runs, command, baseline=None, vary=(), price=None, seeds=None, guess=lambda record: None):
-    """The report, from runs that `read` returned. seeds: those of every row; the baseline's others are the control.
-    guess: from a record to its memory estimate."""
-    check_alike([run for run in runs if not run["problem"]], vary)
+def grouped(runs, vary):
+    """row -> its runs; the baseline of a comparison is the first."""
     processes = defaultdict(set)
     for run in runs:
         if run["record"]:
@@ -219,54 +281,84 @@ def make(runs, command, baseline=None, vary=(), price=None, seeds=None, guess=la
     groups = {}
     for run in runs:
         record = run["record"]
-        if record is None and (launched := re.fullmatch(r"(.*)-seed(\d+)", run["folder"].name)):
-            name, run["seed"] = launched[1], int(launched[2])  # it ended before it had a record
-        elif record is None:
-            name, run["seed"] = str(run["folder"]), None
+        if record is None:  # it ended before it had a record
+            launched = re.fullmatch(r"(.*?)(-twin)?-seed\d+", run["folder"].name)
+            name = f"{launched[1]}{', twin' if launched[2] else ''}" if launched else str(run["folder"])
         else:
-            name, run["seed"] = label(record, vary, len(processes[label(record, vary)]) > 1), record["args"].get("seed")
+            name = label(record, vary, len(processes[label(record, vary)]) > 1) + (", twin" if nudged(run) else "")
         if any(run["seed"] == other["seed"] for other in groups.setdefault(name, [])):
             raise Refused(f"two runs of {name} with seed {run['seed']}: {run['folder']} is one too many")
         groups[name].append(run)
+    return groups
+
+
+def make(runs, command, baseline=None, vary=(), price=None, margin=0.01, looks=1, guess=lambda record: None):
+    """The report, from runs that `read` returned. looks: how often one looks at such a comparison before it ends.
+    guess: from a record to its memory estimate."""
+    check_alike(runs, vary)
+    sound = [run for run in runs if not run["problem"]]
+    if not sound:
+        reasons = dict.fromkeys(f"{run['folder'].name}: {run['problem']}" for run in runs)
+        raise Refused("no run has numbers to compare:\n  " + "\n  ".join(reasons))
+    fallback = not any(logged(run["record"]) for run in sound)
+    for run in sound if not fallback else ():
+        if not logged(run["record"]):
+            run["problem"] = "lacks evidence: final metrics"
+    groups = grouped(runs, vary)
     first = baseline or next(iter(groups))
     if first not in groups:
         raise Refused(f"no runs of the baseline {first}: there are {', '.join(groups)}")
     groups = {first: groups.pop(first)} | groups
+    twin = f"{first}, twin"
     own = {run["seed"] for run in groups[first]}
-    others = {run["seed"] for name, group in groups.items() if name != first for run in group} - {None}
-    seeds = seeds or others or set(sorted(own - {None})[: max(1, len(own) // 2)])
+    seeds = {run["seed"] for name, group in groups.items() if name != first for run in group} - {None} or own
     split = [run for run in groups[first] if run["seed"] in seeds]
-    extra = [run for run in groups[first] if run["seed"] not in seeds]
-    rows = [row_of(first, split, seeds)]
-    control = row_of(first, extra, own - seeds) | {"control": True} if extra else None
-    rows += [control] if control else []
-    rows += [row_of(name, group, seeds) for name, group in groups.items() if name != first]
-    judge(rows, control)
-    sound = next((run["record"] for run in runs if not run["problem"]), None)
+    rows = [row_of(first, split, seeds, fallback)]
+    order = sorted(groups, key=lambda name: name != twin)  # the control first
+    rows += [row_of(name, groups[name], seeds, fallback) | {"control": name == twin} for name in order if name != first]
+    confidence = paired.level(looks)
+    judge(rows, margin, confidence)
+    for row in rows[1:]:
+        if not row["error"] and not rows[0]["error"]:
+            row["difference_curves"] = differences(groups[row["config"]], split, confidence)
+    unlike = [measures(run, fallback) for run in groups[first] if not run["problem"]]
+    record = next((run["record"] for run in runs if not run["problem"]), None)
+    args_shown = {key: value for key, value in record["args"].items() if key not in FREE and key not in vary}
     made = {
-        "schema_version": 1,
+        "schema_version": 2,
         "command": command,
         "baseline": first,
-        "date": max((run["record"]["finished"][:10] for run in runs if not run["problem"]), default=None),
-        "device": sound and sound["device_name"],
-        "versions": sound and sound["versions"],
-        "git_commit": sound and sound["git_commit"],
-        "recipe": sound and sound["recipe"],
-        "global_batch_size": sound and value(sound, "global_batch_size"),
-        "args": sound and {key: value for key, value in sound["args"].items() if key not in FREE and key not in vary},
-        "steps_measured": sound and sound["throughput"]["steps_measured"],
-        "steps_excluded": sound and sound["throughput"]["steps_excluded"],
+        "margin": margin,
+        "confidence": confidence,
+        "looks": looks,
+        "measure": main_measure(next((row["measures"] for row in rows if not row["error"]), ())),
+        "fallback": fallback,
+        "chance": {key: paired.chance([one[key] for one in unlike]) for key in (unlike[0] if unlike else ())},
+        "date": max(run["record"]["finished"][:10] for run in runs if not run["problem"]),
+        "device": record["device_name"],
+        "versions": record["versions"],
+        "git_commit": record["git_commit"],
+        "recipe": record["recipe"],
+        "global_batch_size": value(record, "global_batch_size"),
+        "args": args_shown,
+        "steps_measured": record["throughput"]["steps_measured"],
+        "steps_excluded": record["throughput"]["steps_excluded"],
         "price_per_hour": price,
         "rows": rows,
     }
     for row in rows:
         if not row["error"]:
-            group = groups[first if row["control"] else row["config"]]
-            row["estimate"] = guess(group[0]["record"])
+            row["estimate"] = guess(groups[row["config"]][0]["record"])
         if price and not row["error"] and not row["emulated"]:
             rate = row["measures"]["samples_per_second"]["mean"]
             row["samples_per_unit_of_price"] = rate * 3600 / price
     return made
+
+
+def undecided(made):
+    """The configs of a report whose main measure has no verdict yet, and could get one from more seeds."""
+    rows = [row for row in made["rows"][1:] if not row["control"] and not row["error"]]
+    return [row["config"] for row in rows if row["measures"].get(made["measure"], {}).get("kind") == "unknown"]
 
 
 def assert_close(made, name, rtol):
@@ -281,7 +373,7 @@ def assert_close(made, name, rtol):
         if row["error"]:
             lines.append(f"{other}: {row['error']}")
             continue
-        for key in row["measures"].keys() - {"step_seconds", "samples_per_second", "peak_memory_bytes"}:
+        for key in row["measures"].keys() - set(COSTS):
             here, wanted = row["measures"][key]["mean"], rows[name]["measures"][key]["mean"]
             if not math.isclose(here, wanted, rel_tol=0, abs_tol=rtol * abs(wanted)):
                 lines.append(f"{other}: {key} {here:.6g} is further than {rtol:g} from {name}'s {wanted:.6g}")

@@ -109,6 +109,14 @@ def svg(draw, name, narrow=False):
     return re.sub("|".join(VARIABLES), lambda match: f"var(--{VARIABLES[match[0]]})", text)
 
 
+def alone(draw, name):
+    """A picture as an SVG file of its own, light or dark as its reader."""
+    style = (Path(__file__).parent / "page.html").read_text()
+    style = re.search(r"(:root .*?)\nbody", style, re.S)[1] + " svg { background: var(--paper) }"
+    own = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
+    return re.sub(r"<svg( [^>]*)>", rf"<svg{own}\1>\n<style>{style}</style>", svg(draw, name), count=1) + "\n"
+
+
 # ------------------------------------------------------------------------------------------------------ usual pictures
 
 

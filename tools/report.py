@@ -1,19 +1,17 @@
 """A comparison as a text table, Markdown, CSV, JSON and one HTML file that needs no network.
 
-The tables are made once, as lists of strings, and written in each format, so that no two files can differ. Pictures are
-SVG, drawn here: three plain charts don't justify a plotting library among the dependencies, and one that brings scripts
-or fonts would reach for the network. Colours are CSS variables, for light and dark.
+The tables are made once, as lists of strings, and written in each format, so that no two files can differ. The answer
+stands first: a line for each config. tools/page.py draws.
 """
 
 import csv
-import html
 import json
-import math
 from pathlib import Path
 
-COSTS = ("step_seconds", "samples_per_second", "peak_memory_bytes")
+from tools import page, paired
+from tools.judge import COSTS
+
 CLASSES = ("weight", "gradient", "master", "optimizer")
-COLOURS = 8
 
 
 def number(value, digits=4):
@@ -23,7 +21,10 @@ def number(value, digits=4):
 
 
 def percent(value):
-    return "-" if value is None else f"{100 * value:+.1f}%"
+    """With a sign: +1.2%, -0.03%."""
+    if value is None:
+        return "-"
+    return f"{100 * value:+.1f}%" if abs(value) >= 0.01 or not value else f"{100 * value:+.2g}%"
 
 
 def mebibytes(value):
@@ -34,13 +35,41 @@ def shown(row):
     return f"{row['config']} (control)" if row["control"] else row["config"]
 
 
+def difference(found):
+    """`+1.2% (-0.3% to +2.7%)`"""
+    if found.get("relative") is None:
+        return "-"
+    ends = found["interval"]
+    return percent(found["relative"]) + (f" ({percent(ends[0])} to {percent(ends[1])})" if ends else "")
+
+
 def judged(found):
-    """`+1.2%, no measurable difference`"""
+    """`+1.2% (-0.3% to +2.7%), cannot tell: ...`"""
     if "verdict" not in found:
         return "baseline"
-    if found["verdict"] == "emulated":
-        return "emulated, not ranked"
-    return f"{percent(found['relative'])}, {found['verdict']}"
+    return found["verdict"] if found.get("relative") is None else f"{difference(found)}, {found['verdict']}"
+
+
+def chance(made, name):
+    """What another seed does to a run: `21%`."""
+    found = made["chance"].get(name) or {}
+    return paired.percent(found["deviation"]) if found.get("deviation") is not None else "-"
+
+
+def answer(made):
+    """[(config, what it does to the loss)]: what the reader came for."""
+    name, baseline = made["measure"], made["rows"][0]
+    lines = []
+    for row in made["rows"]:
+        if row["error"]:
+            lines.append((shown(row), f"has no numbers: {row['error']}"))
+        elif row is not baseline and not row["control"]:
+            found = row["measures"].get(name, {})
+            said = found.get("verdict", "cannot be compared")
+            if found.get("kind") == "unknown" and found["more_seeds"]:
+                said += f"; {found['more_seeds']} more seeds for {paired.percent(made['margin'])}"
+            lines.append((shown(row), f"{name} {said}: {difference(found)}"))
+    return lines
 
 
 def metric_names(made):
@@ -58,9 +87,10 @@ def tables(made):
     """[(title, heads, rows)]: everything the report says in numbers, but for the curves."""
     names = metric_names(made)
     sound = [row for row in made["rows"] if not row["error"]]
+    several = f"{100 * made['confidence']:.3g}%"
     heads = ["config", "seeds", "Linear in FP8"]
     for name in names:
-        heads += [name, "max - min", "against the baseline"]
+        heads += [name, f"difference, {several} interval", "verdict", "resolution"]
     results = []
     for row in made["rows"]:
         cells = [shown(row), " ".join(map(str, row["seeds"]))]
@@ -69,9 +99,18 @@ def tables(made):
             continue
         cells.append(f"{row['linear_converted']} of {row['linear_total']}")
         for name in names:
-            found = row["measures"][name]
-            cells += [number(found["mean"]), number(found["spread"], 2), judged(found)]
+            found = row["measures"].get(name)
+            shows = paired.needs(found or {}, made["margin"])
+            verdict = found.get("verdict", "baseline") if found else "-"
+            cells += [number(found["mean"]), difference(found), verdict, shows] if found else ["-"] * 4
         results.append(cells)
+        if row is made["rows"][0]:  # the other control
+            cells = [f"{row['config']}, other seeds (control)", "", ""]
+            for name in names:
+                ends = (made["chance"].get(name) or {}).get("interval")
+                without = f"without pairs: {paired.percent(ends[1])}" if ends else "-"
+                cells += ["", f"one seed to the next: {chance(made, name)}", "control", without]
+            results.append(cells)
     yield "Results", heads, results
 
     heads = ["config", "step, ms", "90%, ms", "samples/s", "against the baseline", "GPU utilisation"]
@@ -109,15 +148,37 @@ def tables(made):
 def notes(made):
     """What a reader has to know, a sentence each."""
     sound = [row for row in made["rows"] if not row["error"]]
-    yield f"Each row is the mean over its seeds; max - min beside it. The baseline is {made['baseline']}."
-    judged_rows = [row for row in sound if any("control_spread" in m for m in row["measures"].values())]
-    if judged_rows:
-        spreads = {name: judged_rows[0]["measures"][name]["control_spread"] for name in metric_names(made)}
-        text = ", ".join(f"{name} {number(spread, 2)}" for name, spread in spreads.items())
+    yield (
+        f"The baseline is {made['baseline']}. Runs of one seed are pairs: the same weights, samples and order. A "
+        "difference is the mean over the pairs, in percent of the baseline's mean, with its interval from Student's t."
+    )
+    margin = paired.percent(made["margin"])
+    yield (
+        f"Equal within {margin}: the whole interval is inside that margin. Higher or lower: the whole interval is on "
+        "one side of zero. Cannot tell: neither. The resolution is half the interval: a smaller difference does not "
+        "show with these seeds. Beside it stands how many more seeds would make it the margin."
+    )
+    if made["looks"] > 1:
         yield (
-            f"No measurable difference: inside what other seeds do to the baseline itself, max - min over all of its "
-            f"seeds ({text})."
+            f"Seeds were added until every config had a verdict, with {made['looks']} looks at most. Each interval has "
+            f"the level {100 * made['confidence']:.4g}%, so that all looks together hold in 95% of comparisons "
+            "(Bonferroni; repeated confidence intervals, Jennison and Turnbull 1989)."
         )
+    else:
+        yield "Each verdict errs in at most 5% of comparisons; of many verdicts, some will."
+    if any(row["control"] for row in made["rows"]):
+        yield (
+            "Controls: other seeds, what chance alone does to one run, as the standard deviation over the baseline's "
+            "seeds, and what would show without pairs; the twin, the baseline from weights one rounding apart: what it "
+            "differs by, pairing cannot remove."
+        )
+    if made["fallback"]:
+        yield (
+            "These runs logged no metric with accelerator.log, so their training loss is compared, the mean over the "
+            "last tenth of the steps. It is of samples that were trained on."
+        )
+    if made.get("once"):
+        yield "Every config ran once: its script's command has no {seed}, and one pair has no interval."
     if any(row["emulated"] for row in sound):
         yield (
             "Emulated: this machine has no FP8 hardware. Values are rounded to FP8 as a GPU rounds them; speed, and "
@@ -135,7 +196,7 @@ def notes(made):
 
 def text(made):
     """For the terminal."""
-    out = []
+    out = ["", *(f"{config}: {said}" for config, said in answer(made))]
     for title, heads, rows in tables(made):
         out.append(f"\n{title}")
         if heads[-1] == "truth":
@@ -151,7 +212,8 @@ def text(made):
 
 
 def markdown(made):
-    out = ["# " + title_of(made), "", "```", made["command"], "```"]
+    out = ["# " + title_of(made), "", *(f"- **{config}** {said}" for config, said in answer(made))]
+    out += ["", "```", made["command"], "```"]
     for title, heads, rows in tables(made):
         out += ["", f"## {title}", "", table(heads, rows)]
     return "\n".join([*out, "", *(f"- {line}" for line in notes(made)), ""])
@@ -176,7 +238,9 @@ def spreadsheet(made, file):
                     "step_seconds_p90", "gpu_utilization", "samples_per_unit_of_price"):  # fmt: skip
             line[key] = row.get(key)
         for name, found in row.get("measures", {}).items():
-            line |= {f"{name}_{key}": found.get(key) for key in ("mean", "spread", "difference", "verdict")}
+            keys = ("mean", "spread", "difference", "relative", "resolution", "more_seeds", "verdict")
+            line |= {f"{name}_{key}": found.get(key) for key in keys}
+            line |= dict(zip((f"{name}_low", f"{name}_high"), found.get("interval") or (None, None), strict=True))
         line |= {f"bytes_per_parameter_{name}": value for name, value in row.get("bytes_per_parameter", {}).items()}
         line |= {f"estimate_{name}": value for name, value in (row.get("estimate") or {}).items()}
         lines.append(line)
@@ -189,184 +253,113 @@ def spreadsheet(made, file):
 # ------------------------------------------------------------------------------------------------------------- pictures
 
 
-def ticks(low, high, log):
-    """A few round values between low and high."""
-    if log:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
-        return found if len(found) < 9 else [t for t in found if f"{t:e}"[0] == "1"]
-    step = 10.0 ** math.floor(math.log10((high - low) or 1))
-    step *= next(m for m in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (step * m) <= 7)
-    return [step * i for i in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
+def colours(made):
+    """config -> its colour in every picture; controls are grey."""
+    rows = [row["config"] for row in made["rows"] if not row["control"]]
+    return {name: page.colour(i) for i, name in enumerate(rows)}
 
 
-def svg(width, height, parts, name):
-    body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(name)}">\n{body}\n</svg>'
+def interval_rows(made, name):
+    """What page.intervals draws of a measure, in percent."""
+    rows, at = [], colours(made)
+    if ends := (made["chance"].get(name) or {}).get("interval"):
+        rows.append(("other seeds, not in pairs*", 0, 100 * ends[0], 100 * ends[1], page.DIM))
+    for row in made["rows"][1:]:
+        found = row.get("measures", {}).get(name, {})
+        if found.get("interval"):
+            ends = [100 * end for end in (found["relative"], *found["interval"])]
+            rows.append((shown(row), *ends, page.DIM if row["control"] else at[row["config"]]))
+    return rows
 
 
-def label(x, y, words, css="", anchor="start"):
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">{html.escape(str(words))}</text>'
+def drawn_intervals(made):
+    """A section for each metric, the main one first: the paired differences with the margin."""
+    for name in sorted(metric_names(made), key=lambda name: name != made["measure"]):
+        if rows := interval_rows(made, name):
+            caption = (
+                f"{name}: mean difference to {made['baseline']} over pairs of one seed, with its "
+                f"{100 * made['confidence']:.3g}% interval. Shaded: the margin, {paired.percent(made['margin'])}."
+            )
+            drawn = page.picture(page.intervals(rows, 100 * made["margin"]), caption, command=made["command"])
+            yield page.section(f"Difference in {name}", drawn)
 
 
-def lines(series, name, width=860, height=340):
-    """Means as lines, with a band from min to max. series: [(label, colour, [[step, mean, min, max]])]."""
-    left, right, top, bottom = 64, 12, 12, 44
-    steps = [point[0] for _, _, points in series for point in points]
-    lows, highs = ([point[i] for _, _, points in series for point in points] for i in (2, 3))
-    low, high = min(lows), max(highs)
-    log = low > 0 and high / low > 8  # a loss that falls by decades
-    first, last = min(steps), max(steps)
-
-    def x(step):
-        return left + (width - left - right) * ((step - first) / ((last - first) or 1))
-
-    def y(value):
-        at = math.log(value / low) / math.log(high / low) if log else (value - low) / ((high - low) or 1)
-        return height - bottom - (height - top - bottom) * at
-
-    parts = []
-    for tick in ticks(low, high, log):
-        parts.append(f'<path class="grid" d="M{left} {y(tick):.1f}H{width - right}"/>')
-        parts.append(label(left - 6, y(tick) + 4, f"{tick:g}", "tick", "end"))
-    for tick in ticks(first, last, False):
-        parts.append(label(x(tick), height - bottom + 18, f"{tick:g}", "tick", "middle"))
-    parts.append(label((left + width) / 2, height - 6, "optimizer step", "tick", "middle"))
-    for _, colour, points in series:
-        there, back = [(p[0], p[3]) for p in points], [(p[0], p[2]) for p in reversed(points)]
-        edge = [f"{x(step):.1f},{y(value):.1f}" for step, value in there + back]
-        parts.append(f'<polygon class="band f{colour}" points="{" ".join(edge)}"/>')
-    for row, colour, points in series:
-        line = " ".join(f"{x(p[0]):.1f},{y(p[1]):.1f}" for p in points)
-        parts.append(f'<polyline class="line s{colour}" points="{line}"><title>{html.escape(row)}</title></polyline>')
-    return svg(width, height, parts, name)
+def drawn_differences(made):
+    """The difference to the baseline over the steps, of the main measure and of the training loss."""
+    at = colours(made)
+    for name in dict.fromkeys([made["measure"], "loss"]):
+        found = {r["config"]: r["difference_curves"].get(name) for r in made["rows"] if r.get("difference_curves")}
+        found = {key: [[p[0], *(100 * v for v in p[1:])] for p in points] for key, points in found.items() if points}
+        twin = next((found.pop(row["config"], None) for row in made["rows"] if row["control"]), None)
+        if not found:
+            continue
+        title = "training loss" if name == "loss" else name
+        level = f"{100 * made['confidence']:.3g}%"
+        caption = f"{title}: mean difference to {made['baseline']} over pairs, and its {level} interval."
+        caption += " Grey: the twin." if twin else ""
+        draw = page.panels([(key, at[key], points) for key, points in found.items()], twin)
+        drawn = page.picture(draw, caption, command=made["command"])
+        every = found | ({f"{made['baseline']}, twin": twin} if twin else {})
+        yield page.section(f"Difference over the steps: {title}", drawn, in_numbers(every, "{:+.2f}%".format))
 
 
-def bars(rows, name, unit, width=860):
-    """Horizontal bars. rows: [(label, [(length, colour)], text behind the bar, emulated)]."""
-    left, right, step = 250, 190, 30
-    longest = max(sum(length for length, _ in pieces) for _, pieces, _, _ in rows) or 1
-    parts = []
-    for i, (row, pieces, behind, emulated) in enumerate(rows):
-        at, y = left, 8 + i * step
-        parts.append(label(left - 8, y + 15, row, "", "end"))
-        for length, colour in pieces:
-            wide = (width - left - right) * length / longest
-            faint = " faint" if emulated else ""
-            parts.append(f'<rect class="f{colour}{faint}" x="{at:.1f}" y="{y}" width="{wide:.1f}" height="20"/>')
-            at += wide
-        parts.append(label(at + 6, y + 15, behind, "tick"))
-    parts.append(label(left, 8 + len(rows) * step + 14, unit, "tick"))
-    return svg(width, 8 + len(rows) * step + 22, parts, name)
+def in_numbers(series, form):
+    """A table, to open, of name -> [[step, mean, low, high]]."""
+    heads = ["step", *(word for name in series for word in (name, "from", "to"))]
+    found = [{point[0]: point[1:] for point in points} for points in series.values()]
+    steps = sorted({step for points in found for step in points})
+    rows = [[step, *(form(v) if v is not None else "-" for points in found for v in points.get(step, [None] * 3))]
+            for step in steps]  # fmt: skip
+    return page.details("The same in numbers", page.table(heads, rows))
 
 
-STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --dim: #57606a; --rule: #d8dee4; --head: #f6f8fa;
-  --c0: #0b62c4; --c1: #c4501b; --c2: #1a7f5a; --c3: #9a3fb5; --c4: #a67c00; --c5: #c2255c; --c6: #0c8599;
-  --c7: #5c6570 }
-@media (prefers-color-scheme: dark) { :root { --paper: #0f1419; --ink: #e6e9ed; --dim: #9aa4af; --rule: #2f3842;
-  --head: #1a2129; --c0: #6cb0ff; --c1: #ff9d6b; --c2: #5fd3a5; --c3: #d79bf0; --c4: #e5c453; --c5: #ff8fb3;
-  --c6: #5fd0e2; --c7: #aab4bf } }
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 1200px;
-  margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-pre, code { font: 13px/1.5 ui-monospace, monospace }
-pre { background: var(--head); padding: .7rem; white-space: pre-wrap }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13.5px }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top }
-th { background: var(--head); font-weight: 600 } td { white-space: nowrap }
-th:first-child, td:first-child, .words { text-align: left; white-space: normal }
-figure { margin: 1rem 0 } figcaption, .tick, .notes { color: var(--dim); font-size: 13px }
-svg { width: 100%; max-width: 900px }
-svg text { fill: var(--ink); font: 13px system-ui, sans-serif } svg text.tick { fill: var(--dim); font-size: 12px }
-.grid { stroke: var(--rule) } .line { fill: none; stroke-width: 2 } .band { opacity: .16 } .faint { opacity: .45 }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .35em 0 1em }
-""" + "\n".join(f".f{i} {{ fill: var(--c{i}); background: var(--c{i}) }} .s{i} {{ stroke: var(--c{i}) }}"
-                for i in range(COLOURS))  # fmt: skip
-
-
-def legend(pairs):
-    return "".join(f'<span class="key f{colour}"></span>{html.escape(name)}' for name, colour in pairs)
-
-
-def figure(picture, words, command):
-    caption = f"{html.escape(words)}<br>Made by <code>{html.escape(command)}</code>"
-    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
-
-
-def html_table(heads, rows):
-    def cell(word, tag="td"):
-        css = ' class="words"' if len(word) > 60 or word == "truth" else ""
-        return f"<{tag}{css}>{html.escape(word)}</{tag}>"
-
-    head = "".join(cell(word, "th") for word in heads)
-    body = "\n".join("<tr>" + "".join(cell(str(word)) for word in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
-
-
-def drawn_curves(made, plain):
-    """HTML of a picture, and the same in numbers, for the training loss and each held-out metric over the steps."""
-    colour = {row["config"]: i % COLOURS for i, row in enumerate(plain)}
-    parts = []
+def drawn_curves(made):
+    """A picture, and the same in numbers, for the training loss and each held-out metric over the steps."""
+    at = colours(made)
+    plain = [row for row in made["rows"] if not row["error"] and not row["control"]]
     names = dict.fromkeys(name for row in plain for name in row["curves"])
     for name in sorted(names, key=lambda name: name != "loss"):
-        series = [(r["config"], colour[r["config"]], r["curves"][name]) for r in plain if r["curves"].get(name)]
-        if not series:
+        series = {row["config"]: row["curves"][name] for row in plain if row["curves"].get(name)}
+        if not any(series.values()):
             continue
-        keys = legend([(config, at) for config, at, _ in series])
         title = "Training loss" if name == "loss" else name
-        picture = keys + lines(series, title)
-        heads = ["step", *(word for config, _, _ in series for word in (config, "min", "max"))]
-        found = [{point[0]: point[1:] for point in points} for _, _, points in series]
-        rows = [
-            [step, *(number(v) for points in found for v in points.get(step, [None] * 3))]
-            for step in sorted({step for points in found for step in points})
-        ]
-        parts.append(f"<h2>{html.escape(title)}</h2>")
-        words = "Mean over the seeds; the band is from their minimum to their maximum."
-        parts.append(figure(picture, words, made["command"]))
-        parts.append(f"<details><summary>The same in numbers</summary>{html_table(heads, rows)}</details>")
-    return parts
+        caption = f"{title}: mean over the seeds; the band is from their minimum to their maximum."
+        key = page.legend([(config, at[config]) for config in series])
+        draw = page.lines([(config, at[config], points) for config, points in series.items()])
+        yield page.section(title, page.picture(draw, caption, key, made["command"]), in_numbers(series, number))
 
 
-def page(made):
+def drawn_speed(made):
+    rows = []
+    for row in made["rows"]:
+        if not row["error"]:
+            rate = row["measures"]["samples_per_second"]["mean"]
+            behind = number(rate) + (", emulated" if row["emulated"] else "")
+            rows.append((shown(row), [(rate, page.colour(0))], behind, row["emulated"]))
+    caption = "Speed. Pale bars are emulated and not ranked."
+    return page.picture(page.bars(rows, "samples per second, median step"), caption, command=made["command"])
+
+
+def drawn_memory(made):
+    rows = []
+    for row in made["rows"]:
+        if not row["error"] and not row["control"]:
+            per = row["bytes_per_parameter"]
+            pieces = [(per.get(key, 0), page.colour(i)) for i, key in enumerate(classes(made))]
+            rows.append((row["config"], pieces, f"{per['total']:.2f}", False))
+    key = page.legend([(name, page.colour(i)) for i, name in enumerate(classes(made))])
+    draw = page.bars(rows, "bytes per parameter, over all processes")
+    return page.picture(draw, "Model states, counted on live tensors.", key, made["command"])
+
+
+def whole_page(made):
     """The whole report as one HTML file."""
-    sound = [row for row in made["rows"] if not row["error"]]
-    plain = [row for row in sound if not row["control"]]
-    parts = []
+    parts = [*drawn_intervals(made), *drawn_differences(made)]
     for title, heads, rows in tables(made):
-        parts += drawn_curves(made, plain) if title == "Speed" else []  # behind the results
-        parts.append(f"<h2>{html.escape(title)}</h2>")
-        if title == "Speed" and sound:
-            drawn = []
-            for row in sound:
-                rate = row["measures"]["samples_per_second"]["mean"]
-                behind = number(rate) + (" (emulated, not ranked)" if row["emulated"] else "")
-                drawn.append((shown(row), [(rate, 0)], behind, row["emulated"]))
-            picture = bars(drawn, title, "samples per second, median step")
-            parts.append(figure(picture, "Pale bars are emulated.", made["command"]))
-        if title.startswith("Memory") and sound:
-            drawn = []
-            for row in plain:
-                per = row["bytes_per_parameter"]
-                pieces = [(per.get(key, 0), i) for i, key in enumerate(classes(made))]
-                drawn.append((row["config"], pieces, f"{per['total']:.2f}", False))
-            keys = legend([(name, i) for i, name in enumerate(classes(made))])
-            picture = keys + bars(drawn, title, "bytes per parameter, over all processes")
-            parts.append(figure(picture, "Model states, counted on live tensors.", made["command"]))
-        parts.append(html_table(heads, rows))
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in notes(made))
-    title = html.escape(title_of(made))
-    # An icon of its own, or the browser asks the host for /favicon.ico.
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>
-<h1>{title}</h1>
-<pre>{html.escape(made["command"])}</pre>
-<ul class="notes">{said}</ul>
-{chr(10).join(parts)}
-</body></html>
-"""
+        drawn = {"Speed": drawn_speed, "Memory and wire, per process": drawn_memory}.get(title)
+        parts += drawn_curves(made) if title == "Speed" else []  # behind the results
+        parts.append(page.section(title, *([drawn(made)] if drawn else []), page.table(heads, rows)))
+    return page.whole(title_of(made), made["command"], answer(made), parts, list(notes(made)))
 
 
 def write(made, folder):
@@ -375,7 +368,7 @@ def write(made, folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(made, indent=1) + "\n")
     (folder / "report.md").write_text(markdown(made))
-    (folder / "report.html").write_text(page(made))
+    (folder / "report.html").write_text(whole_page(made))
     with (folder / "report.csv").open("w", newline="") as file:
         spreadsheet(made, file)
     print(text(made))

@@ -1,0 +1,107 @@
+"""How often are the verdicts of ./launch.sh compare wrong? Real runs, resampled.
+
+    python benchmarks/paired.py results/compare_digits results/compare_text --output results/paired.json
+
+Takes the runs of finished comparisons and makes new comparisons of them, in which the truth is known:
+
+  no difference   the mean difference is taken out, and the two runs of each pair change places at random, so neither
+                  config is better; pairs are drawn again and again, as many as there are seeds. And the baseline
+                  against itself, with unlike seeds.
+  a difference    the same, with twice the resolution that the row states added to one side.
+
+Counted are verdicts of higher and lower: at most 5% where there is no difference, at least 90% where there is one.
+`several looks` is --seeds auto: a look after 4, 8 and 16 pairs, the first verdict counts.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from benchmarks.provenance import save  # noqa: E402
+from tools import paired  # noqa: E402
+from tools.judge import COSTS  # noqa: E402
+
+
+def pools(made):
+    """(config, measure, [(value of the baseline, value of the config)], the resolution stated) of a report."""
+    baseline = made["rows"][0]["measures"]
+    for name, found in baseline.items():
+        if name in COSTS:
+            continue
+        values = found["values"]
+        yield "other seeds", name, [(a, b) for a in values for b in values if a is not b], None
+        for row in made["rows"][1:]:
+            here = row.get("measures", {}).get(name)
+            if here:
+                yield row["config"], name, level(values, here["values"]), here["resolution"]
+
+
+def level(baseline, values):
+    """Pairs without their mean difference. Taking it out makes the rest smaller, which is put right."""
+    differences = np.subtract(values, baseline)
+    rest = (differences - differences.mean()) * (len(values) / (len(values) - 1)) ** 0.5
+    return list(zip(baseline, (np.array(baseline) + rest).tolist(), strict=True))
+
+
+def drawn(generator, pairs, count, planted=0.0):
+    """(baseline, values) of so many pairs in which no side is better, but for what is planted."""
+    chosen = np.array(pairs)[generator.integers(len(pairs), size=count)]
+    swap = generator.integers(2, size=count).astype(bool)
+    chosen[swap] = chosen[swap][:, ::-1]
+    base, values = chosen[:, 0], chosen[:, 1]
+    return base.tolist(), (values + planted * base.mean()).tolist()
+
+
+def first_verdict(base, values, margin, looks):
+    """Of a comparison that looks several times and stops at the first verdict."""
+    for count in looks:
+        kind = paired.judge(base[:count], values[:count], margin, paired.level(len(looks)))["kind"]
+        if kind != "unknown":
+            return kind
+    return "unknown"
+
+
+def rates(pairs, resolution, margin, times, generator, looks=(4, 8, 16)):
+    """Shares of `times` comparisons."""
+    wrong = several = found = 0
+    count = max(paired.FEWEST, round(len(pairs) ** 0.5) if resolution is None else len(pairs))
+    for _ in range(times):
+        base, values = drawn(generator, pairs, count)
+        wrong += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
+        base, values = drawn(generator, pairs, looks[-1])
+        several += first_verdict(base, values, margin, looks) in ("higher", "lower")
+        if resolution:
+            base, values = drawn(generator, pairs, count, 2 * resolution)
+            found += paired.judge(base, values, margin)["kind"] == "higher"
+    made = {"pairs": count, "comparisons": times, "wrong": wrong / times, "wrong_several_looks": several / times}
+    return made | {"resolution": resolution, "planted_found": found / times if resolution else None}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", nargs="+", type=Path, help="folders of finished comparisons")
+    parser.add_argument("--times", type=int, default=400, help="comparisons of each config and measure")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args()
+    generator, rows = np.random.default_rng(0), []
+    for folder in args.reports:
+        made = json.loads((folder / "report.json").read_text())
+        for config, name, pairs, resolution in pools(made):
+            found = rates(pairs, resolution, made["margin"], args.times, generator)
+            rows.append({"comparison": folder.name, "config": config, "measure": name, **found})
+            print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    planted = [row["planted_found"] for row in rows if row["planted_found"] is not None]
+    total = {key: float(np.mean([row[key] for row in rows])) for key in ("wrong", "wrong_several_looks")}
+    total |= {"planted_found": float(np.mean(planted)), "comparisons": args.times * len(rows)}
+    print(total)
+    if args.output:
+        save(args.output, {"total": total, "rows": rows}, packages=("numpy", "scipy"))
+
+
+if __name__ == "__main__":
+    main()
