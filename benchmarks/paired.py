@@ -10,7 +10,8 @@ Takes the runs of finished comparisons and makes new comparisons of them, in whi
   a difference    the same, with twice the resolution that the row states added to one side.
 
 Counted are verdicts of higher and lower: at most 5% where there is no difference, at least 90% where there is one.
-`several looks` is --seeds auto: a look after 4, 8 and 16 pairs, the first verdict counts.
+`several looks` is --seeds auto, where the first verdict counts; `fewest` are
+comparisons of as few pairs as get a verdict at all.
 """
 
 import argparse
@@ -66,20 +67,24 @@ def first_verdict(base, values, margin, looks):
     return "unknown"
 
 
-def rates(pairs, resolution, margin, times, generator, looks=(4, 8, 16)):
+def rates(pairs, resolution, margin, times, generator):
     """Shares of `times` comparisons."""
-    wrong = several = found = 0
+    wrong = fewest = several = found = 0
+    looks = paired.looks(16)
     count = max(paired.FEWEST, round(len(pairs) ** 0.5) if resolution is None else len(pairs))
     for _ in range(times):
         base, values = drawn(generator, pairs, count)
         wrong += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
+        base, values = drawn(generator, pairs, paired.FEWEST)
+        fewest += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
         base, values = drawn(generator, pairs, looks[-1])
         several += first_verdict(base, values, margin, looks) in ("higher", "lower")
         if resolution:
             base, values = drawn(generator, pairs, count, 2 * resolution)
             found += paired.judge(base, values, margin)["kind"] == "higher"
-    made = {"pairs": count, "comparisons": times, "wrong": wrong / times, "wrong_several_looks": several / times}
-    return made | {"resolution": resolution, "planted_found": found / times if resolution else None}
+    made = {"pairs": count, "comparisons": times, "wrong": wrong / times, "wrong_fewest": fewest / times}
+    made |= {"wrong_several_looks": several / times, "resolution": resolution}
+    return made | {"planted_found": found / times if resolution else None}
 
 
 def main():
@@ -96,8 +101,11 @@ def main():
             rows.append({"comparison": folder.name, "config": config, "measure": name, **found})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     planted = [row["planted_found"] for row in rows if row["planted_found"] is not None]
-    total = {key: float(np.mean([row[key] for row in rows])) for key in ("wrong", "wrong_several_looks")}
-    total |= {"planted_found": float(np.mean(planted)), "comparisons": args.times * len(rows)}
+    total = {
+        key: float(np.mean([row[key] for row in rows])) for key in ("wrong", "wrong_fewest", "wrong_several_looks")
+    }
+    total |= {"planted_found": float(np.mean(planted)), "comparisons": args.times * len(rows), "fewest": paired.FEWEST,
+              "looks": paired.looks(16)}  # fmt: skip
     print(total)
     if args.output:
         save(args.output, {"total": total, "rows": rows}, packages=("numpy", "scipy"))

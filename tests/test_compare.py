@@ -115,7 +115,7 @@ def test_the_twin_is_a_control_from_weights_one_rounding_apart(runs, tmp_path):
     assert weights[0] == weights[2] != weights[1]
     twin = made["rows"][1]["measures"]["eval_loss"]
     assert twin["mean"] != made["rows"][0]["measures"]["eval_loss"]["mean"] and abs(twin["relative"]) < 0.05
-    assert twin["verdict"] == "cannot tell: 3 seeds are needed, there is 1"
+    assert twin["verdict"] == "cannot tell: 5 seeds are needed, there is 1"
 
 
 def test_runs_without_numbers_are_refused_and_what_differs_is_named(runs, tmp_path):

@@ -11,7 +11,7 @@ trained>/<config>-seed<k>; interrupted, the same command goes on where it stoppe
 
 Runs of one seed are a pair: the same weights, samples and order. The verdict on each measure comes from the differences
 within pairs, their mean and its 95% interval (tools/paired.py): equal within the margin, higher, lower, or cannot tell,
-with the least difference that would show and the seeds it would take. `--seeds auto` looks after 4, 8, 16, ... seeds
+with the least difference that would show and the seeds it would take. `--seeds auto` looks after 8, 16, ... seeds
 and stops when every config has a verdict on its loss; its intervals are wider, so that it errs no more often.
 
 There are two controls. Other seeds: how much chance alone moves a run, from the baseline's own. And a twin: the

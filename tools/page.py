@@ -14,6 +14,7 @@ become the variables. The functions below make the usual pictures; any other may
 import html
 import io
 import re
+import textwrap
 from pathlib import Path
 
 import jinja2
@@ -85,6 +86,7 @@ def legend(pairs):
 
 def picture(draw, caption, key="", command=None):
     """draw(figure, narrow) as SVG, with a legend above and a caption below, which can say what made it."""
+    command = command and textwrap.shorten(command, 200, placeholder=" ...")  # the page has the whole one at its top
     made = f"<br>Made by <code>{html.escape(command)}</code>" if command else ""
     wide, narrow = (f'<div class="{name}">{svg(draw, caption, name == "narrow")}</div>' for name in ("wide", "narrow"))
     return f"<figure>{key}{wide}{narrow}<figcaption>{html.escape(caption)}{made}</figcaption></figure>"

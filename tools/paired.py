@@ -22,7 +22,7 @@ import statistics
 from scipy import stats
 
 ERROR = 0.05  # how often a verdict may be wrong, over all looks
-FEWEST = 3  # pairs: the spread of two is hardly known, and counts of a small held-out set are often equal twice
+FEWEST = 5  # pairs: of fewer, real runs' differences are too far from normal for t (results/paired.json)
 MOST = 10_000  # seeds that anybody would be told to run
 
 
@@ -32,8 +32,8 @@ def level(looks=1):
 
 
 def looks(most):
-    """Numbers of seeds after which is looked: 4, 8, 16, ... up to `most`."""
-    found = [4 * 2**i for i in range(20) if 4 * 2**i < most]
+    """Numbers of seeds after which is looked: 8, 16, 32, ... up to `most`."""
+    found = [8 * 2**i for i in range(20) if 8 * 2**i < most]
     return [*found, most]
 
 
@@ -119,4 +119,8 @@ def needs(found, margin):
         return shows
     if found["more_seeds"] is None:
         return f"{shows}; more than {MOST:,} seeds for {percent(margin)}"
-    return f"{shows}; {found['more_seeds']} more seeds for {percent(margin)}" if found["more_seeds"] else shows
+    return f"{shows}; {more(found['more_seeds'], margin)}" if found["more_seeds"] else shows
+
+
+def more(seeds, margin):
+    return f"{seeds} more seed{'s' * (seeds > 1)} for {percent(margin)}"

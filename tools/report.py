@@ -24,7 +24,9 @@ def percent(value):
     """With a sign: +1.2%, -0.03%."""
     if value is None:
         return "-"
-    return f"{100 * value:+.1f}%" if abs(value) >= 0.01 or not value else f"{100 * value:+.2g}%"
+    if abs(value) < 1e-5:
+        return "0%"
+    return f"{100 * value:+.1f}%" if abs(value) >= 0.01 else f"{100 * value:+.2g}%"
 
 
 def mebibytes(value):
@@ -65,10 +67,10 @@ def answer(made):
             lines.append((shown(row), f"has no numbers: {row['error']}"))
         elif row is not baseline and not row["control"]:
             found = row["measures"].get(name, {})
-            said = found.get("verdict", "cannot be compared")
+            said = f"{name} {difference(found)}: {found.get('verdict', 'cannot be compared')}"
             if found.get("kind") == "unknown" and found["more_seeds"]:
-                said += f"; {found['more_seeds']} more seeds for {paired.percent(made['margin'])}"
-            lines.append((shown(row), f"{name} {said}: {difference(found)}"))
+                said += f"; {paired.more(found['more_seeds'], made['margin'])}"
+            lines.append((shown(row), said))
     return lines
 
 
