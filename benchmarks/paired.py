@@ -9,7 +9,9 @@ Takes the runs of finished comparisons and makes new comparisons of them, in whi
                   against itself, with unlike seeds.
   a difference    the same, with twice the resolution that the row states added to one side.
 
-Counted are verdicts of higher and lower: at most 5% where there is no difference, at least 90% where there is one.
+`wrong` counts verdicts of higher and lower where there is no difference, which should be at most 5%; `misses zero` the
+intervals that lie beside zero, whether inside the margin or not. `found` counts them where there is a difference, which
+should be at least 90%.
 `several looks` is --seeds auto, where the first verdict counts; `fewest` are
 comparisons of as few pairs as get a verdict at all.
 """
@@ -69,20 +71,22 @@ def first_verdict(base, values, margin, looks):
 
 def rates(pairs, resolution, margin, times, generator):
     """Shares of `times` comparisons."""
-    wrong = fewest = several = found = 0
+    wrong = beside = fewest = several = found = 0
     looks = paired.looks(16)
     count = max(paired.FEWEST, round(len(pairs) ** 0.5) if resolution is None else len(pairs))
     for _ in range(times):
         base, values = drawn(generator, pairs, count)
         wrong += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
+        beside += paired.judge(base, values, 0)["kind"] in ("higher", "lower")
         base, values = drawn(generator, pairs, paired.FEWEST)
         fewest += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
         base, values = drawn(generator, pairs, looks[-1])
         several += first_verdict(base, values, margin, looks) in ("higher", "lower")
         if resolution:
             base, values = drawn(generator, pairs, count, 2 * resolution)
-            found += paired.judge(base, values, margin)["kind"] == "higher"
-    made = {"pairs": count, "comparisons": times, "wrong": wrong / times, "wrong_fewest": fewest / times}
+            found += paired.judge(base, values, 0)["kind"] == "higher"
+    made = {"pairs": count, "comparisons": times, "wrong": wrong / times, "misses_zero": beside / times,
+            "wrong_fewest": fewest / times}  # fmt: skip
     made |= {"wrong_several_looks": several / times, "resolution": resolution}
     return made | {"planted_found": found / times if resolution else None}
 
@@ -90,7 +94,7 @@ def rates(pairs, resolution, margin, times, generator):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, help="folders of finished comparisons")
-    parser.add_argument("--times", type=int, default=400, help="comparisons of each config and measure")
+    parser.add_argument("--times", type=int, default=1000, help="comparisons of each config and measure")
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
     generator, rows = np.random.default_rng(0), []
@@ -102,7 +106,8 @@ def main():
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     planted = [row["planted_found"] for row in rows if row["planted_found"] is not None]
     total = {
-        key: float(np.mean([row[key] for row in rows])) for key in ("wrong", "wrong_fewest", "wrong_several_looks")
+        key: float(np.mean([row[key] for row in rows]))
+        for key in ("wrong", "misses_zero", "wrong_fewest", "wrong_several_looks")
     }
     total |= {"planted_found": float(np.mean(planted)), "comparisons": args.times * len(rows), "fewest": paired.FEWEST,
               "looks": paired.looks(16)}  # fmt: skip

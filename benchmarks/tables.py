@@ -9,14 +9,14 @@ A table stands between `<!-- from results/...: python benchmarks/tables.py -->` 
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from tools import page, report  # noqa: E402
 
-COMPARISON = "results/compare_digits/report.json"
-TEXT = "results/compare_text/report.json"
+COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
 KILLS = ("orphans", "failed_starts", "lost", "unequal")
 PICTURE = "differences.svg"  # beside a comparison
 
@@ -32,7 +32,7 @@ def came_from(made):
     return f"`{made['command']}` ({made['device']}; {shown}; {made['date']})"
 
 
-def comparison(made, file=COMPARISON):
+def comparison(file, made):
     """The verdict on every config's loss, with its interval."""
     name, folder = made["measure"], Path(file).parent
     others = [key for key in report.metric_names(made) if key != name]
@@ -254,8 +254,7 @@ def kills(made):
 
 
 TABLES = {
-    COMPARISON: comparison,
-    TEXT: lambda made: comparison(made, TEXT),
+    **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
@@ -298,8 +297,7 @@ def written(page, text=None):
 
 def main():
     texts = {ROOT / page: written(page) for page in PAGES}
-    drawn = [name for name in (COMPARISON, TEXT) if (ROOT / name).is_file()]
-    texts |= {(ROOT / name).with_name(PICTURE): picture(read(name)) for name in drawn}
+    texts |= {(ROOT / name).with_name(PICTURE): picture(read(name)) for name in COMPARISONS}
     if "--check" in sys.argv:
         stale = [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]
         sys.exit(f"not as results/ says: {', '.join(stale)}: run python benchmarks/tables.py" if stale else 0)

@@ -111,4 +111,4 @@ def test_the_benchmark_of_resampled_runs_says_the_same():
         and found["wrong_fewest"] <= 0.08
     )
     assert found["planted_found"] >= 0.9
-    assert resampled.first_verdict([1.0] * 16, [1.5] * 15 + [1.6], 0.01, (4, 8, 16)) == "higher"
+    assert resampled.first_verdict([1.0] * 16, [1.5] * 15 + [1.6], 0.01, (8, 16)) == "higher"

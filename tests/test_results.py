@@ -56,3 +56,17 @@ def test_the_same_kills_found_faults_before():
     """So the campaign can find some."""
     rows = {row["config"]: row for row in result("kills_before")["rows"]}
     assert rows["fsdp_fp8"]["unequal"] == 1 and rows["ddp_fp8_msamp_o3"]["failed_starts"] == 1
+
+
+def test_verdicts_on_resampled_real_runs_are_wrong_in_at_most_five_percent():
+    found = result("paired")["total"]
+    assert found["comparisons"] >= 200 and found["wrong"] <= 0.05 and found["wrong_several_looks"] <= 0.05
+    assert found["wrong_fewest"] <= 0.05 and found["planted_found"] >= 0.9 and found["misses_zero"] <= 0.06
+
+
+def test_every_fp8_config_of_a_comparison_has_an_interval():
+    for file in (ROOT / "results").glob("compare_*/report.json"):
+        made = json.loads(file.read_text())
+        assert len(made["rows"][0]["seeds"]) >= 8 and str(ROOT) not in file.read_text()
+        for row in made["rows"][1:]:
+            assert row["measures"][made["measure"]]["interval"] and row["measures"][made["measure"]]["pairs"] >= 8

@@ -320,7 +320,7 @@ def over_launched(args, words, command):
     own = not is_recipe(file)
     taken = [] if own else [name for name in OWN if option(words, name.lstrip("-"))]
     taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
-    if taken or args.seeds in range(-1000, 1):
+    if taken or (args.seeds != "auto" and (SEEDS if args.seeds is None else args.seeds) < 1) or args.max_seeds < 1:
         what = ", ".join(taken) or f"--seeds {args.seeds}"
         raise Refused(f"{what}: not here; the seeds are --seeds, 1 or more, the baseline is the first config")
     once = own and not any("{seed}" in word for word in words)

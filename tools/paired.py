@@ -16,6 +16,7 @@ interval has the level 1 - 0.05 / looks (Bonferroni): these are repeated confide
 comparisons, whenever one stops. It spends the error in equal parts, so it holds for t intervals of few seeds too.
 """
 
+import functools
 import math
 import statistics
 
@@ -37,8 +38,13 @@ def looks(most):
     return [*found, most]
 
 
+@functools.cache
+def quantile(confidence, freedom):
+    return float(stats.t.ppf((1 + confidence) / 2, freedom))
+
+
 def half_width(deviation, pairs, confidence):
-    return stats.t.ppf((1 + confidence) / 2, pairs - 1) * deviation / math.sqrt(pairs)
+    return quantile(confidence, pairs - 1) * deviation / math.sqrt(pairs)
 
 
 def interval(differences, confidence=0.95):
@@ -98,7 +104,7 @@ def chance(values):
         return {"values": len(values), "deviation": None, "interval": None}
     deviation = statistics.stdev(values) / abs(mean)
     # Two groups of so many unlike seeds, as if they were two configs: what a comparison without pairs could see.
-    half = stats.t.ppf((1 + level()) / 2, 2 * len(values) - 2) * deviation * math.sqrt(2 / len(values))
+    half = quantile(level(), 2 * len(values) - 2) * deviation * math.sqrt(2 / len(values))
     return {"values": len(values), "deviation": deviation, "interval": [-half, half]}
 
 
