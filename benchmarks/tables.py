@@ -261,6 +261,7 @@ TABLES = {
     "results/demo.json": demo,
     "results/kills.json": kills,
     "results/kills_before.json": kills,
+    "results/kills_saving.json": kills,
     "results/photos.json": photos,
     "results/gpt_python_docs.json": gpt,
     "results/finetune_textures.json": finetune,

@@ -21,10 +21,10 @@ def write_local_share(folder, rank):
     """Before the run: let each rank say how many parameter elements it holds."""
     count = evidence.Evidence.after_first_update
 
-    def patched(self):
+    def patched(self, optimizer):
         held = sum(tensors.local(p).numel() for p in self.parameters.values())
         (folder / f"held{rank}").write_text(f"{held} {sum(p.numel() for p in self.parameters.values())}")
-        count(self)
+        count(self, optimizer)
 
     evidence.Evidence.after_first_update = patched
 

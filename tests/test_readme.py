@@ -29,9 +29,6 @@ OWN = "train.py"  # a reader's own script, in examples
 WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
 # Described before the code has them; once it has, their commands are checked as all others.
-AHEAD = {tool for tool in TOOLS if not (ROOT / "tools" / f"{tool}.py").exists()}
-if not (ROOT / "tools" / "paired.py").exists():
-    AHEAD |= {"--margin", OWN}  # of compare
 
 
 def page(name):
@@ -112,8 +109,6 @@ def test_launch_sh_lines():
     assert "./launch.sh demo" in found and "./launch.sh test" in found
     for command in found:
         first, *rest = shlex.split(command.removeprefix("./launch.sh "))
-        if AHEAD & {first, *rest} and first in TOOLS:
-            continue
         if first == "setup":
             assert rest[::2] == ["--extra"] * len(rest[::2]) and set(rest[1::2]) <= EXTRAS.keys(), command
         elif first == "check":

@@ -52,6 +52,14 @@ def test_kills_at_random_moments_leave_nothing_behind_and_lose_nothing():
     assert set().union(*(row["phase"] for row in rows)) >= {"launcher", "imports and rendezvous", "training", "saving"}
 
 
+def test_kills_while_training_and_saving_lose_nothing():
+    rows = result("kills_saving")["rows"]
+    assert len(rows) == 6 and sum(row["kills"] for row in rows) >= 48
+    for row in rows:
+        assert row["orphans"] == row["failed_starts"] == row["lost"] == row["unequal"] == 0, row["config"]
+    assert sum(row["phase"].get("saving", 0) for row in rows) >= 12
+
+
 def test_the_same_kills_found_faults_before():
     """So the campaign can find some."""
     rows = {row["config"]: row for row in result("kills_before")["rows"]}
