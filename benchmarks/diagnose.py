@@ -17,7 +17,7 @@ from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from tools.diagnose import interval  # noqa: E402
+from tools.diagnose import ends_with_this, interval  # noqa: E402
 
 FAULTS = {  # fault: (config, what it changes of it, the layer that has to be named first)
     "gradients": ("single_fp8_te_current", {}, "stem"),
@@ -37,7 +37,8 @@ def config_of(name, changes, path):
 
 def diagnosed(config, folder, *words, pairs=8):
     command = [sys.executable, "tools/diagnose.py", str(config), "--pairs", str(pairs), "--output", str(folder), "--"]
-    subprocess.run([*command, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([*command, *words], cwd=ROOT, check=True, preexec_fn=ends_with_this, **quiet)
     made = json.loads((folder / "diagnose.json").read_text())
     made["command"] = f"./launch.sh diagnose {Path(config).stem} --pairs {pairs} -- {' '.join(words)}"
     return made

@@ -20,6 +20,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import Refused, config, rules  # noqa: E402
+from faithful import Refused, config, launcher, rules  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
@@ -188,6 +189,11 @@ def of_run(folder):
     return record["config"]["name"], line[script], words, record["config"]["text"]
 
 
+def ends_with_this():
+    """In the launcher, before it starts: it ends when this process is killed."""
+    launcher.end_with_the_parent(signal.SIGTERM)
+
+
 def needed(args):
     """Steps that the script must take: those of all arms."""
     return args.look + args.pairs * args.after * 400
@@ -227,8 +233,16 @@ def main(argv):
     lines, mapping = rules.file_problems(file)
     if lines:
         raise Refused("\n".join(f"{file.name}: {line}" for line in lines))
-    if config.asked(config.exported(mapping))["precision"] != "fp8":
+    asked = config.asked(config.exported(mapping))
+    if asked["precision"] != "fp8":
         raise Refused(f"{file.name} asks for no FP8: there is nothing to diagnose")
+    if asked["strategy"] not in ("single", "ddp"):
+        raise Refused(f"diagnose needs whole weights on every process, {asked['strategy']} splits them: use "
+                      f"{'ddp' if asked['num_processes'] > 1 else 'single'} with the same backend")  # fmt: skip
+    if asked["compile"]:
+        raise Refused(
+            "diagnose looks inside layers, which a compiled block hides: use the config without dynamo_config"
+        )
     options = words[1:]
     if script.parent == ROOT / "recipes":  # as many steps as it takes; the rates are those of the script's schedule
         options += ["--max_steps", str(needed(args)), "--eval_steps", "0", "--save_steps", "0"]
@@ -240,7 +254,7 @@ def main(argv):
     command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
     env = os.environ | {"TQDM_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    code = subprocess.run([*command, str(script), *options], env=env).returncode
+    code = subprocess.run([*command, str(script), *options], env=env, preexec_fn=ends_with_this).returncode
     if not (out / "watched.json").exists():
         return code or 1
     shutil.rmtree(out / "run", ignore_errors=True)  # of steps taken again, no record is one

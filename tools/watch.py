@@ -170,15 +170,6 @@ def watching(watch):
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            if self.plan.precision != "fp8":
-                raise Refused(f"diagnose looks at FP8: this config is {self.plan.precision}")
-            if self.plan.strategy not in ("single", "ddp"):
-                other = "ddp" if self.plan.num_processes > 1 else "single"
-                raise Refused(f"diagnose needs whole weights on every process, {self.plan.strategy} splits them: use "
-                              f"{other} with the same backend")  # fmt: skip
-            if self.plan.compile:
-                raise Refused("diagnose looks inside layers, which a compiled block hides: use the config without "
-                              "dynamo_config")  # fmt: skip
             if not self.plan.emulated and self.plan.backend != "msamp":
                 raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
                               f"{self.plan.implementation}'s kernels: run it on a CPU")  # fmt: skip
