@@ -24,7 +24,7 @@ from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
 from faithful.errors import Refused, Stopped
-from faithful.evidence import Evidence, Layers
+from faithful.evidence import Evidence, Layers, notes
 from faithful.machine import Memory
 from faithful.plan import describe, resolve
 from faithful.record import Record, default_folder, described, now
@@ -168,31 +168,12 @@ class Accelerator(accelerate.Accelerator):
         if not self.evidence:
             raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
         refuse_unknown(self.plan.skip, self.linear_names)
-        self.look_at_what_was_prepared()
+        for line in notes(self):
+            self.note(line)
         [holds] = broadcast_object_list([self.is_main_process and self.record.holds_a_run()])
         self.record.open(holds and not self.resumed, self.steps.taken)
         self.record.seen["optimizer"] = described(self.strategy.inner(self.evidence[0].optimizers[0]))
         self.write_record()
-
-    def look_at_what_was_prepared(self):
-        for evidence in self.evidence:
-            if names := evidence.left_out():
-                self.note(f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ...")
-        for model, *_ in self.waiting:
-            self.note(f"{type(model).__name__} was prepared, but no prepared optimizer updates it")
-        if self.num_processes > 1 and self.plan.strategy in ("ddp", "fsdp", "hsdp"):
-            strangers = sum(len(self.strategy.owned(one) - self.known) for one in self._optimizers)
-            if strangers:
-                raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process "
-                              "would change them in its own way. Prepare their model, too")  # fmt: skip
-        if (
-            self._schedulers
-            and self.num_processes > 1
-            and self.step_scheduler_with_optimizer
-            and not self.split_batches
-        ):
-            self.note(f"Accelerate steps a prepared scheduler {self.num_processes} times per optimizer step, once for "
-                      "each process: a schedule counted in optimizer steps ends that much earlier")  # fmt: skip
 
     def note(self, line):
         """Something that a user should know, said once and kept in the record."""

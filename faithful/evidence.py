@@ -214,6 +214,25 @@ def some(words):
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
+def notes(accelerator):
+    """What a user should know of what was prepared, a line each. Raises Refused for what no run must be."""
+    processes, prepared = accelerator.num_processes, accelerator._optimizers
+    for evidence in accelerator.evidence:
+        if names := evidence.left_out():
+            yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
+    for model, *_ in accelerator.waiting:
+        yield f"{type(model).__name__} was prepared, but no prepared optimizer updates it"
+    if processes > 1 and accelerator.plan.strategy in ("ddp", "fsdp", "hsdp"):
+        strangers = sum(len(accelerator.strategy.owned(one) - accelerator.known) for one in prepared)
+        if strangers:
+            raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
+                          "change them in its own way. Prepare their model, too")  # fmt: skip
+    per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
+    if processes > 1 and accelerator._schedulers and per_process:
+        yield (f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
+               "schedule counted in optimizer steps ends that much earlier")  # fmt: skip
+
+
 def converted(plan, model):
     """(Linear, LayerNorm) layers of the live model that compute in FP8, by their classes."""
     kinds = backends.of(plan).KINDS
