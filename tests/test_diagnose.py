@@ -116,6 +116,17 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
     assert layer in made["skip_line"] and made["skip_line"] in said
 
 
+def test_a_script_of_ones_own_that_evaluates_on_its_way(tmp_path, monkeypatch):
+    """Its held-out batches are its own, and where it ends too early that is said."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "mine.py"
+    script.write_text((ROOT / "recipes" / "vit.py").read_text())
+    made, _ = run("single_fp8_te", tmp_path / "out", script, "--max_steps", 90, "--eval_steps", 7)
+    assert made["again"] == 0 and len(made["pairs"]) == 2
+    said = run("single_fp8_te", tmp_path / "short", script, "--max_steps", 8, "--eval_steps", 0, code=1)
+    assert "refused: the script ended after 6 steps and 0 pairs" in said and "IndexError" not in said
+
+
 @pytest.mark.parametrize(
     ("config", "words", "why"),
     [

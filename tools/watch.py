@@ -54,7 +54,7 @@ class Watch:
     def batches_of(self, loader, own):
         """The batches that the script sees."""
         while True:
-            if self.phase == "again":
+            if self.phase == "again" and self.evidence.model.training:
                 batch, loader.end_of_dataloader = self.batches[self.at]
                 self.at += 1
             else:
