@@ -111,7 +111,8 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
 
 
 def converted(model, **more):
-    return ours.convert(None, plan(**more), model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return optimizer, ours.convert(None, plan(**more), model, optimizer)
 
 
 def test_conversion_goes_on_past_an_odd_shape():

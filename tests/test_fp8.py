@@ -180,7 +180,7 @@ def test_layers_of_vit_tiny(name, count):
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
     planned = resolved(name)
-    optimizer, skipped = backends.of(planned).convert(None, planned, model, optimizer)
+    skipped = backends.of(planned).convert(None, planned, model, optimizer)
     assert converted(planned, model) == (count, 0) and len(skipped) == 49 - count and skipped[0][0] == "head"
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
 
@@ -191,7 +191,7 @@ def test_a_linear_of_another_class_is_named(name, count):
     model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     planned = resolved(name)
-    _, skipped = backends.of(planned).convert(None, planned, model, optimizer)
+    skipped = backends.of(planned).convert(None, planned, model, optimizer)
     assert converted(planned, model) == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
@@ -297,7 +297,8 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), torch.randn(16, 32)
     before, planned = copy.deepcopy(model), resolved(name)
-    optimizer, _ = backends.of(planned).convert(None, planned, model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    backends.of(planned).convert(None, planned, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer)  # as Accelerate's
     backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True), planned, model, prepared)
     assert converted(planned, model)[0] >= 2

@@ -64,7 +64,7 @@ class Looking:
         for name, layer in layers.items():
             self.hooks.append(layer.register_forward_hook(self.forward_of(name, layer)))
         self.targets, self.undo = {}, contextlib.ExitStack()
-        if hasattr(inner(evidence.optimizer), "model_state"):
+        if hasattr(inner(evidence.optimizers[0]), "model_state"):
             self.undo.enter_context(watched_adam(self.updated))
 
     def forward_of(self, name, layer):

@@ -208,7 +208,7 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             names_of_linear = linear_names(model)
             found["blocks"] = [sum(p.numel() for p in block.parameters()) for block in blocks]
             if fp8:
-                optimizer, _ = fp8.convert(self, plan, model, optimizer)
+                fp8.convert(self, plan, model, optimizer)
                 refuse_unknown(plan.skip, names_of_linear)
                 if not converted(plan, model)[0]:
                     raise Refused("none of its Linear layers can be FP8")

@@ -120,17 +120,17 @@ class Watch:
 
     def state(self):
         running, evidence = self.accelerator, self.evidence
-        own = running.backend.tensors(running.strategy, evidence.model, evidence.optimizer)
+        own = running.backend.tensors(running.strategy, evidence.model, evidence.optimizers[0])
         return {name: tensor.clone() for name, tensor in own.items()}, random_state()
 
     def put_back(self, state):
         running, evidence = self.accelerator, self.evidence
         own = {name: tensor.clone() for name, tensor in state[0].items()}  # an optimizer keeps what it loads
-        running.backend.restore(running.strategy, evidence.model, evidence.optimizer, own)
+        running.backend.restore(running.strategy, evidence.model, evidence.optimizers[0], own)
         set_random_state(state[1])
 
     def optimizer(self):
-        return self.accelerator.strategy.inner(self.evidence.optimizer)
+        return self.accelerator.strategy.inner(self.evidence.optimizers[0])
 
     def finish(self):
         running = self.accelerator
@@ -174,11 +174,10 @@ def watching(watch):
                 raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
                               f"{self.plan.implementation}'s kernels: run it on a CPU")  # fmt: skip
 
-        def count(self, *args):
-            counted = super().count(*args)
-            if counted and watch.accelerator is None:
+        def belongs(self, optimizer):
+            super().belongs(optimizer)
+            if self.evidence and watch.accelerator is None:
                 watch.begin(self, self.evidence[0])
-            return counted
 
         def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
             self.max_norm = max_norm
