@@ -34,7 +34,7 @@ def rounded(layer, which, x, for_gemm=None):
     dtype = scaling.E4M3
     if isinstance(layer, levels.FP8Linear):
         if which == 1:
-            codes, scale = levels.fp8_weight(layer.weight.detach(), layer.weight_scale)
+            codes, scale = levels.fp8_weight(layer.codes, layer.weight_scale)
             value = scaling.dequantize(codes, scale)
             return value.t() if layer.transposed else value, scale, dtype
         slot = which // 2
