@@ -42,7 +42,9 @@ def with_tail(folder, tail, **keys):
 def test_the_truth_line_counts_shards_bytes_and_wire(whole):
     made = record(whole(O2))
     evidence = made["evidence"]
-    assert evidence["truth"].startswith("fsdp x2 gloo, sharded by Block | fp8 MS-AMP O2 (amp8, not Microsoft's package)")
+    assert evidence["truth"].startswith(
+        "fsdp x2 gloo, sharded by Block | fp8 MS-AMP O2 (amp8, not Microsoft's package)"
+    )
     assert "16 of 17 Linear in FP8, skipped head" in evidence["truth"]
     assert "parameters float32 and float16, gradients float32 and float8_e4m3fn" in evidence["truth"]
     assert "6.3 B/param, 3.1 in each process" in evidence["truth"]
