@@ -69,6 +69,7 @@ def test_two_models_and_optimizers_prepared_one_by_one_are_sharded(tmp_path):
     assert log.count("sharded as one piece") == 2
 
 
+@there("diffusers")
 @pytest.mark.parametrize("config", ["single_fp8_msamp_o2", "ddp_fp8_msamp_o3"])
 def test_averages_of_coded_weights_are_of_their_values(tmp_path, config):
     """The script itself compares torch's, timm's and diffusers' averages with the weights: codes are 2**10 times off."""
@@ -77,6 +78,7 @@ def test_averages_of_coded_weights_are_of_their_values(tmp_path, config):
         assert "is at O3, whose master weights are elsewhere" in (tmp_path / "out.log").read_text()
 
 
+@there("diffusers")
 def test_averages_of_shards_are_refused_in_one_line(tmp_path):
     log = run("averages", "fsdp_bf16", tmp_path, code=2)
     assert log.count("refused: the script computes with sharded weights and whole tensors together") == 1
