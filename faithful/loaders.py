@@ -20,7 +20,7 @@ class Epoch:
     def watch(self, prepared):
         """prepared: Accelerate's loader, which has torch's inside."""
         inside = getattr(prepared, "base_dataloader", None)
-        self.loaders.append(prepared)
+        self.loaders = [*self.loaders[:1], prepared]  # the whole one and the newest, which a script may make each epoch
         if type(inside) is DataLoader:
             inside.__class__, inside.epoch = Watched, self
         return prepared
