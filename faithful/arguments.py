@@ -29,14 +29,12 @@ def given(args, kwargs):
 def merged(plan, script):
     """Arguments for accelerate's Accelerator: the script's and the plan's. Raises Refused with all contradictions."""
     script = dict(script)
-    found = contradictions(plan, script)
+    found = list(contradictions(plan, script))
     if found and not config.config_wins():
-        raise Refused(
-            "\n".join(f"{line}: leave it out of the script, or launch with --config_wins" for _, line in found)
-        )
-    for name, line in found:
+        raise Refused("\n".join(f"{both}: {cure}, or launch with --config_wins" for _, both, cure in found))
+    for name, both, _ in found:
         if config.rank() == 0:
-            print(f"note: {line}, which wins", flush=True)
+            print(f"note: {both}: the config wins", flush=True)
         if name == "kwargs_handlers":
             script[name] = [
                 one for one in script[name] if type(one).__name__ not in {*FP8_HANDLERS, "GradScalerKwargs"}
@@ -60,34 +58,30 @@ def merged(plan, script):
 
 
 def contradictions(plan, script):
-    """[(argument, line)] for each thing that the script asks for and the config does not."""
-    found = []
+    """(argument, what it says and what the config says, what to do) where the script asks for something else."""
     precision = {"fp32": "no"}.get(plan.precision, plan.precision)
     asked = script.get("mixed_precision")
     if asked is not None and str(asked) != precision:
-        found.append(
-            ("mixed_precision", f"the script passes mixed_precision={str(asked)!r}, the config says {precision}")
-        )
+        both = f"the script passes mixed_precision={str(asked)!r}, the config says {precision}"
+        yield "mixed_precision", both, "leave it out"
     if script.get("cpu") and not plan.rehearsal:
-        found.append(("cpu", "the script passes cpu=True, the config asks for an accelerator"))
+        yield "cpu", "the script passes cpu=True, the config asks for an accelerator", "leave it out"
     for name in OF_THE_CONFIG:
         if script.get(name) is not None and not as_planned(plan, script[name]):
-            found.append((name, f"the script passes {name}, which is the config's to say"))
+            yield name, f"the script passes {name}, which is the config's to say", "leave it out"
     for handler in script.get("kwargs_handlers") or []:
         kind = type(handler).__name__
         if kind in FP8_HANDLERS:
-            found.append(("kwargs_handlers", f"the script passes {kind}, FP8 is the config's to say"))
+            yield "kwargs_handlers", f"the script passes {kind}, FP8 is the config's to say", "leave it out"
         if isinstance(handler, GradScalerKwargs) and plan.precision != "fp16":
-            found.append(
-                ("kwargs_handlers", f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}")
-            )
+            both = f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}"
+            yield "kwargs_handlers", both, "leave it out"
     plugin = script.get("gradient_accumulation_plugin")
     steps = plugin.num_steps if plugin else script.get("gradient_accumulation_steps", 1)
     launched = config.exported_accumulation()
     if launched not in (None, steps):  # Accelerate lets the environment win, silently
-        line = f"the script passes gradient_accumulation_steps={steps}, the launcher exports {launched}"
-        found.append(("gradient_accumulation_steps", line))
-    return found
+        both = f"the script's gradient_accumulation_steps is {steps}, the launcher exports {launched}"
+        yield "gradient_accumulation_steps", both, "say it in one place"
 
 
 def as_planned(plan, plugin):

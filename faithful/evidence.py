@@ -137,10 +137,11 @@ class Evidence:
         if report := self.backend.levels(self.model, self.optimizers[0]):
             per_class = report["bytes_per_parameter"]["all"]
             sizes = {key: round(v * report["parameters"]["all"]) for key, v in per_class.items() if key != "total"}
-            counts["levels"] = report["dtypes"]
-            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]  # of this process
         if self.sharded:
             counts, sizes = self.over_all_ranks(counts, sizes)
+        if report:  # of this process
+            counts["levels"] = report["dtypes"]
+            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]
         self.record["dtypes"] = counts
         sizes = {key: value for key, value in sizes.items() if value or key != "gathered"}
         per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}

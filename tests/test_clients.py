@@ -106,7 +106,7 @@ def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said
     assert "refused: the script passes mixed_precision='no', the config says bf16" in log
     assert "launch with --config_wins" in log and "Traceback" not in log
     log = run("gan", "single_bf16", tmp_path, wins=True, script=tmp_path / "no.py")
-    assert "note: the script passes mixed_precision='no', the config says bf16, which wins" in log
+    assert "note: the script passes mixed_precision='no', the config says bf16: the config wins" in log
     assert of(tmp_path)["evidence"]["dtypes"]["linear_output"] == "bfloat16"
 
 
