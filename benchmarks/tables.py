@@ -151,6 +151,51 @@ def amp8_fsdp(made):
             + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
 
 
+def fsdp_levels(made):
+    rows = []
+    for task, found in made["parity"].items():
+        for other, apart in found["against"].items():
+            percent = 100 / (apart["difference"] / apart["of_loss"]) if apart["of_loss"] else 0
+            middle, half = apart["difference"] * percent, apart["half_interval"] * percent
+            rows.append([task, f"`{other}`", f"{middle:+.2f}% ({middle - half:+.2f} to {middle + half:+.2f})"])
+    heads = ["recipe", "held-out loss of `fsdp_fp8_msamp_o2` against", "mean paired difference, 95% interval"]
+    text = f"{came_from(made)}; two processes, {len(made['seeds'])} seeds:\n\n{report.table(heads, rows)}\n\n"
+    text += "`vit_large` on two processes, four steps; a CPU's peak includes the activations:\n\n"
+    heads = ["config", "B/param in each process", "sent per step and process, MB", "peak of a process, GiB"]
+    rows = [[f"`{row['config']}`", f"{row['bytes_per_parameter_in_each_process']:.2f}",
+             f"{row['wire_bytes_per_step'] / 1e6:,.0f}", f"{row['peak'] / 2**30:.2f}"] for row in made["vit_large"]]  # fmt: skip
+    return text + report.table(heads, rows)
+
+
+def clients(made):
+    """One line per config, one column per script."""
+    rows, names = {}, list(dict.fromkeys(row["client"] for row in made["rows"]))
+    for row in made["rows"]:
+        cell = row["outcome"]
+        if cell == "ran":
+            cell = f"{row['processes']}{' sharded' * row['sharded']}, {row['linear_converted']}/{row['linear_total']}, "
+            cell += f"{row['bytes_per_parameter']:.1f}"
+        rows.setdefault(row["config"], {})[row["client"]] = cell
+    table = [[f"`{config}`", *(cells.get(name, "-") for name in names)] for config, cells in rows.items()]
+    refused = [f"- `{row['client']}`, `{row['config']}`: {row['why']}" for row in made["rows"] if "why" in row]
+    text = f"{came_from(made)}. A cell: processes, Linear layers in FP8, bytes per parameter:\n\n"
+    text += report.table(["config", *names], table)
+    return text + ("\n\n" + "\n".join(refused) if refused else "")
+
+
+def diagnose(made):
+    """What was found first in each recipe, and what became of the planted faults."""
+    heads = ["planted", "config", "named first", "loss with the proposed `skip`, paired"]
+    rows = []
+    for fault, found in made["faults"].items():
+        gain = found["paired_gain_percent"]
+        rows.append([f"{fault}: layer `{found['planted']}`", f"`{found['config']}`", f"`{found['named_first']}`",
+                     f"{-gain['mean']:+.1f}% ({-gain['high']:+.1f} to {-gain['low']:+.1f})"])  # fmt: skip
+    text = f"{came_from(made)}:\n\n{report.table(heads, rows)}\n\nThe shipped recipes:\n\n"
+    rows = [[row["recipe"], f"`{row['config']}`", row["answer"][0]] for row in made["recipes"]]
+    return text + report.table(["recipe", "config", "found first"], rows)
+
+
 def amp8_optimizers(made):
     rows = [
         [name, f"{row['bytes_per_parameter']['total']:.1f}", f"{row['seconds']['median_step'] * 1e3:.0f}",
@@ -273,6 +318,9 @@ TABLES = {
     "results/amp8_comm.json": amp8_comm,
     "results/amp8_optimizers.json": amp8_optimizers,
     "results/amp8_fsdp.json": amp8_fsdp,
+    "results/fsdp_levels.json": fsdp_levels,
+    "results/clients.json": clients,
+    "results/diagnose.json": diagnose,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

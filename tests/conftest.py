@@ -37,6 +37,30 @@ from shared.args import parse  # noqa: E402
 torch.ones(1, requires_grad=True).sum().backward()
 
 
+BEGAN = time.time()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--minutes", type=float, help="start no more tests after so many minutes, and skip the rest")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.time() - BEGAN > 60 * minutes:
+        pytest.skip(f"{minutes:g} minutes are over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """What a failed test says first is the promise that is broken: its docstring, or its name in words."""
+    report = yield
+    if report.failed:
+        words = item.function.__doc__ or item.originalname.removeprefix("test_").replace("_", " ")
+        report.sections.append(("the promise", words))
+    return report
+
+
 @functools.cache
 def recipe(name):
     """The module of recipes/<name>.py."""
