@@ -162,8 +162,11 @@ def fsdp_levels(made):
     text = f"{came_from(made)}; two processes, {len(made['seeds'])} seeds:\n\n{report.table(heads, rows)}\n\n"
     text += "`vit_large` on two processes, four steps; a CPU's peak includes the activations:\n\n"
     heads = ["config", "B/param in each process", "sent per step and process, MB", "peak of a process, GiB"]
-    rows = [[f"`{row['config']}`", f"{row['bytes_per_parameter_in_each_process']:.2f}",
-             f"{row['wire_bytes_per_step'] / 1e6:,.0f}", f"{row['peak'] / 2**30:.2f}"] for row in made["vit_large"]]  # fmt: skip
+    rows = [
+        [f"`{row['config']}`", f"{row['bytes_per_parameter_in_each_process']:.2f}",
+         f"{row['wire_bytes_per_step'] / 1e6:,.0f}", f"{row['peak'] / 2**30:.2f}"]
+        for row in made["vit_large"]
+    ]  # fmt: skip
     return text + report.table(heads, rows)
 
 

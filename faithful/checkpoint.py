@@ -87,9 +87,12 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
                 files[name] = files.get(name) or entry(path)
             write_json(temporary / MANIFEST, files)
             sync(temporary)
-            shutil.rmtree(folder, ignore_errors=True)  # an unsound one of the same step; a sound one is never redone
+            shutil.rmtree(replaced(folder), ignore_errors=True)
+            if folder.exists():  # an unsound one of the same step, or a script that saves to one folder again and again
+                os.rename(folder, replaced(folder))
             os.rename(temporary, folder)
             sync(folder.parent)
+            shutil.rmtree(replaced(folder), ignore_errors=True)
         except OSError as problem:
             error = str(problem)
     [error] = [error] if alone else broadcast_object_list([error])
@@ -99,6 +102,11 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
         for old in list_checkpoints(folder.parent)[keep:]:
             shutil.rmtree(old, ignore_errors=True)
     return error
+
+
+def replaced(folder):
+    """Where an earlier checkpoint of the same name is until the new one is there."""
+    return folder.with_name(folder.name + ".old")
 
 
 def number(folder):
@@ -132,6 +140,8 @@ def find(accelerator, wanted, output_dir):
     """The checkpoint to resume from, agreed by all ranks: the folder `wanted`, or where that is None the newest sound
     one in output_dir, or None where there is none."""
     candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
+    if wanted is not None and not candidates[0].exists() and replaced(candidates[0]).exists():
+        candidates = [replaced(candidates[0])]  # killed while the one was put in the place of the other
     [candidates] = broadcast_object_list([candidates])
     for folder in candidates:
         reasons = [reason for reason in gather_object([unsound(folder)]) if reason]

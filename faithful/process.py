@@ -27,7 +27,15 @@ def guard(current):
     or None."""
     launcher.end_with_the_launcher()
     sys.excepthook = lambda kind, problem, trace: leave(problem, current())
-    atexit.register(lambda: leave(None, current()))
+    left = None
+
+    def leave_with(status=None):
+        nonlocal left
+        left = SystemExit(status if isinstance(status, int) else int(status is not None))  # Python prints the words
+        raise SystemExit(status)
+
+    sys.exit = leave_with  # Python tells nobody at exit which code a script left with
+    atexit.register(lambda: leave(left, current()))
 
 
 def finish_steps_first():

@@ -1,6 +1,7 @@
 """Scripts that are no recipe: plain Accelerate loops of anyone's, whose one line is `from faithful import Accelerator`."""
 
 import json
+import os
 import random
 import sys
 
@@ -199,6 +200,34 @@ def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
     assert ranks.wait() == [0], ranks.text()
     a, b = (record(run)["seen"]["loss_curve"] for run in (whole, tmp_path / "part"))
     assert a[4:] == b and len(b) == 4 and distance(whole, tmp_path / "part") == 0
+
+
+def test_a_folder_that_is_saved_to_again_is_never_without_a_checkpoint(tmp_path):
+    """The process is killed between the moment the old one leaves its place and the moment the new one takes it."""
+    again = 'accelerator.save_state(f"{sys.argv[2]}/last")'
+    script = written(tmp_path, ("    optimizer.zero_grad()", f"    optimizer.zero_grad()\n    {again}"))
+
+    def killed_at_the_second(rank):
+        rename, times = os.rename, []
+
+        def once(a, b):
+            times.append(a)
+            return os._exit(9) if len(times) == 3 else rename(a, b)  # the first new one, the old one, the new one
+
+        os.rename = once
+
+    run = tmp_path / "run"
+    train("single_fp32", run, script=script, before=killed_at_the_second, code=9)
+    assert sorted(path.name for path in run.glob("last*")) == ["last.old", "last.tmp"]
+    script = written(tmp_path, (TOGETHER, f"{TOGETHER}\naccelerator.load_state(f'{{sys.argv[2]}}/last')"))
+    ranks = Ranks("single_fp32", ["--output_dir", str(run)], script=script)
+    assert ranks.wait() == [0] and f"resumed from {run}/last.old at step 1" in ranks.text()
+
+
+def test_the_exit_code_is_the_script_s(tmp_path):
+    script = written(tmp_path, ("accelerator.end_training()", "accelerator.end_training()\nsys.exit(3)"))
+    done = launched(sys.executable, script, "--output_dir", tmp_path / "run", env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 3 and record(tmp_path / "run")["status"] == "finished", done.stderr
 
 
 def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
