@@ -112,19 +112,6 @@ def at_least_float32(logits):
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class BatchNorm(torch.nn.BatchNorm2d):
-    """In fp32 where FSDP2 has cast its weight to 16 bit but not its running averages, which torch does not take."""
-
-    def forward(self, x):
-        if self.weight.dtype == self.running_mean.dtype:
-            return super().forward(x)
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        running, own = (self.running_mean, self.running_var), (self.weight.float(), self.bias.float())
-        out = torch.nn.functional.batch_norm(x.float(), *running, *own, self.training, self.momentum, self.eps)
-        return out.to(x.dtype)
-
-
 def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0):
     """A residual network: one of RESNET_SIZES, or timm's resnet18, resnet50, or any other of that family.
 
@@ -143,9 +130,6 @@ def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.
         first = model.conv1
         model.conv1 = torch.nn.Conv2d(in_chans, first.out_channels, 3, stride=1, padding=1, bias=False)
         model.maxpool = torch.nn.Identity()
-    for module in model.modules():
-        if type(module) is torch.nn.BatchNorm2d:
-            module.__class__ = BatchNorm
     stages = model.layer1, model.layer2, model.layer3, model.layer4
     return ready(model, [block for stage in stages for block in stage], dropout)
 
