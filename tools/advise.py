@@ -1,22 +1,22 @@
-"""Which config for this training? One recommendation with its reason and its command, and what it rests on.
+"""Which config for this training? Recommends one, with the reason, the command and the facts behind it.
 
     ./launch.sh advise --memory 80GB --devices 8 -- vit --model vit_huge
     ./launch.sh advise --memory 80GB --comparison runs/compare-vit-1234abcd -- vit --max_steps 150
 
-For every config of as many devices it says whether it can run (the rules of ./launch.sh check), whether it fits and how
-many bytes it holds per parameter (./launch.sh estimate), what it sends per step, and what it did to the loss where a
-finished comparison (./launch.sh compare) says so. What nobody has measured is named. No speed is guessed: where a
-comparison was made on real hardware its speeds count, else none do.
+For every config with this number of devices it says whether the config can run (the rules of ./launch.sh check),
+whether it fits and how many bytes per parameter it holds (./launch.sh estimate), how many bytes it sends per step, and
+how it changed the loss, if a finished comparison (./launch.sh compare) says so. It lists what nobody has measured. It
+never guesses speed: it uses the speeds of a comparison that ran on real hardware, or none.
 
-The recommendation is the first of these that can run and fits with a quarter to spare, which is how far off an estimate
-may be (results/estimate.json):
+It recommends the first of these that can run and fits with 25% to spare, because an estimate may be 25% off
+(results/estimate.json):
 
-  1. where the comparison measured speeds: the fastest of the configs whose loss it calls equal or lower
-  2. high precision, the least that is done to the training: one device, ddp, fsdp without resharding, fsdp
-  3. the same with activations computed again
-  4. FP8 whose loss the comparison calls equal or lower, the least memory first
-  5. offloaded to the host
-  6. FP8 whose loss nobody has compared, with the command that would
+  1. if the comparison measured speeds: the fastest config whose loss is equal or lower
+  2. high precision, the simplest first: one device, ddp, fsdp without resharding, fsdp
+  3. the same with activation checkpointing
+  4. FP8 whose loss the comparison calls equal or lower, least memory first
+  5. offloading to the host
+  6. FP8 whose loss nobody has compared, with the command that compares it
 """
 
 import argparse
@@ -39,16 +39,16 @@ HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
 
 
 def sent(asked, parameters):
-    """Bytes that each process sends in one optimizer step, or None where no rule here says so.
+    """Bytes that each process sends in one optimizer step, or None if no rule here covers the config.
 
-    Each collective over N processes sends (N-1)/N of its tensor, a sum (all-reduce) twice that. results/strategies.json
-    has what was counted; a test compares.
+    A collective over N processes sends (N-1)/N of its tensor; an all-reduce sends twice that. A test compares these
+    rules with the counts in results/strategies.json.
     """
     n, strategy, compute = asked["shards"], asked["strategy"], 4 if asked["precision"] == "fp32" else 2
     if asked["num_processes"] == 1:
         return 0
     if strategy == "tp" or asked["backend"] == "msamp":
-        return None  # of activations, whose size is the batch's; of FP8 gradients with their scales
+        return None  # tp sends activations, whose size depends on the batch; msamp sends FP8 gradients with scales
     share = (n - 1) / n * parameters
     if strategy == "ddp":
         return 2 * 4 * share
@@ -58,14 +58,14 @@ def sent(asked, parameters):
         return 3 * compute * share
     gathers = 1 if asked["noreshard"] else 2
     whole = (gathers * compute + 4) * share
-    if strategy == "hsdp":  # then the groups sum what each process holds
+    if strategy == "hsdp":  # then an all-reduce between the groups
         groups = asked["num_processes"] // n
         whole += 2 * 4 * (groups - 1) / groups * parameters / n
     return whole
 
 
 def estimated(names, devices, memory, words):
-    """What tools/estimate.py says of these configs."""
+    """The estimates of tools/estimate.py for these configs."""
     command = [sys.executable, str(ROOT / "tools" / "estimate.py"), "--json", "--num_processes", str(devices)]
     command += (["--memory", memory] if memory else []) + [*names, "--", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -75,12 +75,12 @@ def estimated(names, devices, memory, words):
 
 
 def how(asked):
-    """The strategy as ORDER names it."""
+    """The strategy's name in ORDER."""
     return "fsdp noreshard" if asked["strategy"] == "fsdp" and asked["noreshard"] else asked["strategy"]
 
 
 def known_loss(made, name):
-    """(kind, words) of what the comparison says of this config's loss, or (None, why not)."""
+    """The comparison's verdict on this config's loss, as (kind, words); (None, reason) if there is none."""
     if made is None:
         return None, "no comparison given"
     row = next((row for row in made["rows"] if row["config"] == name and not row["control"]), None)
@@ -95,14 +95,14 @@ def known_loss(made, name):
 
 
 def measured_speed(made, name):
-    """Samples per second, if the comparison measured them on the hardware that they are meant for."""
+    """Samples per second, if the comparison ran on real hardware and without emulation."""
     row = next((r for r in made["rows"] if r["config"] == name and not r["control"]), None) if made else None
     real = row and not row["error"] and not row["emulated"] and not row["rehearsal"]
     return row["measures"]["samples_per_second"]["mean"] if real else None
 
 
 def rank(one):
-    """The order of the docstring: the least is recommended."""
+    """Sort key for the order in the module's docstring; the smallest is recommended."""
     asked, loss = one["asked"], one["loss"][0]
     fp8, fine = asked["precision"] == "fp8", loss in ("equal", "lower")
     if one["speed"] and fine:
@@ -113,17 +113,17 @@ def rank(one):
         return (4 if fine else 6, one["total"])
     group = 5 if asked["offload"] else 3 if asked["ckpt"] else 2
     precision = HIGH.index(asked["precision"])
-    return (group, asked["compile"], ORDER.index(how(asked)), precision)  # compiled: the same loss, its speed unknown
+    return (group, asked["compile"], ORDER.index(how(asked)), precision)  # compiled: same loss, unknown speed
 
 
 def amount(size):
-    """Bytes, as a person says them."""
+    """Bytes in GB or MB."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:,.1f} {name}"
 
 
 def reason(one, memory):
-    """Why this one, in a sentence or two."""
+    """The reason for the recommendation, in one or two sentences."""
     group, asked = rank(one)[0], one["asked"]
     fits = f"It needs about {amount(one['total'])} of {amount(memory)} per device"
     if group == 1:
@@ -149,7 +149,7 @@ def reason(one, memory):
 
 
 def candidates(names, files, devices, here, found, made):
-    """(those that can run, {config: why it cannot}); found: the estimates."""
+    """Returns (configs that can run, {config: why it cannot}). found: the estimates."""
     able, unable = [], dict(found["refused"])
     plain = found["configs"].get("single_fp32" if "single_fp32" in found["configs"] else "single_bf16")
     parameters = plain and plain["weights"] / 4
@@ -188,7 +188,7 @@ def main(argv):
     if not words:
         raise Refused("which recipe? ./launch.sh advise --memory 80GB --devices 8 -- vit --model vit_huge")
     here = machine.of_driver()
-    if args.memory:  # of a machine that may be elsewhere: what it can, nobody asked it
+    if args.memory:  # the target machine may be another one, whose abilities are unknown
         in_bytes(args.memory)
         count = args.devices or 1
         here |= {"device": "cuda", "devices": count, "name": "GPUs", "capability": None, "packages": machine.packages()}
@@ -226,7 +226,7 @@ def main(argv):
 
 
 def unknown(best, able, made, words, option):
-    """What nobody has measured, a line each."""
+    """What nobody has measured, one line each."""
     if made:
         shown = {key: made["args"][key] for key in ("model", "dataset", "max_steps") if key in made["args"]}
         what = ", ".join([str(made["recipe"]), *(f"{key} {value}" for key, value in shown.items())])

@@ -1,12 +1,12 @@
-"""Every problem of every config file at once, without launching anything.
+"""Checks config files and prints all their problems at once, without launching anything.
 
     ./launch.sh check                      all files of accelerate_configs/
     ./launch.sh check fsdp_fp16 my.yml     these, and whether this machine can run them
     ./launch.sh check ddp_bf16 --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
                                            with accelerate launch's options: ranks, rendezvous, port, hostfile
 
-The rules are those that refuse at launch (faithful/rules.py). The exit code is 2 if there is a problem. A config that
-is right but cannot run on this machine is listed too; that counts as a problem only if you named the config.
+The rules are the same as at launch (faithful/rules.py). The exit code is 2 if there is a problem. The list also shows
+correct configs that cannot run on this machine; that counts as a problem only if you named the config.
 """
 
 import argparse
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import config, machine, rules  # noqa: E402
 
-# What says how many take part and where they meet, as in the file or on accelerate launch's command line.
+# Options of accelerate launch about the number of processes and their rendezvous.
 OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
            "max_restarts")  # fmt: skip
 
 
 def check(path, here, overrides):
-    """(problems of the file, reasons why this machine cannot run it, what it asks for)."""
+    """Returns (problems of the file, reasons why this machine cannot run it, what the file asks for)."""
     lines, mapping = rules.file_problems(path)
     if mapping is None:
         return lines, [], None
@@ -44,8 +44,8 @@ def main():
         kind = str if name in ("main_process_ip", "rdzv_backend") else int
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
     parser.add_argument("--quiet", action="store_true", help="print problems only")
-    args, others = parser.parse_known_args()  # accelerate's other options are accelerate's to judge
-    for option in others:  # `--monitor_interval 1`: what stands behind one is its value
+    args, others = parser.parse_known_args()  # accelerate itself checks its other options
+    for option in others:  # `--monitor_interval 1`: the word after the option is its value
         after = sys.argv[sys.argv.index(option) + 1 :][:1]
         args.configs = [name for name in args.configs if name not in after]
     folder = ROOT / "accelerate_configs"

@@ -5,26 +5,27 @@
     ./launch.sh compare single_bf16 single_fp8 -- train.py --epochs 1 --seed {seed} a script of your own
     ./launch.sh compare runs/a runs/b ...               over finished runs, nothing is launched
 
-What stands behind `--` is what would stand behind CONFIG in `./launch.sh CONFIG ...`. The first config is the baseline:
-its batch is the global batch of all. Every run is a launch of its own, in runs/compare-<recipe>-<hash of what is
-trained>/<config>-seed<k>; interrupted, the same command goes on where it stopped, and finished runs are not repeated.
+The words after `--` are those after CONFIG in `./launch.sh CONFIG ...`. The first config is the baseline, and all
+configs use its global batch. Every run is a separate launch, in runs/compare-<recipe>-<hash of what is
+trained>/<config>-seed<k>. After an interruption the same command continues where it stopped and keeps finished runs.
 
-Runs of one seed are a pair: the same weights, samples and order. The verdict on each measure comes from the differences
-within pairs, their mean and its 95% interval (tools/paired.py): equal within the margin, higher, lower, or cannot tell,
-with the least difference that would show and the seeds it would take. `--seeds auto` looks after 8, 16, ... seeds
-and stops when every config has a verdict on its loss; its intervals are wider, so that it errs no more often.
+Runs with the same seed are a pair: they share weights, samples and order. The verdict on each measure comes from the
+mean of the differences within pairs and its 95% interval (tools/paired.py): equal within the margin, higher, lower, or
+cannot tell; the last with the smallest difference that would show and the seeds it would take. `--seeds auto` looks
+after 8, 16, ... seeds and stops when every config has a verdict on its loss. Its intervals are wider, so that it is
+wrong no more often.
 
-There are two controls. Other seeds: how much chance alone moves a run, from the baseline's own. And a twin: the
-baseline from weights one rounding apart, in pairs like every config; what it differs by, pairing cannot remove.
+There are two controls. The baseline's own seeds show how much chance alone changes a run. The twin is the baseline
+started from weights that differ by one rounding; pairing cannot remove the differences that it shows.
 
-A row with a run that failed, or whose record lacks its evidence, has no numbers: what is left of it would be a
-selection. Runs that differ in more than the config are refused, and the difference is named.
+If one run of a row failed, or its record lacks evidence, the row has no numbers, because the other runs would be a
+selection. Runs that differ in more than the config are refused, and the message names the difference.
 
-A script of your own is any other than a recipe. {seed} among its arguments stands for each seed; without it every
-config runs once. What it logs last with accelerator.log is compared, or else its training loss.
+A script of your own is any script that is not a recipe. {seed} in its arguments stands for each seed; without it every
+config runs once. The last values of accelerator.log are compared, or the training loss if there are none.
 
 Writes report.md, report.csv, report.json and report.html. Everything in them comes from run.json and metrics.jsonl.
-Exit code 0; 1 where --assert-close does not hold; 2 where the comparison is refused.
+The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is refused.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from faithful import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import judge, paired, report  # noqa: E402
 
-OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # what this tool says to the recipe
+OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # options that this tool sets itself
 SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
 
 
@@ -59,7 +60,7 @@ SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
 
 
 def split_launch(words):
-    """(options of accelerate launch, recipe, its options): as launch.sh reads what stands behind CONFIG."""
+    """Splits the words after `--` like launch.sh: (options of accelerate launch, recipe, its options)."""
     at = 0
     while at < len(words) and words[at].startswith("-"):
         alone = "=" in words[at] or words[at].startswith("--no_")
@@ -70,7 +71,7 @@ def split_launch(words):
 
 
 def option(words, name, default=None):
-    """The last value of `--name` in a command line, spelled with underscores or dashes."""
+    """The last value of `--name`, with underscores or dashes, in a command line."""
     found = default
     for word, following in zip(words, [*words[1:], None], strict=False):
         flag, _, inline = word.partition("=")
@@ -80,7 +81,7 @@ def option(words, name, default=None):
 
 
 def replicas(file, options, gpus):
-    """Processes of a launch that see different samples."""
+    """The number of processes that see different samples."""
     config = yaml.safe_load(file.read_text())
     if str(config.get("distributed_type")) == "NO":
         return 1
@@ -89,7 +90,7 @@ def replicas(file, options, gpus):
 
 
 def batches(configs, words, gpus):
-    """config -> per-device batch, so that all have the baseline's global batch."""
+    """{config: per-device batch} with which all have the baseline's global batch."""
     options, recipe, rest = split_launch(words)
     source = recipe_file(recipe).read_text()
     default = re.search(r"^ +per_device_train_batch_size: int = (\d+)", source, re.M)
@@ -113,7 +114,7 @@ def recipe_file(name):
 
 
 def is_recipe(file):
-    """Whether a script has the options that recipes have in common; else it is one of somebody's own."""
+    """Whether a script has the options that all recipes share."""
     return "options.Run" in file.read_text()
 
 
@@ -125,7 +126,7 @@ def config_file(name):
 
 
 def matches(run, file, recipe, twin):
-    """Whether a finished run is what would be launched now: same config, code and packages."""
+    """Whether a finished run has the same config, code and packages as a new launch would have."""
     from faithful.record import code_sha256  # imports torch
 
     record = run["record"]
@@ -140,13 +141,13 @@ def matches(run, file, recipe, twin):
 
 
 def die_with_me():
-    """In the child, before it becomes the launcher: killed when this process is gone, even by kill -9."""
+    """Called in the child before it becomes the launcher: it is killed when this process ends, even by kill -9."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the workers see their launcher go
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the workers end with their launcher
 
 
 def wait_for_others(folder, seconds=60):
-    """A run that an earlier, killed comparison has left may still be writing its last checkpoint there."""
+    """Waits for a run of an earlier, killed comparison that may still write its last checkpoint there."""
     end = time.monotonic() + seconds
     while left := [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]:
         if time.monotonic() > end:
@@ -155,14 +156,14 @@ def wait_for_others(folder, seconds=60):
 
 
 def launch_all(configs, words, folder, seeds, twin):
-    """Every run that is not there yet, one after another; returns all of them, read back from their folders."""
+    """Launches every missing run, one after another. Returns all runs, read from their folders."""
     options, recipe, rest = split_launch(words)
     file = recipe_file(recipe)
     own = not is_recipe(file)
     per_device = {} if own else batches(configs, words, machine.of_driver()["devices"])
     rows = [(name, False) for name in configs]
     rows[1:1] = [(rows[0][0], True)] if twin else []
-    wanted = [(*row, seed) for seed in range(seeds) for row in rows]  # seeds outside: the machine's drift hits all
+    wanted = [(*row, seed) for seed in range(seeds) for row in rows]  # a slow phase of the machine hits all
     folders = [folder / f"{name}{'-twin' if nudged else ''}-seed{seed}" for name, nudged, seed in wanted]
     missing = [(*one, out) for one, out in zip(wanted, folders, strict=True)
                if not matches(judge.read(out, one[2]), configs[one[0]], file, one[1])]  # fmt: skip
@@ -211,7 +212,7 @@ def launch_all(configs, words, folder, seeds, twin):
 
 
 def why(run, code=None):
-    """Why a launch has no numbers: what its record says, or else its last words."""
+    """Why a launch has no numbers: the error in its record, else the end of its output."""
     if run["record"] is not None:
         return run["problem"]
     log = Path(f"{run['folder']}.log")
@@ -221,15 +222,15 @@ def why(run, code=None):
 
 
 def last_words(log, code=None):
-    """Why a launch ended, from what it said."""
+    """Why a launch ended, from its output."""
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
     said = [line for line in lines if re.match(r"(refused|error): |[\w.]+\.yml: |\w*Error\b", line)]
     return (said or lines or [f"exit code {code}"])[0 if said else -1][:300]
 
 
 def estimator(folder):
-    """A function from a run's record to what tools/estimate.py says of it, in bytes per process, or None where it can
-    say nothing. What it said is kept in `folder`: a trace takes seconds, and says the same each time."""
+    """Returns a function: record of a run -> estimate of tools/estimate.py in bytes per process, or None if there is no
+    estimate. Estimates are cached in `folder`, because a trace takes seconds."""
     file = Path(folder) / "estimates.json"
 
     def guess(record):
@@ -260,7 +261,7 @@ def estimator(folder):
 
 
 def share(text):
-    """`1%`, or 0.01."""
+    """Parses a share: `1%` or `0.01`."""
     try:
         found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -302,7 +303,7 @@ def arguments(argv):
 
 
 def over_finished(args, command):
-    """(the report, where it goes) over folders of finished runs."""
+    """Returns (report, folder to write it to) for folders of finished runs."""
     absent = [name for name in args.what if not Path(name).is_dir()]
     if absent:
         raise Refused(f"{absent[0]} is no folder of a run; to launch configs: ./launch.sh compare CONFIG... -- RECIPE")
@@ -315,7 +316,7 @@ def over_finished(args, command):
 
 
 def over_launched(args, words, command):
-    """(the report, where it goes) over configs, whose runs are launched."""
+    """Launches the runs of the configs. Returns (report, folder to write it to)."""
     file = recipe_file(split_launch(words)[1])
     own = not is_recipe(file)
     taken = [] if own else [name for name in OWN if option(words, name.lstrip("-"))]
@@ -355,7 +356,7 @@ def over_launched(args, words, command):
 def main(argv):
     left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     args = arguments(left)
-    hidden = ("--output_dir", "--output-dir", "--report")  # say where, not what
+    hidden = ("--output_dir", "--output-dir", "--report")  # print the folder, not the report
     shown = [
         word for before, word in zip(["", *argv], argv, strict=False) if word not in hidden and before not in hidden
     ]

@@ -3,7 +3,7 @@
     ./launch.sh copy vit ddp_fp8_msamp_o2 ../my-project
 
 writes recipes/vit.py, the modules of shared/ that it imports, faithful/, amp8/ if the config can need it, the YAML,
-pinned requirements, and a README of ten lines. It finds what is needed by reading the imports, also those inside
+pinned requirements, and a README of ten lines. It finds the modules by reading the imports, including those inside
 functions.
 """
 
@@ -21,15 +21,15 @@ from faithful import config as configs  # noqa: E402
 from faithful import rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
 
-# Names of packages that differ from what is imported, and packages that others need and name nowhere.
+# Packages whose name differs from the import, and packages that another one needs without declaring it.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
             "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"],
             "huggingface_hub": ["huggingface-hub"]}  # fmt: skip
-OPTIONAL = {"skimage", "transformer_engine", "deepspeed"}  # asked for by the one dataset or config that needs them
+OPTIONAL = {"skimage", "transformer_engine", "deepspeed"}  # the one dataset or config that needs them asks for them
 
 
 def imports(path):
-    """Dotted names that a Python file imports, anywhere in it."""
+    """The dotted names of all imports in a Python file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -38,7 +38,7 @@ def imports(path):
 
 
 def needed(recipe):
-    """(our files that `recipe` stands on, packages that any of them imports)."""
+    """Returns (our files that `recipe` needs, packages that any of them imports)."""
     files, packages, queue = [], set(), [recipe]
     while queue:
         path = queue.pop()
@@ -50,7 +50,7 @@ def needed(recipe):
             if top == "shared":
                 queue += [ROOT / "shared" / "__init__.py"]
                 queue += [file for file in [ROOT / "shared" / f"{rest[0]}.py"] if rest and file.is_file()]
-            elif top == "faithful":  # whole: which of its strategies and backends are needed, the config says
+            elif top == "faithful":  # all of it: the config decides which strategy and backend are used
                 queue += sorted((ROOT / "faithful").rglob("*.py"))
             elif top not in sys.stdlib_module_names and top != "amp8":
                 packages.add(top)
@@ -58,7 +58,7 @@ def needed(recipe):
 
 
 def pins(packages):
-    """requirements.txt's lines for these packages, versions without hashes; the rest comes with them."""
+    """The pins of these packages from requirements.txt, without hashes. pip installs what they depend on."""
     text = (ROOT / "requirements.txt").read_text()
     pinned = dict(re.findall(r"^([\w.-]+)==([^ ;\\\n]+)", text, re.M))
     names = [name for package in packages - OPTIONAL for name in PACKAGES.get(package, [package])]
@@ -66,7 +66,7 @@ def pins(packages):
 
 
 def copy(recipe, config, destination):
-    """Writes `destination`; the relative paths written."""
+    """Writes `destination`. Returns the relative paths written."""
     source = ROOT / "recipes" / f"{recipe.removesuffix('.py')}.py"
     yml = Path(config) if Path(config).suffix else ROOT / "accelerate_configs" / f"{config}.yml"
     for path, kind in ((source, "recipe"), (yml, "config")):

@@ -4,14 +4,14 @@
     ./launch.sh diagnose my.yml --num_processes 2 -- my_script.py its options
     ./launch.sh diagnose runs/vit-single_fp8_te-...          a run's config, recipe and options
 
-Real training steps under that config, on this machine (tools/watch.py runs the script, unchanged). First it measures
-each FP8 layer beside a high-precision shadow: underflows and overflows of input, weight and output gradient, the error
-of the three products, and at MS-AMP's levels the weight updates that rounding swallowed. Then it takes the same steps
-again and again from the same state, each time with one layer put back to high precision (or one block, where there are
-many layers). What that changes in the loss is what FP8 costs there: a mean over pairs with its 95% t interval. The last
-line is what a config has to say to leave out the layers that cost something beyond doubt.
+The tool runs real training steps under that config on this machine (tools/watch.py runs the script, unchanged). First
+it compares each FP8 layer with the same layer in high precision: underflows and overflows of input, weight and output
+gradient, the error of the three products, and at MS-AMP's levels the weight updates that were lost to rounding. Then it
+repeats the same steps from the same state, each time with one layer in high precision (or one block, if there are many
+layers). The change of the loss is what FP8 costs in that layer: a mean over pairs with its 95% t interval. The last
+line of the output goes into the config: it skips the layers whose cost is significant.
 
-It leaves diagnose.json, and diagnose.html, in the folder that it names.
+It writes diagnose.json and diagnose.html into the folder that it prints.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
 
 
 def interval(values, level=0.95):
-    """(mean, low, high) of the mean, by Student's t."""
+    """The mean and its confidence interval by Student's t: (mean, low, high)."""
     from scipy import stats
 
     mean = statistics.fmean(values)
@@ -47,8 +47,8 @@ def interval(values, level=0.95):
 
 
 def costs(watched):
-    """[{name, mean, low, high, sure}] in percent of the loss, what costs most beyond doubt first, and the same of all
-    FP8 layers together. `sure`: above 0 also where one asks so many layers at once (Bonferroni)."""
+    """The cost of each layer in percent of the loss, [{name, mean, low, high, sure}], largest lower bound first; then
+    the cost of all FP8 layers together. `sure`: above 0 with a Bonferroni correction for the number of layers."""
     pairs, rows = watched["pairs"], []
     level = 1 - 0.05 / max(1, len(watched["groups"]))
     for name in [*watched["groups"], "all"]:
@@ -61,7 +61,7 @@ def costs(watched):
 
 
 def symptoms(layer):
-    """What was measured of a layer that is worth a word, the worst first."""
+    """The measurements of a layer that are 1% or more, the worst first."""
     found = []
     for key, words in TENSORS.items():
         found += [(layer[f"{key}_{what}%"], f"{words} {what} {{:.3g}}%") for what in ("underflows", "overflows")]
@@ -71,7 +71,7 @@ def symptoms(layer):
 
 
 def skip_line(watched, rows):
-    """The line for fp8_config, or None where no layer costs anything beyond doubt."""
+    """The line for fp8_config, or None if no layer has a significant cost."""
     worst = [row["name"] for row in rows if row["sure"]]
     return f'skip: "{", ".join([*watched["skip"], *worst])}"' if worst else None
 
@@ -87,7 +87,7 @@ def sentence(row, everything, watched):
 
 
 def found(watched, command):
-    """The answer, as JSON."""
+    """The result, for diagnose.json."""
     rows, everything = costs(watched)
     sure = [row for row in rows if row["sure"]]
     answer = [sentence(row, everything, watched) for row in sure]
@@ -176,7 +176,7 @@ def page_of(made):
 
 
 def of_run(folder):
-    """(config file, recipe, options) of a run's folder."""
+    """The config file, recipe, options and config text of a run's folder."""
     record = json.loads((folder / "run.json").read_text())
     line = shlex.split(record["command"])
     script = next((i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in word), None)
@@ -190,12 +190,12 @@ def of_run(folder):
 
 
 def ends_with_this():
-    """In the launcher, before it starts: it ends when this process is killed."""
+    """Called in the child before it becomes the launcher: it ends when this process is killed."""
     launcher.end_with_the_parent(signal.SIGTERM)
 
 
 def needed(args):
-    """Steps that the script must take: those of all arms."""
+    """An upper bound of the steps that the script must take for all repetitions."""
     return args.look + args.pairs * args.after * 400
 
 
@@ -244,7 +244,7 @@ def main(argv):
             "diagnose looks inside layers, which a compiled block hides: use the config without dynamo_config"
         )
     options = words[1:]
-    if script.parent == ROOT / "recipes":  # as many steps as it takes; the rates are those of the script's schedule
+    if script.parent == ROOT / "recipes":  # enough steps; the learning rates follow the script's schedule
         options += ["--max_steps", str(needed(args)), "--eval_steps", "0", "--save_steps", "0"]
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
@@ -257,7 +257,7 @@ def main(argv):
     code = subprocess.run([*command, str(script), *options], env=env, preexec_fn=ends_with_this).returncode
     if not (out / "watched.json").exists():
         return code or 1
-    shutil.rmtree(out / "run", ignore_errors=True)  # of steps taken again, no record is one
+    shutil.rmtree(out / "run", ignore_errors=True)  # the record of repeated steps describes no real run
     made = found(json.loads((out / "watched.json").read_text()), f"./launch.sh diagnose {shlex.join(argv)}")
     (out / "diagnose.json").write_text(json.dumps(made, indent=1))
     (out / "diagnose.html").write_text(page_of(made))

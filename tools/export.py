@@ -4,7 +4,7 @@
     ./launch.sh export RUN --checkpoint 200 --output vit.safetensors
     ./launch.sh export RUN --to onnx                              RUN/export.onnx, for onnxruntime and others
 
-What it writes needs neither torchao, TransformerEngine nor amp8:
+Loading the file needs neither torchao nor TransformerEngine nor amp8:
 
     model = timm.create_model(...)
     model.load_state_dict(safetensors.torch.load_file("vit.safetensors"), strict=True)
@@ -17,12 +17,12 @@ checkpoint, ZeRO              a flat piece of the fp32 masters on each rank     
 checkpoint, MS-AMP's levels   codes and scales, under FSDP2 a piece on each rank;   codes / scale; under O3 the master's
                               under O3 FP16 masters on the owner
 
-Under O3 the two sources differ by e4m3's rounding. A finished model holds the FP8 weights, which the run computed with
-and was evaluated with. A checkpoint holds their FP16 masters: take these to go on training elsewhere. A model of
-TransformerEngine's own blocks gets timm's names; its GELU was the tanh approximation (timm's act_layer="gelu_tanh").
+Under O3 the two sources differ by the rounding to e4m3. A finished model holds the FP8 weights, with which the run
+trained and was evaluated. A checkpoint holds the FP16 master weights: use these to continue training elsewhere. A model
+of TransformerEngine's own blocks gets timm's names; its GELU was the tanh approximation (timm's act_layer="gelu_tanh").
 
-The ONNX file takes any batch size, and for a language model any length. It is written only if onnx's checker passes it
-and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
+The ONNX file takes any batch size and, for a language model, any length. It is written only if onnx's checker accepts
+it and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 """
 
 import argparse
@@ -41,10 +41,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import checkpoint  # noqa: E402
 from shared.args import Refused  # noqa: E402
 
-# What amp8 keeps beside a converted weight. Its codes and its `weight_scale` are the value; the rest is for training.
+# Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
-# A block made of TransformerEngine's own layers (models.te_block) -> timm's names for the same tensors. More specific
-# names first: LayerNorm's are inside the Linear's that it is fused with.
+# Names of tensors in a TransformerEngine block (models.te_block) -> timm's names. The more specific names come first,
+# because a fused LayerNorm's name contains its Linear's.
 TE_BLOCK = {
     ".self_attention.layernorm_qkv.layer_norm_": ".norm1.",
     ".self_attention.layernorm_qkv.": ".attn.qkv.",
@@ -53,14 +53,14 @@ TE_BLOCK = {
     ".layernorm_mlp.fc1_": ".mlp.fc1.",
     ".layernorm_mlp.fc2_": ".mlp.fc2.",
 }
-# Strategies whose checkpoints hold whole tensors, or pieces of one dimension or of the flattened tensor.
+# Strategies whose checkpoints hold whole tensors, slices along one dimension, or slices of the flattened tensor.
 READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
 def names_in(file):
-    """{name: its name in the file} of the model's tensors. Most of a checkpoint is the optimizer's state.
+    """{name: name in the file} of the model's tensors, without the optimizer's state.
 
-    In a checkpoint they begin with the index of the model, `0:`; until format 2 they began with none.
+    In a checkpoint, names begin with the index of the model, `0:`. Before format 2 they had no such prefix.
     """
     names, other = list(file.keys()), ("optimizer/", "random/")
     if any(name.startswith("1:") for name in names):
@@ -70,7 +70,7 @@ def names_in(file):
 
 
 def read(path):
-    """{name: tensor} of the model in a file; of a rank that holds no part of it, nothing."""
+    """{name: tensor} of the model in a file; empty if this rank holds no part of the model."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(stored) for name, stored in names_in(file).items()}
@@ -79,7 +79,7 @@ def read(path):
 
 
 def source_of(run, step=None):
-    """(files to read, where they are from): the finished model, or a checkpoint of which every byte was verified."""
+    """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
     try:
         record = json.loads((run / "run.json").read_text())
         status, strategy = record["status"], record["plan"]["strategy"]
@@ -100,7 +100,7 @@ def source_of(run, step=None):
         reason = checkpoint.unsound(folder)
         if reason is None:
             files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem[4:]))
-            replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks has it all
+            replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks holds the whole model
             return [file for file in files[: len(files) // replicas] if has_part(file)], folder.name
         if step is not None:
             raise Refused(f"{folder}: {reason}")
@@ -111,13 +111,13 @@ def source_of(run, step=None):
 
 
 def has_part(path):
-    """Whether this rank's file holds tensors of the model, and not only its random state."""
+    """Whether this rank's file holds tensors of the model, not only random state."""
     with safe_open(path, "pt") as file:
         return any("model/" in name for name in names_in(file))
 
 
 def plain_state_dict(files):
-    """{name: tensor on the CPU} of the unconverted model, from all files of one source, in order of rank."""
+    """{name: CPU tensor} of the unconverted model. files: all files of one source, in order of rank."""
     parts = [read(path) for path in files]
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
@@ -129,7 +129,7 @@ def plain_state_dict(files):
     return {
         timm_name(name): tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
         for name, tensor in tensors.items()
-        # without scales and histories of FP8 layers, and rotary frequencies, which transformers makes itself
+        # without the scales and histories of FP8 layers; without rotary frequencies, which transformers computes itself
         if ".fp8_" not in f".{name}" and not name.endswith(("_extra_state", "inv_freq"))
     }
 
@@ -141,9 +141,13 @@ def timm_name(name):
 
 
 def from_checkpoint(parts, cuts):
-    """One file holds all of everything. Several hold FSDP2's pieces: torch.chunk along dimension 0, so that the last
-    are smaller or, of a tensor with fewer rows than ranks, empty; or those of tensor parallel, `cuts` says along which
-    dimension, None for what is whole on every rank, as buffers are; or ZeRO's, flat, which come with the shape."""
+    """Joins the tensors of a checkpoint. A single file holds whole tensors. Several files hold one of these:
+
+    - FSDP2's shards, torch.chunk along dimension 0: the last ones are smaller, or empty if there are fewer rows than
+      ranks;
+    - slices of tensor parallel: `cuts` has the dimension, or None for tensors that are whole on every rank, as buffers;
+    - ZeRO's flat slices, stored with the tensor's shape.
+    """
     tensors = {}
     for key in parts[0]:
         kind, _, name = key.partition("/")
@@ -158,8 +162,8 @@ def from_checkpoint(parts, cuts):
 
 
 def from_levels(parts):
-    """Values of amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in one, and
-    of `rows/model/<name>` each file has some."""
+    """Plain weights from amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in
+    one file, and every file holds some rows of `rows/model/<name>`."""
     entries = {}
     for part in parts:
         entries |= {key: tensor for key, tensor in part.items() if key.split("/")[1] in ("model", "master")}
@@ -178,7 +182,7 @@ def from_levels(parts):
 
 
 def write(tensors, output):
-    """Whole or not at all, also for whoever reads it meanwhile."""
+    """Writes the file atomically: a reader sees all of it or nothing."""
     temporary = output.with_name(output.name + ".tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +197,7 @@ def write(tensors, output):
 
 
 def export(run, output=None, step=None):
-    """Writes `output` (default: RUN/export.safetensors); the line that says what was written."""
+    """Writes `output` (default: RUN/export.safetensors). Returns a line that says what was written."""
     files, source = source_of(run, step)
     output = output or run / "export.safetensors"
     if output.resolve().parent == files[0].resolve().parent:
@@ -206,7 +210,7 @@ def export(run, output=None, step=None):
 
 
 def load(run, step=None):
-    """(the plain model with the weights of a run, in evaluation mode and fp32; its record; what was read)."""
+    """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     from shared import models
 
     files, source = source_of(run, step)
@@ -225,7 +229,7 @@ def load(run, step=None):
 
 
 def held_out(run, record, count):
-    """The model's inputs of some held-out samples of the run's dataset; of an encoder tokens and their mask."""
+    """The model's inputs for some held-out samples of the run's dataset; for an encoder, tokens and mask."""
     from shared import data, models, text
 
     args = record["args"]
@@ -243,7 +247,7 @@ def held_out(run, record, count):
 
 
 class Logits(torch.nn.Module):
-    """A model of transformers as a plain function of its tokens, and of an encoder's mask."""
+    """Wraps a model of transformers: returns the logits for tokens and, for an encoder, the mask."""
 
     def __init__(self, model):
         super().__init__()
@@ -255,7 +259,7 @@ class Logits(torch.nn.Module):
 
 
 def to_onnx(run, output=None, step=None, samples=16):
-    """Writes `output` (default: RUN/export.onnx); the line that says what was written and how it compares."""
+    """Writes `output` (default: RUN/export.onnx). Returns a line that says what was written and how it compares."""
     try:
         import onnx
         import onnxruntime

@@ -1,13 +1,13 @@
-"""Shows the number formats of mixed precision, what rounding to each of them costs, and one scaled FP8 product.
+"""Shows the number formats of mixed precision, the rounding error of each, and one scaled FP8 product.
 
     ./launch.sh formats                    values around 1
     ./launch.sh formats --scale 1e-4       small ones: 8 bits underflow, unless the tensor has a scale
     ./launch.sh formats --scale 1000       large ones: e4m3 saturates, unless the tensor has a scale
 
 A format has a range (max, smallest normal) and a precision (eps, the gap between 1 and the next value). e4m3 and e5m2
-split the same eight bits differently: e4m3 has the precision, for weights and activations; e5m2 the range, for
-gradients. A scale moves a tensor into the range, but adds no precision. fp16's exponent is as narrow as e5m2's,
-which is why fp16 trains with a gradient scaler; bf16 has fp32's range and needs neither.
+split the same eight bits differently: e4m3 has more precision, for weights and activations; e5m2 has more range, for
+gradients. A scale moves a tensor into the range, but adds no precision. fp16 has the same range as e5m2, which is why
+fp16 trains with a gradient scaler. bf16 has fp32's range and needs no scaler.
 
 Formats: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). The cast and the scale are those that
 training uses (amp8/scaling.py); the product is torch's own. Everything runs on the CPU.
@@ -44,7 +44,8 @@ def formats():
 
 
 def limits(dtype):
-    """(bits, max, min, smallest normal, eps) of a dtype. Below the smallest normal, values lie eps * it apart."""
+    """(bits, max, min, smallest normal, eps) of a dtype. Below the smallest normal, the gap between values is eps times
+    the smallest normal."""
     import torch
 
     info = torch.finfo(dtype)
@@ -52,13 +53,13 @@ def limits(dtype):
 
 
 def relative_error(found, exact):
-    """Norm of the difference over the norm of what is exact, in fp64."""
+    """Norm of the difference divided by the norm of the exact values, in fp64."""
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def rounding(x, dtype, scale):
-    """What `x` (fp32) loses as codes of `dtype` under a per-tensor `scale` (0-d): (relative error, underflows,
-    saturations). An underflow became zero and was not; a saturation lay beyond max and became max."""
+    """The error of rounding `x` (fp32) to `dtype` with a per-tensor `scale` (0-d): (relative error, underflows,
+    saturations). Underflows are nonzero values that became zero; saturations are values beyond max that became max."""
     from amp8 import scaling
 
     codes = scaling.quantize(x, scale, dtype)
@@ -68,8 +69,8 @@ def rounding(x, dtype, scale):
 
 
 def scaled_mm(a, b, scale_a, scale_b):
-    """(a / scale_a) @ (b / scale_b) of FP8 codes [M, K] and [K, N], fp32, by torch: `torch.nn.functional.scaled_mm`,
-    or `torch._scaled_mm` where torch is older. What torch calls a scale is the reciprocal of ours: it decodes."""
+    """(a / scale_a) @ (b / scale_b) for FP8 codes [M, K] and [K, N], in fp32, by `torch.nn.functional.scaled_mm`, or by
+    `torch._scaled_mm` in older versions of torch. torch's scale is the reciprocal of ours: it decodes."""
     import torch
     from torch.nn import functional
 
@@ -82,10 +83,10 @@ def scaled_mm(a, b, scale_a, scale_b):
 
 
 def product(a, b, dtype_a, dtype_b):
-    """(total error, error of the arithmetic alone) of the FP8 product of fp32 `a` [M, K] and `b` [K, N].
+    """The error of the FP8 product of fp32 `a` [M, K] and `b` [K, N]: (total error, error of the arithmetic alone).
 
-    Total: against the fp64 product of `a` and `b`. Arithmetic: against the fp64 product of the rounded values, so it
-    is what multiplying and adding cost after the rounding.
+    The total error is against the fp64 product of `a` and `b`. The arithmetic error is against the fp64 product of the
+    rounded values: it is what multiplication and addition add to the rounding error.
     """
     from amp8 import scaling
 
@@ -98,7 +99,7 @@ def product(a, b, dtype_a, dtype_b):
 
 
 def table(heads, rows):
-    """Columns as wide as they need to be, the first to the left, numbers to the right."""
+    """Formats a table: the first column left-aligned, the others right-aligned."""
     lines = [heads, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     for first, *others in lines:
@@ -113,11 +114,11 @@ def fail(line):
 
 def main():
     args = parse(Arguments)
-    if not 1e-36 <= args.scale <= 1e36:  # beyond, fp32 itself is what fails
+    if not 1e-36 <= args.scale <= 1e36:  # beyond this range fp32 itself overflows or underflows
         fail(f"--scale {args.scale:g} is not from 1e-36 to 1e36")
     if not 0 <= args.seed < 2**63:
         fail(f"--seed {args.seed} is not from 0 to 2**63 - 1")
-    import torch  # after the options: it takes seconds, and --help needs none of it
+    import torch  # imported after the options are parsed: the import takes seconds, and --help does not need it
 
     from amp8 import scaling
 

@@ -1,9 +1,7 @@
-"""Finished runs, judged: are they alike but for the config, and what is a difference between them worth?
+"""Judges finished runs: do they differ in the config only, and are the differences between them significant?
 
-What a number is worth, tools/paired.py says; here stands which numbers there are.
-
-`read` gets a run from its folder, `make` a report from many runs. tools/compare.py makes the runs, tools/report.py
-writes the report.
+This module collects the numbers; tools/paired.py has the statistics. `read` reads a run from its folder, `make` makes a
+report from many runs. tools/compare.py launches the runs, tools/report.py writes the report.
 """
 
 import json
@@ -22,7 +20,7 @@ COSTS = ("step_seconds", "samples_per_second", "peak_memory_bytes")
 TIMES = COSTS[:2]
 TRAINING_LOSS = "training loss, last tenth"  # of runs that log no metric
 ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
-# Options that may differ: they change nothing that is computed, or are compared as the global batch and the seed.
+# Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
 FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
 
 
@@ -30,9 +28,9 @@ FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size",
 
 
 def read(folder, seed=None):
-    """A run from its folder: its record, its metrics, its seed, and why it cannot become a number (or None).
+    """Reads a run from its folder: record, metrics, seed, and the reason why it cannot be used (or None).
 
-    seed: as it was launched with; else the record's, or what the folder's name says."""
+    seed: the seed of the launch; the default is the record's, or the one in the folder's name."""
     folder = Path(folder)
     named = re.search(r"-seed(\d+)$", folder.name)
     run = {"folder": folder, "record": None, "metrics": [], "seed": int(named[1]) if named else None}
@@ -50,12 +48,10 @@ def read(folder, seed=None):
 
 
 def problem(record, metrics):
-    """What is missing for this run to be a number."""
+    """The reason why this run cannot be used, or None."""
     if record.get("schema_version") != SCHEMA:
         return f"run.json has schema_version {record.get('schema_version')}, this version reads {SCHEMA}: run it again"
-    closed = (
-        ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")
-    )  # a script of any kind
+    closed = ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")  # not a recipe
     if record.get("status") not in closed or record.get("error"):
         return f"{record.get('status')}: {record.get('error') or 'it did not finish'}"
     evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
@@ -69,7 +65,7 @@ def problem(record, metrics):
     if record["plan"]["precision"] == "fp8" and not evidence.get("linear_converted"):
         return "lacks evidence: asked for fp8, no Linear is recorded as converted"
     taken = final["step"] if final else seen["loss_curve"][-1][0]
-    steps = record["args"].get("max_steps", taken)  # of a script of any kind, all that it took
+    steps = record["args"].get("max_steps", taken)  # of a script that is not a recipe: all its steps
     if taken != steps:
         return f"lacks evidence: {taken} of {steps} steps are recorded"
     last = metrics[-1] if metrics else {}
@@ -78,18 +74,18 @@ def problem(record, metrics):
 
 
 def logged(record):
-    """The metrics that the run logged last."""
+    """The last metrics that the run logged."""
     values = (record.get("final") or {}).get("metrics") or {}
     return {key: value for key, value in values.items() if key not in ASIDE and isinstance(value, int | float)}
 
 
 def nudged(run):
-    """Whether the run began from weights one rounding apart."""
+    """Whether the run started from weights changed by one rounding (the twin)."""
     return bool(((run["record"] or {}).get("seen") or {}).get("nudged"))
 
 
 def label(record, vary=(), processes=False):
-    """The row a run belongs to: its config, and what was allowed to vary."""
+    """The row of the report that a run belongs to: its config and the options that were allowed to vary."""
     how = record["plan"]
     name = record["config"]["name"] or f"{how['strategy']}_{how['precision']}"
     name += f" x{how['num_processes']}" if processes else ""
@@ -101,7 +97,7 @@ def value(record, key):
 
 
 def fixed(record, vary):
-    """Everything that must be equal for two runs to differ in the config only, flat."""
+    """A flat dict of everything that must be equal if two runs differ in the config only."""
     flat = {key: value for key, value in record["args"].items() if key not in FREE}
     flat |= {f"version of {key}": value for key, value in record["versions"].items()}
     flat |= {key: record[key] for key in ("recipe", "device_name")}
@@ -111,15 +107,15 @@ def fixed(record, vary):
 
 
 def comparable(run):
-    """Whether it is known what was run, even if it has no numbers: it may have failed."""
+    """Whether the record says what was run. A failed run can be comparable, too."""
     record = run["record"]
     keys = ("args", "versions", "recipe", "device_name", "code_sha256", "config", "plan")
     return bool(record) and record.get("schema_version") == SCHEMA and all(record.get(key) for key in keys)
 
 
 def check_alike(runs, vary):
-    """Refuses runs that differ in more than the config, naming each difference once. A run that lacks evidence is
-    compared in what it has."""
+    """Refuses runs that differ in more than the config, and names each difference once. A run that lacks evidence is
+    compared by what its record has."""
     runs = sorted(filter(comparable, runs), key=lambda run: bool(run["problem"]))
     if not runs:
         return
@@ -149,7 +145,7 @@ def check_alike(runs, vary):
 
 
 def is_seed(run, key):
-    """Whether this option of the run is its seed, under whatever name."""
+    """Whether this option is the run's seed, whatever its name is."""
     here = run["record"]["args"].get(key)
     return here is not None and run["seed"] is not None and str(here) == str(run["seed"])
 
@@ -166,7 +162,7 @@ def over_seeds(values):
 
 
 def measures(run, fallback=False):
-    """name -> number: what is compared with a verdict. fallback: no run logged a metric, the training loss counts."""
+    """{name: number} of what gets a verdict. fallback: no run logged a metric, so the training loss is compared."""
     record = run["record"]
     throughput = record["throughput"]
     return {
@@ -178,19 +174,19 @@ def measures(run, fallback=False):
 
 
 def training_loss(record):
-    """The mean over the last tenth of the steps: that of a single step depends on its batch."""
+    """The mean over the last tenth of the steps, because the loss of one step depends on its batch."""
     curve = record["seen"]["loss_curve"]
     return statistics.fmean(loss for _, loss in curve[-max(1, len(curve) // 10) :])
 
 
 def main_measure(names):
-    """The metric that the answer is about: a held-out loss where there is one."""
+    """The metric of the answer: a held-out loss if there is one."""
     names = [name for name in names if name not in COSTS]
     return next((name for name in names if "loss" in name), names[0]) if names else None
 
 
 def curves(runs):
-    """name -> [[step, mean, min, max]] over seeds, of the training loss and of every held-out metric."""
+    """{name: [[step, mean, min, max]]} over seeds, for the training loss and every held-out metric."""
     points = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for row in run["metrics"]:
@@ -203,7 +199,7 @@ def curves(runs):
 
 
 def differences(runs, baseline, confidence):
-    """name -> [[step, mean, low, high]]: the paired difference to the baseline over the steps, as a share of it."""
+    """{name: [[step, mean, low, high]]}: the paired difference to the baseline at each step, relative to it."""
     points = defaultdict(lambda: defaultdict(list))
     before = {run["seed"]: run for run in baseline}
     for run in runs:
@@ -224,7 +220,7 @@ def differences(runs, baseline, confidence):
 
 
 def row_of(name, runs, seeds, fallback):
-    """A row of the report: what all its runs say, or why they say nothing."""
+    """A row of the report: the numbers of all its runs, or the reason why it has none."""
     row = {"config": name, "control": False, "seeds": sorted(seeds), "error": None}
     missing = sorted(seeds - {run["seed"] for run in runs})
     errors = [f"seed {run['seed']}: {run['problem']}" for run in runs if run["problem"]]
@@ -260,20 +256,20 @@ def row_of(name, runs, seeds, fallback):
 
 
 def judge(rows, margin, confidence):
-    """Adds to every row its difference to the baseline (rows[0]) and what that is worth."""
+    """Adds to every row its difference to the baseline (rows[0]) and the verdict on it."""
     baseline = rows[0]
     for row in rows[1:] if not baseline["error"] else ():
         for name, here in row.get("measures", {}).items():
             if name not in baseline["measures"]:
                 continue
             here |= paired.judge(baseline["measures"][name]["values"], here["values"], margin, confidence)
-            if row["emulated"] and name in TIMES:  # FP8 in software: its time says nothing about FP8
+            if row["emulated"] and name in TIMES:  # emulated FP8: its time says nothing about FP8
                 here |= dict.fromkeys(("difference", "relative", "interval", "resolution", "more_seeds"))
                 here |= {"kind": "emulated", "verdict": "emulated, not ranked"}
 
 
 def grouped(runs, vary):
-    """row -> its runs; the baseline of a comparison is the first."""
+    """{row: its runs}; the first is the baseline."""
     processes = defaultdict(set)
     for run in runs:
         if run["record"]:
@@ -281,7 +277,7 @@ def grouped(runs, vary):
     groups = {}
     for run in runs:
         record = run["record"]
-        if record is None:  # it ended before it had a record
+        if record is None:  # it ended before it wrote a record
             launched = re.fullmatch(r"(.*?)(-twin)?-seed\d+", run["folder"].name)
             name = f"{launched[1]}{', twin' if launched[2] else ''}" if launched else str(run["folder"])
         else:
@@ -293,8 +289,8 @@ def grouped(runs, vary):
 
 
 def make(runs, command, baseline=None, vary=(), price=None, margin=0.01, looks=1, guess=lambda record: None):
-    """The report, from runs that `read` returned. looks: how often one looks at such a comparison before it ends.
-    guess: from a record to its memory estimate."""
+    """Makes the report from runs that `read` returned. looks: how often the comparison is looked at before it ends.
+    guess: a function from a record to its memory estimate."""
     check_alike(runs, vary)
     sound = [run for run in runs if not run["problem"]]
     if not sound:
@@ -356,13 +352,13 @@ def make(runs, command, baseline=None, vary=(), price=None, margin=0.01, looks=1
 
 
 def undecided(made):
-    """The configs of a report whose main measure has no verdict yet, and could get one from more seeds."""
+    """The configs whose main measure has no verdict yet and could get one from more seeds."""
     rows = [row for row in made["rows"][1:] if not row["control"] and not row["error"]]
     return [row["config"] for row in rows if row["measures"].get(made["measure"], {}).get("kind") == "unknown"]
 
 
 def assert_close(made, name, rtol):
-    """Lines that say which rows' final metrics are further than rtol from the row `name`'s."""
+    """One line for each final metric that is further than rtol from that of the row `name`."""
     rows = {row["config"]: row for row in reversed(made["rows"]) if not row["control"]}
     if name not in rows:
         raise Refused(f"--assert-close {name}: there is no such row, only {', '.join(rows)}")

@@ -1,19 +1,20 @@
-"""What a difference between two configs is worth: statistics of pairs.
+"""Statistics of pairs: is the difference between two configs significant?
 
-Runs of one seed are a pair: the same weights, the same samples, the same order. Their difference has far less chance in
-it than the runs themselves. Over several seeds the mean of these differences gets a t interval (Student 1908), and the
-interval gives the verdict:
+Runs with the same seed are a pair: they share the weights, the samples and their order. The difference within a pair
+varies far less than the runs themselves. The mean of these differences over several seeds gets a t interval (Student
+1908), and the interval gives the verdict:
 
-    equal within 1%      the whole interval lies inside the margin: as two one-sided tests (Schuirmann 1987)
-    higher by 2.3%       the whole interval lies on one side of zero, and not inside the margin
-    cannot tell: ...     neither; the resolution is half the interval's width: a difference below it does not show
+    equal within 1%      the whole interval lies inside the margin, as in two one-sided tests (Schuirmann 1987)
+    higher by 2.3%       the whole interval lies on one side of zero, but not inside the margin
+    cannot tell: ...     neither; the resolution is half the interval's width: smaller differences do not show
 
 Everything is relative to the mean of the baseline over the same seeds.
 
-Who looks several times and stops at the first verdict errs more often than each look does. So with several looks each
-interval has the level 1 - 0.05 / looks (Bonferroni): these are repeated confidence intervals (Jennison and Turnbull,
-"Interim analyses: the repeated confidence interval approach", JRSS B 51, 1989), which all hold together in 95% of
-comparisons, whenever one stops. It spends the error in equal parts, so it holds for t intervals of few seeds too.
+If you look several times and stop at the first verdict, the verdict is wrong more often than a single look would be. So
+with several looks each interval has the level 1 - 0.05 / looks (Bonferroni). These are repeated confidence intervals
+(Jennison and Turnbull, "Interim analyses: the repeated confidence interval approach", JRSS B 51, 1989): all of them
+hold together in 95% of comparisons, whenever you stop. Each look gets the same part of the error, so this also holds
+for t intervals of few seeds.
 """
 
 import functools
@@ -23,17 +24,17 @@ import statistics
 from scipy import stats
 
 ERROR = 0.05  # how often a verdict may be wrong, over all looks
-FEWEST = 5  # pairs: of fewer, real runs' differences are too far from normal for t (results/paired.json)
-MOST = 10_000  # seeds that anybody would be told to run
+FEWEST = 5  # pairs; with fewer, the differences of real runs are too far from normal (results/paired.json)
+MOST = 10_000  # the largest number of seeds that is suggested
 
 
 def level(looks=1):
-    """Of each interval, where there are so many looks."""
+    """The confidence level of each interval if there are this many looks."""
     return 1 - ERROR / looks
 
 
 def looks(most):
-    """Numbers of seeds after which is looked: 8, 16, 32, ... up to `most`."""
+    """The numbers of seeds after which to look: 8, 16, 32, ... up to `most`."""
     found = [8 * 2**i for i in range(20) if 8 * 2**i < most]
     return [*found, most]
 
@@ -48,7 +49,7 @@ def half_width(deviation, pairs, confidence):
 
 
 def interval(differences, confidence=0.95):
-    """(mean, low, high) of paired differences; of a single one there is no interval: (mean, None, None)."""
+    """(mean, low, high) of paired differences; (mean, None, None) for a single pair, which has no interval."""
     mean = statistics.fmean(differences)
     if len(differences) < 2:
         return mean, None, None
@@ -57,10 +58,10 @@ def interval(differences, confidence=0.95):
 
 
 def seeds_for(deviation, margin, confidence=0.95):
-    """How many seeds make a difference of `margin` show, where differences deviate like this; None: too many."""
+    """The number of seeds with which a difference of `margin` shows, at this standard deviation; None: too many."""
     if half_width(deviation, MOST, confidence) > margin:
         return None
-    low, high = FEWEST - 1, MOST  # the least count is above low, and at most high
+    low, high = FEWEST - 1, MOST  # the answer is above low and at most high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if half_width(deviation, middle, confidence) <= margin else (middle, high)
@@ -68,7 +69,7 @@ def seeds_for(deviation, margin, confidence=0.95):
 
 
 def judge(baseline, values, margin=0.01, confidence=0.95):
-    """The verdict on `values` against `baseline`, numbers of the same seeds in the same order."""
+    """The verdict on `values` against `baseline`; both have one number per seed, in the same order."""
     pairs, mean = len(values), statistics.fmean(baseline)
     differences = [value - before for value, before in zip(values, baseline, strict=True)]
     difference, low, high = interval(differences, confidence)
@@ -98,18 +99,18 @@ def judge(baseline, values, margin=0.01, confidence=0.95):
 
 
 def chance(values):
-    """What another seed does to a run: its standard deviation over `values` of unlike seeds, relative to their mean."""
+    """How much the seed alone changes a result: the standard deviation of `values` over seeds, over their mean."""
     mean = statistics.fmean(values)
     if len(values) < 2 or not mean:
         return {"values": len(values), "deviation": None, "interval": None}
     deviation = statistics.stdev(values) / abs(mean)
-    # Two groups of so many unlike seeds, as if they were two configs: what a comparison without pairs could see.
+    # The resolution of a comparison without pairs: two groups of this many different seeds.
     half = quantile(level(), 2 * len(values) - 2) * deviation * math.sqrt(2 / len(values))
     return {"values": len(values), "deviation": deviation, "interval": [-half, half]}
 
 
 def percent(share):
-    """A share as few digits as say it: 1%, 0.34%, 12%."""
+    """A share with two significant digits: 1%, 0.34%, 12%."""
     value = 100 * share
     if value == 0:
         return "0%"
@@ -117,7 +118,7 @@ def percent(share):
 
 
 def needs(found, margin):
-    """What it would take to see a difference of the margin, in words."""
+    """A sentence: how many seeds would show a difference of the margin."""
     if found.get("resolution") is None:
         return "-"
     shows = percent(found["resolution"])

@@ -1,12 +1,12 @@
-"""Predicts with a trained model: the class of each image, or of a text, or how a text goes on.
+"""Predicts with a trained model: the class of images or of a text, or the continuation of a text.
 
     ./launch.sh predict runs/vit-... photo.jpg folder/      one line each: file, class, probability
     ./launch.sh predict runs/gpt-... --prompt "import "
 
-Images are prepared as the run's held-out images were: size, channels, normalization. The weights are those of the
-finished model, or if there is none, of the newest complete checkpoint. `--precision evaluated`, the default, computes
-as the run's own evaluation did: under autocast in bf16 for bf16 and FP8 configs (evaluation is outside FP8), and where
-FSDP2 gathered weights in FP8, on weights rounded to e4m3. `plain` is fp32.
+Images are prepared like the run's held-out images: size, channels, normalization. The weights are those of the finished
+model or, if there is none, of the newest complete checkpoint. `--precision evaluated`, the default, computes like the
+run's own evaluation: under bf16 autocast for bf16 and FP8 configs (evaluation does not use FP8), and with weights
+rounded to e4m3 if FSDP2 gathered them in FP8. `--precision plain` computes in fp32.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 
 
 def as_evaluated(model, record, device):
-    """The context in which the run's evaluation computed; rounds weights that it saw rounded."""
+    """The autocast context of the run's evaluation. Rounds the weights in place if the evaluation used rounded ones."""
     precision = record["evidence"]["eval_precision"]
     if "gathered as e4m3" in precision:
         round_weights(model, record)
@@ -33,7 +33,7 @@ def as_evaluated(model, record, device):
 
 
 def round_weights(model, record):
-    """To e4m3 and back, one scale per tensor: what torchao's FP8 all-gather does to the weights of FP8 layers."""
+    """Rounds the weights of FP8 layers to e4m3 with one scale per tensor, like torchao's FP8 all-gather."""
     left = {entry["name"] for entry in record["evidence"]["linear_skipped"]}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name not in left:
@@ -51,7 +51,7 @@ def files_of(inputs):
 
 
 def transform_of(about):
-    """Pixels of one RGB image as the run's held-out images were made: (channels, image_size, image_size) float32."""
+    """Returns the transform of the run's held-out images: RGB image -> (channels, image_size, image_size) float32."""
     if "interpolation" in about:
         from timm.data import create_transform
 

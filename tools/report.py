@@ -1,7 +1,7 @@
-"""A comparison as a text table, Markdown, CSV, JSON and one HTML file that needs no network.
+"""Writes a comparison as a text table, Markdown, CSV, JSON and one HTML file that needs no network.
 
-The tables are made once, as lists of strings, and written in each format, so that no two files can differ. The answer
-stands first: a line for each config. tools/page.py draws.
+The tables are made once, as lists of strings, and written in each format, so the files cannot differ. The answer comes
+first, with one line per config. tools/page.py draws the pictures.
 """
 
 import csv
@@ -53,13 +53,13 @@ def judged(found):
 
 
 def chance(made, name):
-    """What another seed does to a run: `21%`."""
+    """How much the seed alone changes a result: `21%`."""
     found = made["chance"].get(name) or {}
     return paired.percent(found["deviation"]) if found.get("deviation") is not None else "-"
 
 
 def answer(made):
-    """[(config, what it does to the loss)]: what the reader came for."""
+    """The answer: [(config, its effect on the loss)]."""
     name, baseline = made["measure"], made["rows"][0]
     lines = []
     for row in made["rows"]:
@@ -80,13 +80,13 @@ def metric_names(made):
 
 
 def classes(made):
-    """Of bytes per parameter: those every run has, and what a strategy adds to them."""
+    """The classes of bytes per parameter: the common ones, then those that a strategy adds."""
     found = [name for row in made["rows"] for name in row.get("bytes_per_parameter", {})]
     return list(dict.fromkeys([*CLASSES, *(name for name in found if name != "total")]))
 
 
 def tables(made):
-    """[(title, heads, rows)]: everything the report says in numbers, but for the curves."""
+    """[(title, heads, rows)]: all numbers of the report except the curves."""
     names = metric_names(made)
     sound = [row for row in made["rows"] if not row["error"]]
     several = f"{100 * made['confidence']:.3g}%"
@@ -148,7 +148,7 @@ def tables(made):
 
 
 def notes(made):
-    """What a reader has to know, a sentence each."""
+    """Notes for the reader, one sentence each."""
     sound = [row for row in made["rows"] if not row["error"]]
     yield (
         f"The baseline is {made['baseline']}. Runs of one seed are pairs: the same weights, samples and order. A "
@@ -197,7 +197,7 @@ def notes(made):
 
 
 def text(made):
-    """For the terminal."""
+    """The report for the terminal."""
     out = ["", *(f"{config}: {said}" for config, said in answer(made))]
     for title, heads, rows in tables(made):
         out.append(f"\n{title}")
@@ -256,13 +256,13 @@ def spreadsheet(made, file):
 
 
 def colours(made):
-    """config -> its colour in every picture; controls are grey."""
+    """{config: its colour in every picture}; controls are grey."""
     rows = [row["config"] for row in made["rows"] if not row["control"]]
     return {name: page.colour(i) for i, name in enumerate(rows)}
 
 
 def interval_rows(made, name):
-    """What page.intervals draws of a measure, in percent."""
+    """The rows of page.intervals for a measure, in percent."""
     rows, at = [], colours(made)
     if ends := (made["chance"].get(name) or {}).get("interval"):
         rows.append(("other seeds, not in pairs*", 0, 100 * ends[0], 100 * ends[1], page.DIM))
@@ -275,7 +275,7 @@ def interval_rows(made, name):
 
 
 def drawn_intervals(made):
-    """A section for each metric, the main one first: the paired differences with the margin."""
+    """One section per metric, the main one first, with the paired differences and the margin."""
     for name in sorted(metric_names(made), key=lambda name: name != made["measure"]):
         if rows := interval_rows(made, name):
             caption = (
@@ -287,7 +287,7 @@ def drawn_intervals(made):
 
 
 def drawn_differences(made):
-    """The difference to the baseline over the steps, of the main measure and of the training loss."""
+    """Pictures of the difference to the baseline over the steps, for the main measure and the training loss."""
     at = colours(made)
     for name in dict.fromkeys([made["measure"], "loss"]):
         found = {r["config"]: r["difference_curves"].get(name) for r in made["rows"] if r.get("difference_curves")}
@@ -306,7 +306,7 @@ def drawn_differences(made):
 
 
 def in_numbers(series, form):
-    """A table, to open, of name -> [[step, mean, low, high]]."""
+    """A collapsed table of {name: [[step, mean, low, high]]}."""
     heads = ["step", *(word for name in series for word in (name, "from", "to"))]
     found = [{point[0]: point[1:] for point in points} for points in series.values()]
     steps = sorted({step for points in found for step in points})
@@ -316,7 +316,7 @@ def in_numbers(series, form):
 
 
 def drawn_curves(made):
-    """A picture, and the same in numbers, for the training loss and each held-out metric over the steps."""
+    """A picture and a table of the training loss and of each held-out metric over the steps."""
     at = colours(made)
     plain = [row for row in made["rows"] if not row["error"] and not row["control"]]
     names = dict.fromkeys(name for row in plain for name in row["curves"])
@@ -365,7 +365,7 @@ def whole_page(made):
 
 
 def write(made, folder):
-    """All four files, and the tables on the terminal."""
+    """Writes all four files and prints the tables."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(made, indent=1) + "\n")

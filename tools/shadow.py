@@ -1,7 +1,7 @@
-"""The high-precision shadow of FP8 layers: what rounding did to each tensor and product, and a layer without rounding.
+"""Compares FP8 layers with high precision: the rounding error of each tensor and product, and a layer without rounding.
 
-Names are those of TransformerEngine's debug features where they fit: underflows% is the share of values that are not 0
-and become 0, overflows% the share clipped to the format's largest value.
+The names follow TransformerEngine's debug features where they fit: underflows% is the share of nonzero values that
+become 0, overflows% the share of values clipped to the format's largest value.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def layers_of(model):
-    """{name: layer} of what computes in FP8, under the names of the unconverted model."""
+    """{name: layer} of all FP8 layers, with the names of the unconverted model."""
     kinds = ("amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
     return {name: module for name, module in named(model.named_modules()) if kind(module) in kinds}
 
 
 def rounded(layer, which, x, for_gemm=None):
-    """(`x` [rows, columns] as the layer rounds it, fp32; its scale, or None where there are many). which: 0 input,
-    1 weight, 2 output gradient."""
+    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, or None if there are
+    several. which: 0 input, 1 weight, 2 output gradient."""
     dtype = scaling.E4M3
     if isinstance(layer, levels.FP8Linear):
         if which == 1:
@@ -56,7 +56,7 @@ def rounded(layer, which, x, for_gemm=None):
 
 
 class Looking:
-    """Measures each layer while the script trains, on this process's share of the batch: `rows` of each step."""
+    """Measures each layer while the script trains, on this process's share of the batch. `rows`: one per step."""
 
     def __init__(self, layers, evidence):
         self.layers, self.hooks, self.rows = layers, [], {name: {} for name in layers}
@@ -129,7 +129,7 @@ class Looking:
 
 
 def measured(everyone):
-    """{layer: its summary}, of all processes' rows: each has a share of the batch, and under O3 of the weights."""
+    """{layer: its summary} from all processes' rows. Each has a share of the batch and, under O3, of the weights."""
     found = {}
     for name in everyone[0]:
         rows = {}
@@ -147,7 +147,7 @@ def add(row, key, value):
 
 
 def summary(rows):
-    """A layer's rows of all steps as shares in percent, errors in dB, and amaxes over the steps."""
+    """Summarizes a layer's rows over all steps: shares in percent, errors in dB, and the amaxes at each step."""
     found = {}
     for which in TENSORS:
         total = sum(rows.get(f"{which}_elements", [0])) or 1
@@ -166,7 +166,7 @@ def summary(rows):
 
 
 def true_weight(layer):
-    """[out, in], fp32: the best that is known of it."""
+    """The layer's weight [out, in] in fp32, from the most precise copy there is."""
     if not isinstance(layer, levels.FP8Linear):
         return layer.weight.detach().float()
     if layer.master is not None:
@@ -178,7 +178,7 @@ def true_weight(layer):
 
 @contextlib.contextmanager
 def watched_adam(report):
-    """Inside, amp8's Adam tells of each piece that it writes: report(storage of the weight, {what: how many})."""
+    """Within it, amp8's Adam calls report(storage of the weight, {what: count}) for each piece that it updates."""
     own, own_store, many = adam.adam_slice, adam.store, adam.adam_slices
     values = []
 
@@ -211,8 +211,8 @@ def watched_adam(report):
 
 @contextlib.contextmanager
 def high_precision(layers, optimizer):
-    """Inside, these layers compute without FP8, as a skip list would have them. Yields what must `step` after each
-    update: a converted weight of MS-AMP's levels has an fp32 copy with an fp32 Adam of its own meanwhile."""
+    """Within it, these layers compute without FP8, as if they were in a skip list. Yields the objects whose `step` must
+    be called after each update: a weight converted by MS-AMP's levels then has an fp32 copy with its own fp32 Adam."""
     shadows = [Weight(layer, optimizer) for layer in layers if isinstance(layer, levels.FP8Linear)]
     plain = [layer for layer in layers if not isinstance(layer, levels.FP8Linear)]
     for layer in plain:
@@ -227,7 +227,7 @@ def high_precision(layers, optimizer):
 
 
 class Weight:
-    """An amp8 layer's weight in fp32, with an fp32 Adam that begins with the layer's own moments."""
+    """An amp8 layer's weight in fp32, with an fp32 Adam that starts from the layer's own moments."""
 
     def __init__(self, layer, optimizer):
         self.layer, self.gradient = layer, None
@@ -243,7 +243,7 @@ class Weight:
             parts.append(moment / state[f"{key}_scale"] if low else moment)
         shared = layer.gradient.state
         taken = torch.as_tensor(float(state.get("step", 0.0)))
-        if shared.sharded and shared.world > 1:  # O3: its owner alone has them
+        if shared.sharded and shared.world > 1:  # O3: only the owner has them
             for part in (*parts, taken):
                 dist.broadcast(part, dist.get_global_rank(shared.group, layer.gradient.owner), group=shared.group)
         self.parameter, self.group, self.shared = torch.nn.Parameter(parts[0]), group, shared

@@ -1,13 +1,12 @@
-"""Runs a training script and looks inside its FP8 layers: the part of tools/diagnose.py that each process executes.
+"""Runs a training script and measures its FP8 layers: the part of tools/diagnose.py that each process executes.
 
     accelerate launch --config_file CONFIG tools/watch.py --to FOLDER --look 20 --pairs 8 --after 8 SCRIPT [its options]
 
-The script is not changed. It gets an Accelerator that watches: for `--look` steps it measures every FP8 layer beside
-its high-precision shadow (tools/shadow.py). Then come the pairs. Each begins where training is, takes `--after` steps
-as the config says and remembers their batches. Then it goes back to the same weights, optimizer state and random
-numbers and takes the same steps on the same batches again: once as they were, which shows whether steps repeat exactly,
-then each time with another layer, or block, put back to high precision. Training goes on from where the first of them
-ended. FOLDER gets watched.json.
+The script is not changed. It gets an Accelerator that measures. For `--look` steps it compares every FP8 layer with the
+same layer in high precision (tools/shadow.py). Then come the pairs. Each takes `--after` steps as the config says and
+remembers their batches. Then it restores the weights, optimizer state and random numbers and repeats the same steps on
+the same batches: once unchanged, which shows whether steps repeat exactly, then each time with another layer, or block,
+in high precision. Training continues from the end of the first of these. The result is FOLDER/watched.json.
 """
 
 import argparse
@@ -29,19 +28,19 @@ from faithful import Refused, accelerator, steps  # noqa: E402
 from faithful.state import random_state, set_random_state  # noqa: E402
 from tools.shadow import Looking, high_precision, layers_of, measured  # noqa: E402
 
-SEPARATE = 24  # more layers than this are put back block by block
+SEPARATE = 24  # above this number, whole blocks are put back to high precision
 
 
 class Done(SystemExit):
-    """Everything is measured: the script need not go on."""
+    """Raised when everything is measured, to end the script."""
 
 
 class Watch:
     def __init__(self, args):
         self.args, self.accelerator, self.phase, self.taken = args, None, "look", 0
-        self.batches, self.rates, self.at = [], [], 0  # of the pair's steps; at: the next batch to give again
+        self.batches, self.rates, self.at = [], [], 0  # of the pair's steps; at: the next batch to repeat
         self.arm, self.losses, self.results, self.curve = None, [], [], []
-        self.open = contextlib.ExitStack()  # what is in high precision now
+        self.open = contextlib.ExitStack()  # the layers that are in high precision now
 
     def begin(self, running, evidence):
         self.accelerator, self.evidence = running, evidence
@@ -125,7 +124,7 @@ class Watch:
 
     def put_back(self, state):
         running, evidence = self.accelerator, self.evidence
-        own = {name: tensor.clone() for name, tensor in state[0].items()}  # an optimizer keeps what it loads
+        own = {name: tensor.clone() for name, tensor in state[0].items()}  # the optimizer keeps what it loads
         running.backend.restore(running.strategy, evidence.model, evidence.optimizers[0], own)
         set_random_state(state[1])
 
@@ -147,7 +146,7 @@ class Watch:
 
 
 def groups_of(names):
-    """{name: [layers]}: each layer, or where there are many each block, named as a skip list would name it."""
+    """{name: [layers]}: each layer or, if there are many, each block, with its name for a skip list."""
     if len(names) <= SEPARATE:
         return {name: [name] for name in names}
     groups = {}
@@ -191,7 +190,7 @@ def watching(watch):
             super().after_update(optimizer)
             watch.after_update()
 
-        def log(self, *args, **kwargs):  # steps that are taken again are no run's
+        def log(self, *args, **kwargs):  # repeated steps do not belong to the run's record
             self.begin()
 
         def save_state(self, *args, **kwargs):
@@ -203,7 +202,7 @@ def watching(watch):
 
 
 def give_batches(watch, cls):
-    """Loaders of this class ask `watch` which batch comes next."""
+    """Makes loaders of this class ask `watch` for the next batch."""
     own = cls.__iter__
     cls.__iter__ = lambda loader: watch.batches_of(loader, own(loader))
 
@@ -216,7 +215,7 @@ def main():
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     watch = Watch(args)
-    steps.AGREE_SECONDS = 0  # every loss is that of all processes
+    steps.AGREE_SECONDS = 0  # the loss over all processes
     accelerator.Accelerator = accelerate.Accelerator = watching(watch)
     for cls in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
         give_batches(watch, cls)
