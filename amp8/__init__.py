@@ -2,9 +2,9 @@
 
     model, optimizer = amp8.initialize(model, optimizer, opt_level="O2")
 
-Linear layers compute in FP8 and keep FP8 for their backward pass; weights rest as FP16 with a scale (O3: FP8, with an
-FP16 master on one rank), weight gradients as FP8, on the wire too; Adam's moments as FP8 and FP16 (O2, O3).
-From FP8-LM: Training FP8 Large Language Models (arXiv:2310.18313). README.md has the table, measured.
+Linear layers compute in FP8 and save FP8 tensors for their backward pass. Weights are stored as FP16 with a scale (O3:
+as FP8, with an FP16 master on one rank). Weight gradients are stored and sent as FP8. Adam's moments are stored as FP8
+and FP16 (O2, O3). From FP8-LM: Training FP8 Large Language Models (arXiv:2310.18313). README.md has the measured table.
 """
 
 from .convert import attach, high_precision, initialize, no_sync, optimizer_of, wire_bytes

@@ -1,14 +1,15 @@
-"""What the weight of a converted layer is to everyone but amp8: the values that its codes stand for.
+"""The weight of a converted layer, as other code sees it: a parameter that returns values instead of codes.
 
-An average of weights, a norm, a histogram: code that knows nothing of amp8 reads parameters. It gets true values. The
-backward pass of a loss that was computed from a weight directly would not train it, and raises CodesRead.
+Code that knows nothing of amp8 reads parameters, for an average of weights, a norm or a histogram. It gets the true
+values. A loss that is computed from such a weight directly, without its layer, could not train it; its backward pass
+raises CodesRead.
 """
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-# What a tensor is, not what is in it.
+# Methods and properties that describe a tensor and do not read its values.
 ABOUT = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr",
     "untyped_storage", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_shared", "get_device",
@@ -20,11 +21,11 @@ ALIASES = {"data", "detach", "alias"}  # the same memory under another name
 
 
 class CodesRead(RuntimeError):
-    exit_code = 2  # a mistake of whoever uses the model: one line says what to do
+    exit_code = 2  # a user's mistake; the message says what to do
 
 
 class CodedWeight(nn.Parameter):
-    """A Parameter of codes, [out, in], fp16 or e4m3. `amp8_linear`: its layer, which knows the scale."""
+    """A Parameter of codes, [out, in], fp16 or e4m3. `amp8_linear`: its layer, which has the scale."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -1,10 +1,10 @@
-"""FP8 gradients and weights on the wire, over stock gloo and NCCL.
+"""Sends FP8 gradients and weights between ranks, over stock gloo and NCCL.
 
-Bytes travel as uint8, which every backend moves; nothing is ever added in FP8. The mean of N ranks' gradients is an
-all_to_all, in which each rank receives the others' codes of its own share, a mean in fp32 with its own gradient still
-in fp32, one rounding back to e4m3, and an all_gather. It costs what a ring all-reduce of FP8 would, 2 (N - 1) / N bytes
-per element, and has two roundings where that has one at each hop, and no sum that could overflow. (FP8-LM,
-arXiv:2310.18313, section 2.2, sums in FP8 and guards with a pre-scale.)
+FP8 is sent as uint8, which every backend supports, and is never added in FP8. The mean of N ranks' gradients takes four
+steps: an all_to_all, in which each rank receives the others' codes of its own share; a mean in fp32, in which the
+rank's own gradient is not rounded; one rounding to e4m3; and an all_gather. This sends as much as a ring all-reduce of
+FP8, 2 (N - 1) / N bytes per element. It rounds twice, while a ring rounds at each hop, and its sum cannot overflow.
+(FP8-LM, arXiv:2310.18313, section 2.2, adds in FP8 and avoids overflow by a pre-scale.)
 
 Under O3 the shares are whole tensors, each owned by one rank. Only the owner needs the mean, so the second collective
 moves the updated FP8 weights instead of the gradients.
@@ -20,10 +20,11 @@ SLICE = 16 << 20  # bytes of updated weights per rank that are gathered at once
 
 
 class Bucket:
-    """Some weights whose gradients travel together: laid end to end, cut into one share per rank.
+    """Weights whose gradients are sent together: concatenated, then cut into one share per rank.
 
     shares: bytes per rank. pieces: (index of the weight, start, end, place) of this rank's own share; start and end
-    count elements of the weight, place is where the piece begins in the share. shapes: of the weights, unless whole.
+    count elements of the weight, place is where the piece begins in the share. shapes: of the weights; the default is
+    their whole shape.
     """
 
     def __init__(self, gradients, rank, world, sharded, shapes=None):
@@ -51,10 +52,10 @@ class Bucket:
 
 
 class Comm:
-    """Moves the FP8 gradients of a model's converted layers. `sent`: bytes this rank has sent, all steps together.
+    """Averages the FP8 gradients of a model's converted layers. `sent`: bytes this rank has sent in all steps.
 
-    Everything runs in the order of the buckets on every rank. With gloo each collective blocks; on a GPU all of it
-    runs on a stream of its own beside the backward pass, until `finish`.
+    All ranks process the buckets in the same order. With gloo each collective blocks. On a GPU the collectives run on
+    their own stream, in parallel with the backward pass, until `finish`.
     """
 
     def __init__(self, gradients, group, sharded, bucket=BUCKET, dtype=scaling.E4M3):
@@ -62,14 +63,14 @@ class Comm:
         self.dtype = dtype  # of the codes to be averaged
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
-        self.wire = set()  # what has travelled: the format its bytes stand for
+        self.wire = set()  # the formats that were sent
         self.buckets, self.planned = [], None
         self.finished = False  # since the last step or gradient
         self.stream = None
 
     def plan(self):
-        """Buckets in the order in which backward reaches the layers: the last first. Anew when layers are frozen or
-        thawed, but not with buckets on their way."""
+        """Fills the buckets in the order in which backward reaches the layers, the last layer first. Repeats this when
+        layers are frozen or unfrozen, but not while buckets are being sent."""
         if any(bucket.launched for bucket in self.buckets):
             return
         trained = [gradient for gradient in reversed(self.gradients) if gradient.linear.weight.requires_grad]
@@ -92,8 +93,8 @@ class Comm:
                 bucket.gradients[i].piece = slice(start, end)
 
     def begin(self, gradient):
-        """A gradient of the next backward pass has come, if its bucket is on its way already: completes the last one,
-        whose gradients may have been dropped without a step."""
+        """Called for each new gradient. If its bucket was already sent, this is the next backward pass: finishes the
+        last one, whose gradients may have been dropped without a step."""
         if self.where[gradient].launched:
             self.finish()
 
@@ -113,8 +114,8 @@ class Comm:
             self.launch(bucket)
 
     def finish(self):
-        """Launches what is left, waits for all. A gradient that this rank does not have counts as zero, as it does
-        in the mean of the ranks that do; one that no rank has stays None. Every rank calls it before a step."""
+        """Launches the remaining buckets and waits for all of them. A gradient that this rank does not have counts as
+        zero in the mean; a gradient that no rank has stays None. Every rank must call this before a step."""
         if self.finished:
             return
         self.plan()
@@ -161,7 +162,7 @@ class Comm:
                 missing.append(i)
                 continue
             flat[start : start + size].copy_(gradient.codes.view(-1))
-            # A mean from an earlier round takes part again: on all ranks, or N-fold on the one that has it.
+            # A mean from an earlier round takes part again: from all ranks or, times N, from the only rank that has it.
             scales[i] = gradient.scale / world if gradient.reduced and bucket.sharded else gradient.scale
         codes, inverse, scales = self.exchange(flat.split(bucket.shares), scales)
         out = torch.zeros(mine, dtype=scaling.E4M3, device=device)
@@ -192,7 +193,7 @@ class Comm:
         number of gradients] and the scale that suits each mean, infinite where no rank has the gradient.
         """
         n, mine = len(scales), shares[self.rank].nbytes
-        # Scales ride along with every share: one collective, not two.
+        # Scales are sent with every share: one collective instead of two.
         tail = scales.view(torch.uint8)
         send = torch.cat([part for share in shares for part in (share.view(torch.uint8), tail)])
         received = torch.empty(self.world * (mine + 4 * n), dtype=torch.uint8, device=send.device)
@@ -204,7 +205,7 @@ class Comm:
         codes = received[:, :mine].view(self.dtype)
         scales = received[:, mine:].contiguous().view(torch.float32).view(self.world, n)
         inverse = torch.where(scales == 0, 0, 1 / scales)  # NaN, which marks a gradient that is not finite, stays
-        # No mean is larger than the largest value, so the smallest scale suits it; all ranks compute the same.
+        # No mean is larger than the largest value, so the smallest scale fits. All ranks compute the same scale.
         return codes, inverse, torch.where(scales == 0, torch.inf, scales).amin(0)
 
     def total(self, codes, inverse, own):
@@ -252,18 +253,18 @@ class Comm:
 
 
 def local(tensor):
-    """What this rank has of a tensor: the rows of a DTensor, as fully_shard leaves them, else all of it."""
+    """This rank's part of a tensor: its rows of a DTensor from fully_shard, else the whole tensor."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def linear_of(parameter):
-    """The converted layer whose weight a parameter is, or None. Under fully_shard this rank's rows know it: torch
-    takes the attributes off a DTensor parameter when the model is moved, even to where it is."""
+    """The converted layer that a parameter is the weight of, or None. Under fully_shard the attribute is on this rank's
+    rows, because torch drops the attributes of a DTensor parameter when the model is moved."""
     return getattr(local(parameter), "amp8_linear", None)
 
 
 def largest(x, group):
-    """Elementwise maximum over a group's ranks, in place. NaN counts as infinity: a maximum could lose it."""
+    """Elementwise maximum over a group's ranks, in place. NaN counts as infinity, because a maximum could drop NaN."""
     if dist.get_world_size(group) > 1:
         x.copy_(x.nan_to_num(nan=torch.inf, posinf=torch.inf))
         dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
@@ -282,8 +283,8 @@ def pieces(linears, low, width):
 
 
 def partition(sizes, world):
-    """Whole tensors to ranks, evenly: the largest first, each to the rank that has least. {name: size} -> {name: rank},
-    the same on every rank."""
+    """Distributes whole tensors evenly over ranks: {name: size} -> {name: rank}, the same on every rank. The largest
+    tensor comes first, and each goes to the rank that has the least so far."""
     loads, owners = [0] * world, {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         rank = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""What torch.compile needs from us: small tensor functions compiled on a GPU, and outputs that keep their gradient."""
+"""Helpers for torch.compile: small tensor functions compiled on a GPU, and outputs that keep their gradient."""
 
 import functools
 
@@ -6,7 +6,7 @@ import torch
 
 
 def compiled_on_cuda(function):
-    """`function`, run as written where its first tensor is on a CPU and through torch.compile where it is on a GPU.
+    """Wraps `function`: it runs as written if its first tensor is on a CPU, and through torch.compile on a GPU.
 
     A chain of elementwise steps then reads and writes memory once instead of once per step. Shapes are dynamic, so
     that layers of different sizes share one kernel. The first argument is a tensor or a list of tensors.

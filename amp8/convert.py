@@ -1,4 +1,4 @@
-"""`initialize`: an ordinary model and its Adam become a model and an Adam at one of MS-AMP's levels."""
+"""`initialize` converts an ordinary model and its Adam to one of MS-AMP's levels."""
 
 import contextlib
 import sys
@@ -22,7 +22,7 @@ TE_DEFAULTS = {
     "fp8_format": "HYBRID",
     "reduce_amax": True,
 }
-# These read a child's weight themselves instead of calling it, at least in evaluation, and would read codes.
+# These modules read a child's weight instead of calling the child, at least in evaluation, and would read codes.
 READ_DIRECTLY = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -57,7 +57,7 @@ def initialize(
     process_group: whose ranks average gradients; None means all ranks, in a group of our own, or fully_shard's mesh.
     exact: products in fp32 on dequantised values, for comparisons bit for bit. bucket_bytes: gradients sent at once.
 
-    Raises TypeError for another optimizer, ValueError for what cannot be, as a model with nothing to convert.
+    Raises TypeError for another optimizer, and ValueError for what can't work, such as a model with nothing to convert.
     Levels: FP8-LM (arXiv:2310.18313), section 2.
     """
     check(model, optimizer, opt_level, accumulate)
@@ -109,7 +109,7 @@ def initialize(
 
 
 def optimizer_of(model, optimizer):
-    """The Adam of a converted model, in place of `optimizer`, for a model that was converted without it."""
+    """Replaces `optimizer` by the Adam of a model that was converted without its optimizer."""
     check_optimizer(optimizer)
     return Adam(optimizer, state_of(model))
 
@@ -121,7 +121,7 @@ def fully_sharded(model):
 
 
 def converted_class(layer):
-    """FP8Linear or FP8Conv1D; what fully_shard has made a class of its own stays one."""
+    """FP8Linear or FP8Conv1D, or a subclass of it if fully_shard has already given the module a class of its own."""
     cls = FP8Conv1D if is_conv1d(layer) else FP8Linear
     if not fully_sharded(layer):
         return cls
@@ -131,7 +131,7 @@ def converted_class(layer):
 
 
 def check(model, optimizer, opt_level, accumulate):
-    """Refuses what can't be converted, in one line that says what to do."""
+    """Raises an error with a line that says what to do, if this can't be converted."""
     if opt_level not in LEVELS:
         raise ValueError(f"opt_level is one of {', '.join(LEVELS)}, not {opt_level!r}")
     if accumulate not in ("high", "fp8"):
@@ -157,8 +157,8 @@ def check_optimizer(optimizer):
 
 
 def choose(model, skip, places):
-    """({name: layer} to convert, [(name, reason)] of the Linear layers that stay). places: {weight: where it is} under
-    fully_shard."""
+    """Returns ({name: layer} to convert, [(name, reason)] for the other Linear layers). places: what `fsdp.managed`
+    found."""
     modules = dict(model.named_modules())
     if not callable(skip):
         names = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -205,7 +205,7 @@ def choose(model, skip, places):
 
 
 def sharded_otherwise(fsdp_param, group, meshes):
-    """Why a weight under fully_shard can't be converted, or None. meshes: those seen so far."""
+    """The reason why a weight under fully_shard can't be converted, or None. meshes: the meshes seen so far."""
     if fsdp_param.is_dtensor:
         return "its weight is sharded by something else than fully_shard too"
     if fsdp_param.fsdp_placement.dim != 0:
@@ -217,19 +217,19 @@ def sharded_otherwise(fsdp_param, group, meshes):
 
 
 def is_ordinary(weight):
-    """Whether a weight is a Parameter around a plain tensor, or a fake one, which memory estimates train with."""
+    """Whether a weight is a Parameter around a plain tensor or a fake tensor, which memory estimates use."""
     plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
     return plain or (isinstance(weight, nn.Parameter) and type(weight).__name__ == "FakeTensor")
 
 
 def is_conv1d(module):
-    """transformers' Conv1D, known by its name so that transformers need not be there."""
+    """Whether a module is transformers' Conv1D. Checks the name, so that transformers need not be installed."""
     named = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # fully_shard makes a subclass
     return named and hasattr(module, "nf") and module.weight.dim() == 2
 
 
 def misused(name):
-    """A hook that raises when a gradient reaches a converted parameter itself: its layer's never does."""
+    """Returns a hook that raises when a gradient reaches a converted parameter itself, which bypasses its layer."""
 
     def hook(parameter):
         if parameter.grad is None:  # compiled code calls it for nothing
@@ -242,7 +242,7 @@ def misused(name):
 
 @torch.no_grad()
 def broadcast(tensor, group):
-    """Rank 0's values to all ranks."""
+    """Sends rank 0's values to all ranks."""
     device = tensor.device
     if device.type == "cpu" and "gloo" not in dist.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -252,7 +252,7 @@ def broadcast(tensor, group):
 
 
 class State:
-    """What the converted layers of one model share. `model.amp8_state`."""
+    """State that the converted layers of one model share, as `model.amp8_state`."""
 
     def __init__(self, level, accumulate, stochastic_rounding, recipe, recipe_options):
         self.level, self.accumulate, self.stochastic_rounding = level, accumulate, stochastic_rounding
@@ -300,12 +300,12 @@ class State:
 
     @property
     def sharded(self):
-        """Whether the mean gradient of a layer is on its owner alone."""
+        """Whether only its owner has the mean gradient of a layer."""
         return self.level == "O3" and self.world > 1
 
     def last_micro_batch(self):
-        """Whether the backward pass now running is the one after which the step comes, as far as anyone said. Under
-        fully_shard: whether it reduces gradients, as FSDP2 does in every backward pass unless told not to."""
+        """Whether the optimizer steps after the current backward pass, as far as is known. Under fully_shard: whether
+        this pass reduces gradients, which FSDP2 does in every backward pass unless told not to."""
         if self.held or (self.wrapper is not None and not self.wrapper.require_backward_grad_sync):
             return False
         if self.fsdp_group is not None:
@@ -317,11 +317,11 @@ class State:
         return self.asked is not None and not self.asked()
 
     def largest(self, x):
-        """Elementwise maximum over the shards of fully_shard; `x` itself without."""
+        """Elementwise maximum over the shards of fully_shard; `x` itself if there are none."""
         return x if self.fsdp_group is None else largest(x, self.group)
 
     def finish(self):
-        """Every gradient in FP8 and, between ranks, the mean. Before a step, a norm, or anyone looks."""
+        """Rounds every gradient to FP8 and averages it over ranks. Called before a step, a norm or a report."""
         if self.comm is not None:
             self.comm.finish()
         for gradient in self.gradients:
@@ -329,7 +329,7 @@ class State:
 
     @torch.no_grad()
     def stepped(self):
-        """After the optimizer's step: new FP8 weights to all ranks, new delayed scales, gradients used up."""
+        """Called after the optimizer's step: sends new FP8 weights, updates delayed scales, marks gradients as used."""
         found = [gradient.codes for gradient in self.gradients if gradient.codes is not None]
         self.gradient_bytes = sum(codes.nbytes + 4 for codes in found)
         self.gradient_dtypes = {codes.dtype for codes in found}
@@ -342,7 +342,7 @@ class State:
         self.update_scales()
 
     def update_scales(self):
-        """Delayed scaling of all layers at once."""
+        """Updates the delayed scales of all layers at once."""
         layers = list(self.layers.values())
         history = torch.stack([layer.amax_history for layer in layers], 1)  # [length, layers, 2]
         scale = torch.stack([layer.scale for layer in layers])
@@ -375,7 +375,7 @@ def state_of(model):
 
 
 def attach(model, last_micro_batch=None):
-    """Tells a converted model by what it is wrapped, so that gradient accumulation is honoured.
+    """Tells a converted model what wraps it, so that gradient accumulation works.
 
     model: the converted model or its DistributedDataParallel, whose `no_sync()` then holds for FP8 gradients too.
     last_micro_batch: a function without arguments that says during a backward pass whether the optimizer steps after
@@ -390,7 +390,7 @@ def attach(model, last_micro_batch=None):
 
 @contextlib.contextmanager
 def no_sync(model):
-    """Backward passes in here are not the last before a step: gradients add up on their rank and nothing is sent."""
+    """Within it, backward passes are not the last before a step: gradients add up on their rank and nothing is sent."""
     state = state_of(model)
     before, state.held = state.held, True
     try:

@@ -1,12 +1,12 @@
-"""FP8 Linear layers on a machine without FP8 hardware: what torchao's Float8Linear and TransformerEngine's te.Linear
-compute, written from their definitions.
+"""Emulates FP8 Linear layers without FP8 hardware: computes what torchao's Float8Linear and TransformerEngine's
+te.Linear compute, written from their definitions.
 
     skipped = convert(model, "delayed", fp8_format="HYBRID", margin=0)
     ...
     loss.backward(); optimizer.step(); update_scales(model)
 
-Every operand of every product holds exactly the values FP8 holds under its scale; only the speed is not FP8's. The
-values live in bf16, which has a place for each of them, so one bf16 product does the arithmetic.
+Every operand of every product is rounded to exactly the values that FP8 has under its scale; only the speed differs.
+bf16 can hold each of these values, so one bf16 product does the arithmetic.
 
 recipe               scales: input and grad_output, weight   formats                    power of two
 tensorwise (torchao) one, from its own amax                  e4m3, gradients e5m2       no
@@ -32,8 +32,8 @@ from .scaling import E4M3, E5M2
 
 
 class Tiles(NamedTuple):
-    """The block of values (rows, columns) that shares a scale, None for all of them. In each product a scale may not
-    vary along the summed dimension faster than the hardware sums, which is why an operand is rounded anew for each."""
+    """The block of values (rows, columns) that shares a scale; None means the whole dimension. Each product sums over
+    another dimension and needs scales that fit it, so an operand is rounded separately for each product."""
 
     input: tuple  # of input [tokens, in] for the output, and of grad_output [tokens, out] for grad_input
     weight: tuple  # of weight [out, in] for the output
@@ -81,7 +81,7 @@ def convert(
         if reason := _skip_reason(name, module, module_filter):
             skipped.append((name, reason))
             continue
-        module.__class__ = EmulatedLinear  # what makes "in place" true: nothing is rebuilt, so nothing is lost
+        module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
         module.recipe, module.grad_dtype, module.fp8 = recipe, grad_dtype, True
         if recipe == "delayed":
             module.margin, module.amax_compute_algo = margin, amax_compute_algo
@@ -105,8 +105,8 @@ class EmulatedLinear(nn.Linear):
     """A Linear whose three products take FP8 operands. Made by `convert`, never by its constructor.
 
     Input [..., in_features], output [..., out_features], in the autocast dtype where autocast is on. FP8 is for
-    training: in eval mode, or under `high_precision`, this is F.linear. Any number of tokens will do: hardware takes
-    multiples of 8 or 16, and rows of zeros that fill them up change nothing.
+    training: in eval mode, or under `high_precision`, this is F.linear. Any number of tokens is allowed: hardware takes
+    multiples of 8 or 16, but padding with rows of zeros changes nothing.
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
@@ -155,11 +155,11 @@ def high_precision(model):
 
 @torch.no_grad()
 def update_scales(model, group=None, reduce_amax=True):
-    """Delayed scaling's step: all layers' new amaxes go into their histories and set the next scales. Call it after
-    each backward, as TE itself does, or after each optimizer step. With other recipes it does nothing.
+    """Updates delayed scaling: stores the new amaxes of all layers in their histories and computes the next scales.
+    Call it after each backward, as TE itself does, or after each optimizer step. With other recipes it does nothing.
 
-    Where torch.distributed is initialised the amaxes are the largest over `group`, in one all-reduce of 12 bytes per
-    layer; `reduce_amax=False` leaves each rank its own, as TE's knob of that name.
+    If torch.distributed is initialised, the amaxes are the maximum over `group`, by one all-reduce of 12 bytes per
+    layer. With `reduce_amax=False` each rank keeps its own, as with TE's option of that name.
     """
     layers = [m for m in model.modules() if isinstance(m, EmulatedLinear) and m.recipe == "delayed"]
     if not layers:
@@ -175,14 +175,14 @@ def update_scales(model, group=None, reduce_amax=True):
 
 
 class _Tensorwise(torch.autograd.Function):
-    """One scale per tensor: delayed where a history is given, else from the tensor itself."""
+    """One scale per tensor: from the history if there is one (delayed), else from the tensor itself."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grad_dtype, tiny, history, scales):
         x8, x_scale = _codes(x, E4M3, tiny, history, scales, 0)
         w8, w_scale = _codes(weight, E4M3, tiny, history, scales, 1)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.history, ctx.scales = history, scales  # not saved: they may change before the backward pass, and should
+        ctx.history, ctx.scales = history, scales  # not saved for backward, because they may change before it
         ctx.rest = grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
         out = scaling.product(x8, w8.t(), x_scale, w_scale, x.dtype)
         return output(out if bias is None else out.add_(bias.to(out.dtype)))
@@ -208,13 +208,13 @@ def _codes(x, dtype, tiny, history, scales, slot):
         scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=tiny)
         scale = scale.clamp(max=scaling.FP32_MAX)
     else:
-        scale = scales[slot].clone()  # the backward pass needs this one, whatever becomes of the buffer
+        scale = scales[slot].clone()  # a copy: the backward pass needs this value after the buffer changed
         scaling.record_(history, amax, slot)
     return scaling.round_codes(x, scale, dtype), scale
 
 
 class _Tiled(torch.autograd.Function):
-    """One power-of-two scale per tile. Dequantised values are then bf16 values too, so nothing is left to scale."""
+    """One power-of-two scale per tile. Then dequantised values are bf16 values too, and the product needs no scale."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, tiles, grad_dtype, tiny):
@@ -245,7 +245,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _rounded(x, dtype, tile, tiny):
-    """`x` [rows, columns] rounded to what `dtype` holds under one scale per tile, as bf16."""
+    """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     (m, n), (rows, columns) = x.shape, (size or full for size, full in zip(tile, x.shape, strict=True))
     padded = F.pad(x, (0, -n % columns, 0, -m % rows)) if m % rows or n % columns else x
     blocks = padded.reshape(-1, rows, padded.shape[1] // columns, columns)

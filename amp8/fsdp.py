@@ -1,13 +1,13 @@
 """The levels under fully_shard (FSDP2): sharded FP16 weights, gathered as FP8; FP8 gradients, reduce-scattered.
 
-The weights go through FSDP2's own door, `fsdp_pre_all_gather` on a tensor subclass: FSDP2 gathers one byte per
-parameter when it would gather a plain weight, prefetches and frees it, recomputes under checkpointing, as ever. The
-gradients do not: FSDP2 copies all gradients of a block into one buffer of one dtype before it lets a custom
-reduce-scatter see them, without the bounds of the tensors. So they leave by the layer's port, as under
-DistributedDataParallel, and `ShardComm` averages them.
+Weights use FSDP2's own extension point, `fsdp_pre_all_gather` on a tensor subclass: FSDP2 gathers one byte per
+parameter whenever it would gather a plain weight, and prefetching, freeing and checkpointing work as usual. Gradients
+cannot use FSDP2's reduce-scatter: FSDP2 copies all gradients of a block into one buffer of one dtype, and a custom
+reduce-scatter sees only this buffer, without the bounds of the tensors. So they leave through the layer's port, as
+under DistributedDataParallel, and `ShardComm` averages them.
 
-All ranks use the same scales, one per tensor: they agree on the largest magnitudes once per step. What is stored is
-then what one process would store, cut into rows, and fits any number of ranks.
+All ranks use the same scales, one per tensor: they agree on the largest magnitudes once per step. So the stored rows
+are those that one process would store, and any number of ranks can load them.
 """
 
 import torch
@@ -38,7 +38,7 @@ def managed(model):
 
 
 def check(model, places, opt_level, optimizer, process_group):
-    """Refuses what can't be done under fully_shard. places: what `managed` found."""
+    """Raises an error for what can't work under fully_shard. places: what `managed` found."""
     if opt_level == "O3":
         raise ValueError("O3 keeps a whole FP8 weight on every rank; under fully_shard use O2, which shards all of it")
     if process_group is not None:
@@ -56,16 +56,16 @@ def check(model, places, opt_level, optimizer, process_group):
 
 
 def reshard(model):
-    """Puts the shards back where a forward pass has left gathered weights."""
+    """Frees the gathered weights that a forward pass has left behind, so that parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 class RowShard(torch.Tensor):
-    """This rank's rows of a converted weight: fp16 codes that pass for a plain tensor of the original dtype.
+    """This rank's rows of a converted weight: fp16 codes in a tensor that reports the original dtype.
 
-    FSDP2 wants one dtype in a block, and asks the tensor itself what to gather. Whoever reads it computes with
+    FSDP2 requires one dtype in a block, and asks the tensor itself what to gather. Code that reads the tensor gets
     codes / scale. Only `load_state_dict` and the optimizer write to it.
     """
 
@@ -123,7 +123,7 @@ RESHAPED = {
 
 
 class Sharding:
-    """Where the weight of one layer is. This rank has its rows first .. last, of `cut` that each rank has at most."""
+    """How one layer's weight is sharded. This rank has the rows first .. last; each rank has at most `cut` rows."""
 
     def __init__(self, layer, fsdp_param, fsdp_group):
         self.layer, self.fsdp_param, self.fsdp_group = layer, fsdp_param, fsdp_group
@@ -190,7 +190,7 @@ def below(rows, n):
 
 
 class RowBucket:
-    """Some weights whose gradients travel together. Every rank averages its rows of each."""
+    """Weights whose gradients are sent together. Every rank averages its rows of each."""
 
     def __init__(self, gradients, replicas):
         self.gradients = gradients
@@ -207,7 +207,7 @@ class RowBucket:
 class ShardComm(Comm):
     """Reduce-scatters FP8 gradients: each rank receives the codes of its rows and averages in fp32, its own gradient
     unrounded. (world - 1) / world bytes per element. With HSDP the means are then averaged between replicas, as
-    between the ranks of DistributedDataParallel, but sent as bf16: a third rounding to FP8 would show.
+    between the ranks of DistributedDataParallel, but sent as bf16, because a third rounding to FP8 would be noticeable.
     """
 
     def __init__(self, gradients, group, replicas, bucket=BUCKET):

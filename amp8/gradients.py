@@ -1,7 +1,8 @@
 """Weight gradients in FP8: e4m3 codes and a scale, kept beside the parameter.
 
-Torch refuses an e4m3 `.grad` on an fp16 parameter and cannot add to one, so the gradient of a converted layer lives in
-its WeightGradient. It arrives in fp32 while the backward pass runs, layer by layer, and the fp32 copy is freed at once.
+Torch does not allow an e4m3 `.grad` on an fp16 parameter and cannot add to one, so the gradient of a converted layer is
+stored in its WeightGradient. It arrives in fp32 during the backward pass, layer by layer, and the fp32 copy is freed at
+once.
 """
 
 import math
@@ -19,8 +20,8 @@ BATCH = 16  # tensors in one compiled call on a GPU
 
 @compiled_on_cuda
 def quantize_gradient(gradient):
-    """(e4m3 codes, scale) of an fp32 gradient, with in-time scaling. A scale of NaN where it is not finite: the codes
-    would saturate, and NaN values can't be overlooked."""
+    """Rounds an fp32 gradient with in-time scaling: (e4m3 codes, scale). The scale is NaN if the gradient is not
+    finite, because the saturated codes would hide that."""
     amax = scaling.amax(gradient)
     scale = torch.where(torch.isfinite(amax), scaling.power_of_two_scale(amax, scaling.E4M3), torch.nan)
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
@@ -28,7 +29,7 @@ def quantize_gradient(gradient):
 
 @compiled_on_cuda
 def norms(codes):
-    """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices on a CPU; one fused pass on a GPU."""
+    """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices on a CPU, in one fused pass on a GPU."""
     found = []
     for tensor in codes:
         parts = [tensor] if tensor.is_cuda else tensor.reshape(-1).split(CHUNK)
@@ -37,12 +38,12 @@ def norms(codes):
 
 
 class WeightGradient:
-    """The gradient of one converted weight. At most one of `codes` and `high` holds it.
+    """The gradient of one converted weight. It is in `codes` or in `high`, or there is none.
 
     codes, scale: e4m3 [the weight's shape] and fp32 0-d; the value is codes / scale.
     high: fp32 [the weight's shape], only between micro-batches under accumulate="high".
-    piece, own: the part of the weight, flattened, whose mean this rank computes, and its own gradient of that part in
-    fp32, from the end of backward until the mean is there: what needs no wire need not be rounded for it.
+    piece, own: the part of the flattened weight whose mean this rank computes, and the rank's own gradient of that part
+    in fp32, from the end of backward until the mean is computed. It is not sent, so it is not rounded.
     reduced: the codes are already the mean over ranks (on the owner alone under O3). spent: a step has used it.
     sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. kept: the mean
     of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks.
@@ -54,20 +55,20 @@ class WeightGradient:
         self.clear()
 
     def __deepcopy__(self, memo):
-        return None  # a copy of the model is for evaluation; see FP8Linear.forward
+        return None  # copies of a model are for evaluation only; see FP8Linear.forward
 
     def clear(self):
         self.codes = self.scale = self.high = self.own = self.kept = None
         self.reduced = self.spent = False
 
     def value(self):
-        """The gradient in fp32, or None where there is none."""
+        """The gradient in fp32, or None."""
         if self.high is not None:
             return self.high
         return None if self.codes is None else scaling.dequantize(self.codes, self.scale)
 
     def store(self, value):
-        """Takes an fp32 gradient as the one that travels or is used."""
+        """Stores an fp32 gradient as the one to send or to use."""
         self.codes, self.scale = quantize_gradient(value)
         self.own = None if self.piece is None else value.reshape(-1)[self.piece].clone()
         self.high, self.reduced = None, False
@@ -100,8 +101,8 @@ class WeightGradient:
             comm.ready(self)
 
     def settle(self):
-        """Ready to travel or to be used: FP8 of what was kept in fp32 when no last micro-batch was announced, and
-        nothing of a gradient that a step has used."""
+        """Prepares the gradient to be sent or used: rounds what was kept in fp32, if no last micro-batch was announced,
+        and drops a gradient that a step has already used."""
         if self.spent:
             self.clear()
         if self.high is not None:
@@ -112,14 +113,14 @@ class WeightGradient:
     # Under fully_shard
 
     def keep(self):
-        """Sets a mean aside, so that the next backward pass's can be added to it."""
+        """Keeps a mean, so that the next backward pass's mean can be added to it."""
         if self.reduced and self.codes is not None:
             self.kept = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale
             self.codes = self.scale = None
         self.reduced = False
 
     def add_mean(self, mean, scale):
-        """Takes the mean over ranks, fp32 [this rank's rows], and the scale that suits it on all ranks."""
+        """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
         bound = scaling.dtype_max(scaling.E4M3) / scale
         if self.kept is not None:
             mean, bound = mean + self.kept[0], bound + self.kept[1]
@@ -129,7 +130,7 @@ class WeightGradient:
             self.round()
 
     def round(self):
-        """FP8 of what was kept. The scale comes from the bound, so that all ranks have the same."""
+        """Rounds the kept mean to FP8. The scale comes from the bound, so all ranks have the same scale."""
         mean, bound = self.kept
         scale = torch.where(torch.isfinite(bound), scaling.power_of_two_scale(bound, scaling.E4M3), torch.nan)
         self.codes, self.scale, self.kept = scaling.quantize(mean, scale, scaling.E4M3), scale, None
@@ -137,7 +138,7 @@ class WeightGradient:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
-    """torch.nn.utils.clip_grad_norm_ that also sees FP8 gradients: one norm over all, one factor for all.
+    """torch.nn.utils.clip_grad_norm_ for ordinary and FP8 gradients: one norm and one factor for all of them.
 
     parameters: a module, a tensor, or an iterable of parameters. Returns the norm before clipping, 0-d fp32, NaN or
     infinite if any gradient is. Only the scale of an FP8 gradient changes, not its codes. Finishes outstanding
@@ -181,7 +182,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
 
 
 def sum_of_squares(gradients, device):
-    """Of ordinary gradients, fp32."""
+    """The sum of squares of ordinary gradients, in fp32."""
     if not gradients:
         return 0.0
     found = torch._foreach_norm([gradient.detach().float() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""A Linear layer whose three products run in FP8 and which keeps FP8, not 16 or 32 bits, for its backward pass.
+"""A Linear layer that computes its three products in FP8 and saves FP8 tensors for its backward pass.
 
     forward    y  = x w^T     e4m3 x e4m3   (fast accumulation)
     backward   dx = dy w      e5m2 x e4m3   (precise accumulation)
@@ -27,8 +27,8 @@ FP16_TO_E4M3 = 2.0**-8
 class FP8Linear(nn.Linear):
     """An nn.Linear, converted in place: same object, same parameters, same names and hooks.
 
-    weight: Parameter [out, in] of *codes*, fp16 or e4m3; the values are `codes / weight_scale`. Whoever reads the
-    weight, or `state_dict()`, gets values (amp8/coded.py). A deep copy is a plain layer with these values.
+    weight: Parameter [out, in] of *codes*, fp16 or e4m3; the values are `codes / weight_scale`. Reading the weight, or
+    `state_dict()`, gives values (amp8/coded.py). A deep copy is a plain layer with these values.
     """
 
     transposed = False  # the weight is [out, in]
@@ -38,7 +38,8 @@ class FP8Linear(nn.Linear):
             "keeps_master", "master", "master_scale", "port", "held", "trained")  # fmt: skip
 
     def start(self, level, window, gradient_format, history, exact, keeps_master):
-        """Turns the layer's plain weight into codes and adds its scaling state. Once, right after the class changed."""
+        """Turns the layer's plain weight into codes and adds its scaling state. Called once, right after the class
+        changed."""
         plain = type(self.weight) is nn.Parameter and type(self.weight.data) is torch.Tensor  # estimates have fakes
         device = self.weight.device
         self.window, self.gradient_format, self.exact = window, gradient_format, exact
@@ -59,7 +60,7 @@ class FP8Linear(nn.Linear):
             value = self.weight.detach().float()
             self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; then the values
         self.weight.amp8_linear = self
-        # What forward computes with: torch.compile can't trace a parameter that answers for itself.
+        # Forward computes with this tensor, because torch.compile can't trace a parameter with __torch_function__.
         self.held, self.trained = None if self.sharding else self.weight.data, self.weight.requires_grad
         self.write(value)
         if self.sharding is None and plain:
@@ -67,19 +68,19 @@ class FP8Linear(nn.Linear):
 
     @property
     def parameter(self):
-        """The weight as the optimizer has it: under fully_shard not what a forward pass sees."""
+        """The optimizer's parameter. Under fully_shard a forward pass sees another tensor."""
         return self.weight if self.sharding is None else self.sharding.parameter
 
     @property
     def codes(self):
-        """What of the weight's codes this rank stores, under no name for autograd."""
+        """This rank's codes of the weight, without autograd."""
         return self.held if self.sharding is None else self.sharding.codes
 
     def open_port(self):
-        """The leaf through which autograd hands over the weight's gradient.
+        """Creates the port, the leaf tensor that receives the weight's gradient from autograd.
 
-        The parameter itself cannot: its gradient would be cast to its own fp16 or FP8 before anyone sees it. The port
-        is an fp32 leaf of the weight's shape and one element of memory.
+        The parameter itself cannot receive it, because autograd would cast the gradient to the parameter's fp16 or FP8
+        first. The port is an fp32 leaf with the weight's shape and one element of memory.
         """
         with torch.no_grad():
             self.port = torch.zeros((), device=self.weight.device).expand(self.weight.shape)
@@ -119,7 +120,7 @@ class FP8Linear(nn.Linear):
             weight = self.true_weight(dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
-        # Evaluation leaves no trace. Recomputing under checkpointing does no harm: the same maximum again.
+        # Evaluation does not update the history. Recomputing under checkpointing records the same maximum again.
         recording = self.training and torch.is_grad_enabled()
         port = None
         codes, weight_scale, trained = self.held, self.weight_scale, self.trained
@@ -188,9 +189,9 @@ class FP8Conv1D(FP8Linear):
 
 
 def cast_scale(amax, scale, updates, slot, dtype, window):
-    """Scale for a tensor about to be cast, 0-d. `window` 0: TransformerEngine's, from the last update alone.
+    """The scale for a tensor about to be cast, 0-d. `window` 0 means TransformerEngine's, from the last update alone.
 
-    NaN where the tensor holds NaN or infinity: the cast saturates, and a finite result would hide them.
+    NaN if the tensor holds NaN or infinity: the cast saturates, and a finite result would hide them.
     """
     scale = scale[slot]
     if window:
@@ -211,7 +212,7 @@ def fp16_to_e4m3(codes):
 
 
 def note(operands, a, b):
-    """Remembers what was multiplied, for the report. Not inside compiled code, where it would be a side effect."""
+    """Records the formats of a product for the report. Not in compiled code, where it would be a side effect."""
     if not torch.compiler.is_compiling():
         operands.add((a.dtype, b.dtype))
 
@@ -226,7 +227,7 @@ class _Products(torch.autograd.Function):
         w8, w_scale = fp8_weight(weight, weight_scale)
         ctx.delayed, ctx.settings, ctx.x_dtype, ctx.operands = delayed, settings, x.dtype, operands
         note(operands, x8, w8)
-        # The weight's FP8 copy is made again in backward: holding one per layer would cost a byte per parameter.
+        # Backward makes the weight's FP8 copy again: keeping one per layer would cost a byte per parameter.
         ctx.save_for_backward(None if port is None else x8, x_scale, weight, weight_scale)
         w8 = w8 if transposed else w8.t()
         return output(scaling.product(x8, w8, x_scale, w_scale, dtype, exact=exact, use_fast_accum=True))
@@ -234,7 +235,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x8, x_scale, weight, weight_scale = ctx.saved_tensors
-        # Not saved tensors: a layer called twice updates the history in the first of its two backward passes.
+        # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         history, scale, updates = ctx.delayed
         window, gradient_format, transposed, exact, _ = ctx.settings
         amax = scaling.amax(dy)
@@ -250,6 +251,6 @@ class _Products(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             a, b, a_scale, b_scale = (x8, dy8, x_scale, dy_scale) if transposed else (dy8, x8, dy_scale, x_scale)
             note(ctx.operands, a, b)
-            # Any number of rows: only the product's inner dimension is concerned, and zeros pad it.
+            # This product sums over the rows, so their number is padded with zeros.
             dw = scaling.product(a.t(), b, a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True).float()
         return dx, dw, None, None, None, None, None, None

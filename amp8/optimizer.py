@@ -1,13 +1,13 @@
 """Adam and AdamW over scaled low-precision tensors, in fp32 arithmetic.
 
-First moment e4m3, second moment fp16, each with a power-of-two scale per tensor (FP8-LM, arXiv:2310.18313, section
-2.2). e4m3 will do for m, which spans few powers of two that matter. It will not for v: the square root of an e4m3 v
-spans 2**9 where m spans 2**18, so v would vanish under elements whose m does not. The update itself is computed from
-the new moments before they are rounded.
+The first moment is e4m3 and the second fp16, each with a power-of-two scale per tensor (FP8-LM, arXiv:2310.18313,
+section 2.2). e4m3 is enough for m, because only a few powers of two of m matter. It is not enough for v: the square
+root of an e4m3 v spans 2**9 where m spans 2**18, so v would become 0 for elements whose m does not. The update is
+computed from the new moments before they are rounded.
 
-Each tensor is read once and written once. That needs the new scales *before* the pass, so they come from bounds rather
-than from the new values: |m'| <= beta1 |m| + (1 - beta1) |g|, likewise v', and Adam moves no weight by more than
-lr times a constant. A bound costs at most a power or two of the format's range, nothing of its precision.
+Each tensor is read once and written once. That needs the new scales *before* the pass, so they come from bounds instead
+of the new values: |m'| <= beta1 |m| + (1 - beta1) |g|, likewise v', and Adam changes no weight by more than lr times a
+constant. A bound costs at most one or two powers of two of the format's range, and no precision.
 """
 
 import math
@@ -20,8 +20,8 @@ from .comm import linear_of, local
 from .compiled import compiled_on_cuda
 from .gradients import BATCH, CHUNK
 
-# Smaller tensors, the biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
-# bytes, and a launch of their own each would cost more than they do. MS-AMP quantises them all.
+# Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
+# bytes, and one kernel launch for each would cost more than it saves. MS-AMP quantises them all.
 SMALLEST = 4096
 
 HASH = 0x5BD1E995  # of an element's index, for stochastic rounding
@@ -32,8 +32,8 @@ LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # 
 class Adam(torch.optim.Optimizer):
     """torch.optim.Adam or AdamW over a model's converted and other parameters.
 
-    It has the very param_groups of the optimizer given to `amp8.initialize`, so schedulers go on working. A group's
-    `lr` may be a tensor. Made by `amp8.initialize`, not by hand.
+    It shares the param_groups of the optimizer given to `amp8.initialize`, so schedulers continue to work. A group's
+    `lr` may be a tensor. `amp8.initialize` makes it.
 
     State of a quantised parameter: `step`, `exp_avg` and `exp_avg_sq` (codes) with `exp_avg_scale` and
     `exp_avg_sq_scale`, and `amax` [2], the largest magnitudes of the unrounded moments.
@@ -87,7 +87,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step. Waits for the gradients' communication first; under O3 sends the new weights after."""
+        """Takes one step. First waits for the gradients' communication; under O3 then sends the new weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,7 +118,7 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def step_plain(self, group, parameters):
-        """torch's own Adam, moments in the parameter's dtype."""
+        """Runs torch's own Adam, with moments in the parameter's dtype."""
         states = [self.moments(parameter, group) for parameter in parameters]
         adam(
             [local(parameter).detach() for parameter in parameters],
@@ -141,7 +141,7 @@ class Adam(torch.optim.Optimizer):
         )
 
     def step_others(self, group, parameters):
-        """Parameters that are not of a converted layer: weight and gradient as they are, moments quantised."""
+        """Updates parameters outside converted layers: plain weight and gradient, quantised moments."""
         states = [self.moments(parameter, group) for parameter in parameters]
         weights, gradients = [local(p).detach() for p in parameters], [local(p.grad) for p in parameters]
         g_amax = self.model_state.largest(amaxes_of(gradients))
@@ -151,7 +151,7 @@ class Adam(torch.optim.Optimizer):
         self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax))
 
     def step_converted(self, group, parameters):
-        """Converted weights. Under O3 what is updated is the master, and the FP8 weight follows from it."""
+        """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
         linears = [linear_of(parameter) for parameter in parameters]
         sharded = self.model_state.level == "O3"
         for linear in linears:
@@ -264,9 +264,9 @@ class Adam(torch.optim.Optimizer):
             gradient.clear()
 
     def load_state_dict(self, state_dict):
-        """Loads what `state_dict()` of this optimizer gave, or of torch's Adam or AdamW with the same groups.
+        """Loads the `state_dict()` of this optimizer, or of torch's Adam or AdamW with the same groups.
 
-        Dtypes are ours whatever comes: fp32 moments are quantised. The param_group dicts stay the same objects.
+        Moments are converted to our dtypes: fp32 moments are quantised. The param_group dicts stay the same objects.
         """
         groups = state_dict["param_groups"]
         sizes, saved = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in groups]
@@ -281,7 +281,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def adopt(self, parameter, values):
-        """Takes over the state of one parameter: ours as it is, plain moments rounded to this level's formats."""
+        """Loads the state of one parameter: our own state unchanged, plain moments rounded to this level's formats."""
         if "max_exp_avg_sq" in values:
             raise ValueError("amsgrad is not supported: its third moment has no place in MS-AMP's levels")
         linear = linear_of(parameter)
@@ -332,12 +332,12 @@ def flat(tensor, like=None):
 
 
 def without_waiting(tensor, device):
-    """A tensor of the CPU on `device`. From pinned memory a GPU copies when its turn comes and the host goes on."""
+    """Copies a CPU tensor to `device`. From pinned memory the copy is asynchronous, so the host does not wait."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def largest_move(beta1, beta2):
-    """The largest |m| / sqrt(v): how far a step of Adam can move an element, in units of lr, but for bias correction.
+    """The largest |m| / sqrt(v): how far a step of Adam can move an element, in units of lr, without bias correction.
 
     By Cauchy and Schwarz (1 - beta1) / sqrt((1 - beta2) (1 - beta1**2 / beta2)). Times 3, because the rounded moments
     of the step before may be off: an e4m3 subnormal by a factor of 2.
@@ -349,7 +349,7 @@ def largest_move(beta1, beta2):
 
 
 def above(bound, dtype):
-    """A bound that holds for values rounded to `dtype` too."""
+    """A bound that also holds for the values after rounding to `dtype`."""
     return bound * (1 + torch.finfo(dtype).eps / 2)
 
 
@@ -394,7 +394,7 @@ adam_slices = compiled_on_cuda(_adam_slices)
 
 
 def store(target, value, scale, seed=None, start=0):
-    """Writes fp32 values into a tensor: as codes into e4m3 and fp16, as they are into fp32 and bf16."""
+    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16."""
     if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
         target.copy_(value)
     elif seed is not None and target.dtype == torch.float16:
@@ -406,8 +406,8 @@ def store(target, value, scale, seed=None, start=0):
 def round_stochastically(x, seed, start=0):
     """fp32 -> fp16, up or down with probabilities that make the mean exact. Saturates.
 
-    An update much smaller than a weight's last bit is lost by rounding to nearest; here it arrives on average. The
-    random bits are a hash of the element's index, counted from `start`, and `seed` (0-d int64): the same on every
+    Rounding to nearest loses an update much smaller than a weight's last bit; stochastic rounding keeps it on average.
+    The random bits are a hash of the element's index, counted from `start`, and `seed` (0-d int64): the same on every
     rank, in a resumed run, and in compiled code.
     """
     mask = 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""What a converted model really is, counted on its live tensors."""
+"""Reports what a converted model consists of, counted on its live tensors."""
 
 import torch
 
@@ -8,7 +8,7 @@ from .state import at_rest, root_of
 
 
 def report(model, optimizer=None):
-    """A dict of plain values, fit for JSON. Call it after an optimizer step: before, there is little to measure.
+    """Returns a dict for JSON. Call it after an optimizer step: before the first, gradients and moments are missing.
 
     converted: names. skipped: [name, reason]. parameters: {linear, all}, numbers of them.
     bytes_per_parameter: {linear, all} -> {weight, gradient, master, optimizer, total}, on this rank; gradients of

@@ -1,4 +1,4 @@
-"""FP8 numbers and their scales: the one place where a tensor becomes FP8, is multiplied, and comes back.
+"""FP8 numbers and their scales: casting to FP8, FP8 products, and casting back.
 
 FP8 holds few values, so a tensor is multiplied by a `scale` that brings its largest magnitude, the `amax`, near the
 format's largest finite value, and then rounded: `codes = round(x * scale)`, and `x ~ codes / scale`. Every scale here
@@ -7,7 +7,7 @@ is this *quantisation* scale, fp32, per tensor (0-d) or per row and column (broa
 
 Where a scale comes from:
 - current (in-time) scaling: from the amax of the tensor itself;
-- delayed scaling: from a history of past amaxes, so that the cast need not wait for a reduction. The state is plain
+- delayed scaling: from a history of past amaxes, so that the cast does not wait for a reduction. The state is plain
   tensors: `history` [length, *slots] whose row 0 collects the step's amaxes, `scale` [*slots]. A slot is one tensor
   with a scale of its own: any number of them, of any shape, are updated at once.
 
@@ -31,11 +31,11 @@ def dtype_max(dtype):
 
 
 def amax(x, dim=None):
-    """Largest magnitude of `x`, fp32: 0-d, or with `dim` (one or several) reduced and kept. NaN and infinity come out
-    as they are, so that they can be seen here, before a saturating cast hides them. Of nothing it is 0."""
+    """Largest magnitude of `x`, fp32: 0-d, or reduced over `dim` (one or several), which is kept. NaN and infinity are
+    returned unchanged, because a saturating cast would hide them later. The amax of an empty tensor is 0."""
     x = x.detach()
     if dim is not None:
-        # Without their sign bit floats sort as the integers of the same bits, which a CPU compares faster.
+        # Without the sign bit, floats sort like the integers with the same bits, which a CPU compares faster.
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
         ints, magnitude = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
         return x.view(ints).bitwise_and(magnitude).amax(dim, keepdim=True).view(x.dtype).float()
@@ -49,8 +49,8 @@ def power_of_two_scale(amax, dtype, margin=0, previous=None):
     """The largest power of two that keeps `amax` within `dtype`, lowered by `margin` powers (FP8-LM's rule).
 
     amax: fp32, any shape. Returns fp32 of that shape: 2**(floor(log2(max / amax)) - margin), exactly, kept within
-    2**-126 .. 2**126 so that neither it nor its reciprocal is subnormal. Where amax is 0, infinite or NaN nothing can
-    be learned from it: `previous` stays, or 1.
+    2**-126 .. 2**126 so that neither it nor its reciprocal is subnormal. If amax is 0, infinite or NaN, the result is
+    `previous`, or 1.
     """
     # With amax = m * 2**e and m in [0.5, 1), the logarithm's floor is a comparison of mantissas: log2() would round.
     max_mantissa, max_exponent = math.frexp(dtype_max(dtype))
@@ -63,8 +63,8 @@ def power_of_two_scale(amax, dtype, margin=0, previous=None):
 def quantize(x, scale, dtype):
     """Codes of `dtype` (FP8 or fp16): x * scale in fp32, rounded to nearest even.
 
-    What lies outside, infinity too, saturates at the largest finite value; NaN stays NaN. The clamp is ours because
-    torch's own cast gives NaN for it up to 2.11 and saturates from 2.13 on.
+    Values outside the range, infinity too, saturate at the largest finite value; NaN stays NaN. We clamp ourselves,
+    because torch's cast gives NaN for such values up to 2.11 and saturates from 2.13 on.
     """
     top = dtype_max(dtype)
     return (x.float() * scale).clamp(-top, top).to(dtype)
@@ -73,8 +73,8 @@ def quantize(x, scale, dtype):
 def round_to_grid(x, smallest_normal, dtype):
     """`x` (fp32, contiguous) rounded to nearest even on an FP8 grid that has no upper end, in place.
 
-    smallest_normal: where the grid turns subnormal: that of `dtype`, or it divided by a power-of-two scale; a number
-    or broadcastable. No FP8 tensor is made, because a CPU is slow to read one back.
+    smallest_normal: where the grid becomes subnormal: the smallest normal of `dtype`, maybe divided by a power-of-two
+    scale; a number or broadcastable. No FP8 tensor is made, because reading one is slow on a CPU.
     """
     # unit = 2**e, e the exponent of x. In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the
     # sum's last place, so the addition rounds as hardware does, and the subtraction is exact. In fp32, since a
@@ -96,7 +96,7 @@ def round_codes(x, scale, dtype):
     if torch.compiler.is_compiling():
         return rounded(x).to(torch.bfloat16)  # one fused loop
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    # In pieces, because done at once each of the half dozen passes would go through memory.
+    # In pieces that stay in the cache: each of the half dozen passes over a whole tensor would go through memory.
     for piece, codes in zip(x.reshape(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
         codes.copy_(rounded(piece))
     return out
@@ -166,8 +166,8 @@ def _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
 
 
 def record_(history, value, slot=()):
-    """Collects an amax in the history's row of this step: the largest of a step counts, whatever the micro-batches.
-    In place, so not for evaluation. NaN is kept as infinity: a maximum over ranks could lose a NaN."""
+    """Records an amax in the history's row of this step, in place. The row keeps the maximum over the micro-batches of
+    a step. NaN is stored as infinity, because a maximum over ranks could drop NaN. Don't call it in evaluation."""
     row = history[0][slot]
     row.copy_(torch.maximum(row, value.nan_to_num(nan=math.inf, posinf=math.inf)))
 

@@ -1,4 +1,4 @@
-"""States of a converted model that leave the process: exact ones to resume from, plain ones to use elsewhere."""
+"""Saves and loads the state of a converted model: exact states to resume from, plain ones to use elsewhere."""
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,12 @@ from .linear import FP8Linear
 
 
 def root_of(model):
-    """The module that was given to `initialize`, without what wraps it."""
+    """The module that was given to `initialize`, without its wrappers."""
     return next(module for module in model.modules() if getattr(module, "amp8_state", None) is not None)
 
 
 def at_rest(root):
-    """`root`, with its shards put back where a forward pass under fully_shard has left gathered weights."""
+    """Returns `root`, after freeing the gathered weights that a forward pass under fully_shard has left behind."""
     if fully_sharded(root):
         from .fsdp import reshard
 
@@ -23,13 +23,13 @@ def at_rest(root):
 
 
 def named(pairs):
-    """(name, value) under the names that the model has without checkpoint_wrapper."""
+    """Yields (name, value) with the names that the model has without checkpoint_wrapper."""
     for name, value in pairs:
         yield ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module"), value
 
 
 def exact_state(model, optimizer):
-    """Everything from which training resumes bit for bit, {key: tensor}, in dtypes that safetensors stores.
+    """Everything that is needed to resume bit for bit, {key: tensor}, in dtypes that safetensors stores.
 
     Keys beginning with `all/` are the same on every rank, those with `rank/` this rank's own: amax histories, and
     under O3 the masters and moments of the layers it owns. Under fully_shard those with `rows/` are this rank's rows of
@@ -53,12 +53,12 @@ def exact_state(model, optimizer):
 
 @torch.no_grad()
 def load_exact_state(model, optimizer, tensors):
-    """Puts back what `exact_state` gave, on a model and optimizer set up the same way.
+    """Loads what `exact_state` returned into a model and optimizer that were set up the same way.
 
-    tensors: this rank's own entries and the shared ones, of any rank. Under fully_shard also a list with the entries of
-    each rank that shared the model, in order; the number of ranks may then be another. Only what this rank needs is
-    looked up, so they may be files opened lazily. Raises ValueError where level, number of ranks, names, shapes or
-    dtypes are not those of the model.
+    tensors: this rank's own entries and the common ones of any rank. Under fully_shard it may also be a list with the
+    entries of each rank that saved the model, in order; then the number of ranks may differ. Only the entries that this
+    rank needs are read, so files opened lazily work. Raises ValueError if level, number of ranks, names, shapes or
+    dtypes differ from the model's.
     """
     state, root = state_of(model), at_rest(root_of(model))
     parts = list(tensors) if isinstance(tensors, list | tuple) else None
@@ -118,7 +118,7 @@ def own_rows(parameter):
 
 
 def rows_from(parts, key, first, last, rows):
-    """Rows first .. last of a tensor that was shared by len(parts) ranks."""
+    """Rows first .. last of a tensor that was sharded over len(parts) ranks."""
     cut = -(-rows // len(parts))
     found = []
     for i, part in enumerate(parts):
@@ -129,8 +129,8 @@ def rows_from(parts, key, first, last, rows):
 
 
 def agreed(key, values):
-    """What ranks had each of its own, for another number of ranks: what is safe for all. amax histories the largest,
-    scales and numbers of updates the smallest."""
+    """Merges values that each rank had for itself, when the number of ranks changes: the largest amax histories, the
+    smallest scales and numbers of updates, which are safe for all ranks."""
     values = torch.stack(list(values))
     return values.amax(0) if key.endswith("amax_history") else values.amin(0)
 
@@ -156,7 +156,7 @@ def raw_tensors(root):
 
 
 def numbers_of(group):
-    """A param_group's numbers as fp64 tensors: lr, betas, eps, weight_decay, and what a scheduler adds."""
+    """The numbers of a param_group as fp64 tensors: lr, betas, eps, weight_decay, and what a scheduler adds."""
     numbers = {}
     for key, value in group.items():
         if key == "betas" or isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
@@ -177,8 +177,8 @@ def load_number(group, key, saved):
 
 @torch.no_grad()
 def master_state_dict(model):
-    """The model's state_dict with the most precise weights there are: under O3 the owners' FP16 masters instead of the
-    FP8 weights. Plain fp32, under the unconverted model's names. Every rank must call it; every rank gets all of it."""
+    """The model's state_dict with the most precise weights: under O3 the owners' FP16 masters instead of the FP8
+    weights. Plain fp32, with the unconverted model's names. Every rank must call it; every rank gets the whole dict."""
     state, root = state_of(model), root_of(model)
     out = root.state_dict()
     if state.level != "O3":
