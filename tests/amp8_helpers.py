@@ -1,4 +1,4 @@
-"""Ranks for the amp8 tests: forked from a process that has imported torch, judged by what they return."""
+"""Runs ranks for the amp8 tests. They are forked from a process that has imported torch, and return results."""
 
 import multiprocessing
 import os
@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 
 def run_ranks(world, function, *args, timeout=60):
-    """[function(rank, world, *args) of each rank], run in `world` gloo processes. Fails with a rank's traceback."""
+    """Runs function(rank, world, *args) in `world` gloo processes. Returns a list of the results, or fails with a
+    rank's traceback."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")

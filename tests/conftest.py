@@ -1,7 +1,7 @@
-"""Runs of the recipes' own `main` in forked ranks: one import of torch for the whole session, seconds per launch saved.
+"""Runs the recipes' own `main` in forked ranks. The session imports torch only once, which saves seconds per launch.
 
-The environment of a rank is what `accelerate launch` exports for the config (tests/test_plan.py compares the two), so a
-forked run goes through the same door as a launched one. Results are judged by the files a run leaves.
+A rank gets the environment that `accelerate launch` exports for the config (tests/test_plan.py compares the two), so a
+forked run takes the same path as a launched one. Tests look at the files that a run leaves.
 """
 
 import functools
@@ -32,8 +32,8 @@ from faithful import config as config_module  # noqa: E402
 from faithful import plan, process  # noqa: E402
 from shared.args import parse  # noqa: E402
 
-# The first backward decides for good whether forks may compute gradients: on tensors of this CPU they may, but not if it
-# was one that tools/estimate.py traces.
+# The first backward of the process decides whether forks can compute gradients. They can if it ran on real CPU tensors,
+# but not if it ran on the fake tensors of tools/estimate.py.
 torch.ones(1, requires_grad=True).sum().backward()
 
 
@@ -53,7 +53,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """What a failed test says first is the promise that is broken: its docstring, or its name in words."""
+    """Adds the broken promise to the report of a failed test: its docstring, or its name in words."""
     report = yield
     if report.failed:
         words = item.function.__doc__ or item.originalname.removeprefix("test_").replace("_", " ")
@@ -78,7 +78,7 @@ def free_port():
 
 
 def as_a_script(main):
-    """What Python does with a script whose lines are `main()`, to the end of the process."""
+    """Runs `main` like Python runs a script, to the end of the process."""
     from faithful.accelerator import Accelerator
 
     try:
@@ -95,7 +95,7 @@ def as_a_script(main):
 class Ranks:
     """Forked ranks of one run; their output goes to <output_dir>.log.
 
-    name: of a recipe. script: the path of another script, to be run instead. before(rank): is called in each of them.
+    name: a recipe. script: the path of a script to run instead. before(rank): called in each rank before the run.
     """
 
     def __init__(self, config, argv, name="vit", processes=None, env=None, before=None, script=None):
@@ -111,7 +111,7 @@ class Ranks:
             pid = os.fork()
             if pid == 0:
                 try:
-                    torch.set_num_threads(1)  # remakes the pool that the fork broke, before two threads do it at once
+                    torch.set_num_threads(1)  # makes a new thread pool after the fork, before two threads do it at once
                     if world > 1 or "LOCAL_RANK" in exported:
                         exported |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                         exported |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -135,7 +135,7 @@ class Ranks:
             self.pids.append(pid)
 
     def wait(self, timeout=240):
-        """Exit codes of all ranks; past the timeout everything is killed and the test fails."""
+        """Returns the exit codes of all ranks. After the timeout it kills all of them and the test fails."""
         codes, end = {}, time.time() + timeout
         while len(codes) < len(self.pids):
             for pid in self.pids:
@@ -144,7 +144,7 @@ class Ranks:
                     if done:
                         codes[pid] = os.waitstatus_to_exitcode(status)
             if any(codes.values()) and len(codes) < len(self.pids):
-                end = min(end, time.time() + 20)  # as torchrun, don't wait for ever for the peers of a failed rank
+                end = min(end, time.time() + 20)  # like torchrun, don't wait forever for the peers of a failed rank
             if time.time() > end:
                 for pid in set(self.pids) - set(codes):
                     os.kill(pid, signal.SIGKILL)
@@ -163,7 +163,7 @@ class Ranks:
 
 
 def train(config, output_dir, *argv, code=0, **kwargs):
-    """A run to its end; the folder it leaves. Fails with the run's output unless every rank exits with `code`."""
+    """Trains to the end and returns the run's folder. Fails with the run's output unless all ranks exit with `code`."""
     ranks = Ranks(config, ["--output_dir", str(output_dir), *map(str, argv)], **kwargs)
     codes = ranks.wait()
     assert set(codes) == {code}, f"exit codes {codes}\n{ranks.text()[-4000:]}"
@@ -190,14 +190,14 @@ def distance(a, b):
 
 
 def launched(*command, cwd=ROOT, env=None, timeout=240):
-    """A command as a user types it, with this interpreter's environment first on the path."""
+    """Runs a command as a user types it, with this interpreter's environment first on the path."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     full = os.environ | {"PATH": path, "VIRTUAL_ENV": sys.prefix} | (env or {})
     return subprocess.run(command, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout)
 
 
 def alive(marker):
-    """Processes, other than this one, whose command line holds `marker`."""
+    """Other processes whose command line contains `marker`."""
     found = []
     for other in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(other.info["cmdline"] or [])
@@ -206,7 +206,7 @@ def alive(marker):
     return found
 
 
-STAYING = set()  # processes that serve several tests
+STAYING = set()  # processes that several tests use
 
 
 class PretendedGpu:
@@ -219,14 +219,14 @@ class PretendedGpu:
         self.missing = json.loads(self.server.stdout.readline())["missing"]
 
     def run(self, config, output_dir, *argv, **job):
-        """(exit codes, output) of a run. job: what `serve` of tests/pretend.py takes."""
+        """Returns (exit codes, output) of a run. job: what `serve` of tests/pretend.py takes."""
         argv = ["--output_dir", str(output_dir), *map(str, argv)]
         self.server.stdin.write(json.dumps({"config": str(config), "argv": argv} | job) + "\n")
         answer = json.loads(self.server.stdout.readline())
         return answer["exit_codes"], answer["text"]
 
     def train(self, config, output_dir, *argv, code=0, **job):
-        """A run to its end; its folder. Fails with the run's output unless every rank exits with `code`."""
+        """Trains to the end and returns the folder. Fails with the run's output unless all ranks exit with `code`."""
         codes, text = self.run(config, output_dir, *argv, **job)
         assert set(codes) == {code}, f"exit codes {codes}\n{text[-4000:]}"
         return Path(output_dir)
@@ -234,7 +234,7 @@ class PretendedGpu:
 
 @pytest.fixture(scope="session")
 def gpu():
-    """A pretended GPU; the tests that use it skip, and say why, where there can be none."""
+    """A pretended GPU. Tests that use it are skipped, with the reason, if it cannot be built here."""
     pretended = PretendedGpu()
     if pretended.missing:
         pretended.server.wait()
@@ -247,7 +247,7 @@ def gpu():
 
 @pytest.fixture(autouse=True)
 def no_leftovers():
-    """A test that leaves a rank behind would slow down every test after it."""
+    """Fails a test that leaves a process behind, which would slow down every later test."""
     yield
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in STAYING]
     for child in children:

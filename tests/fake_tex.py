@@ -1,8 +1,9 @@
-"""TransformerEngine's compiled module, `transformer_engine_torch`, in plain torch: what its Linear and LayerNorm call.
+"""Replaces TransformerEngine's compiled module, `transformer_engine_torch`, by plain torch, as far as its Linear and
+LayerNorm need it.
 
-So TransformerEngine's own Python (modules, quantizers, autocast, amax and scale bookkeeping) runs without a GPU. Every
-number that its kernels would make is made here, in fp32, from real FP8 tensors; amp8 is not asked, because it is what
-is compared. `install()` comes after `import torch` and before `import transformer_engine`.
+With it, TransformerEngine's own Python (modules, quantizers, autocast, amaxes and scales) runs without a GPU. This file
+computes what the kernels would compute, in fp32, from real FP8 tensors. It does not use amp8, because tests compare
+amp8 with it. Call `install()` after `import torch` and before `import transformer_engine`.
 
 Source: TransformerEngine 2.20, transformer_engine/pytorch/csrc (what each function takes and returns) and
 common/recipe/delayed_scaling.cu (the fused update). cuBLASLt's rules for FP8: its documentation, cublasLtMatmul.
@@ -42,7 +43,7 @@ NVTE_Fused_Attn_Backend = enum.IntEnum(
 
 
 def missing():
-    """Why TransformerEngine's Python cannot be imported here, or None."""
+    """The reason why TransformerEngine's Python cannot be imported here, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "TransformerEngine's Python is not installed: ./launch.sh setup --extra dev --extra te-python"
     found = importlib.metadata.version("transformer-engine")
@@ -50,7 +51,7 @@ def missing():
 
 
 def install():
-    """Puts this file's functions where TransformerEngine looks for its compiled module; returns that module."""
+    """Installs this file's functions as TransformerEngine's compiled module. Returns that module."""
     os.environ["NVTE_FRAMEWORK"] = "none"  # importing the package tries its part for torch, and would warn
     import transformer_engine.common
 

@@ -1,4 +1,4 @@
-"""tools/advise.py: what it recommends and why, from estimates, rules and a comparison; and that its bytes are counted ones."""
+"""tools/advise.py: what it recommends and why, and that its bytes per step are those that were counted."""
 
 import json
 

@@ -111,7 +111,7 @@ def test_two_ranks_differ_from_one_by_no_more_than_the_rounding_explains():
 
 
 class Layer:
-    """What Comm wants of a layer."""
+    """The part of a layer that Comm uses."""
 
     def __init__(self, shape):
         self.weight = nn.Parameter(torch.zeros(shape))

@@ -1,4 +1,4 @@
-"""What converts, what stays, what the report says, and what goes in and out of a converted model."""
+"""amp8.initialize: what it converts, what it leaves, the report, and the state dicts of a converted model."""
 
 import copy
 

@@ -21,7 +21,7 @@ WIDTH = 32
 
 
 def slow(*values):
-    """A case of a promise that another case keeps in the default run."""
+    """A slow case of a test whose other cases are in the default run."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -74,7 +74,7 @@ def batch(step, rank=0, n=8):
 
 
 def start(wrap=shard, level="O2", model=None, lr=1e-2, **options):
-    """A model on a level: under fully_shard, under DistributedDataParallel, or (None) alone."""
+    """A model at a level: under fully_shard, under DistributedDataParallel, or alone (None)."""
     model = wrap(model or net()) if wrap is shard else wrap(model or net()) if wrap else model or net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     return amp8.initialize(model, optimizer, level, exact=True, **options)
@@ -103,7 +103,7 @@ def whole(model):
 
 
 def codes_of(model):
-    """The stored codes of the converted layers and the moments' too, put together from all ranks."""
+    """The stored codes of converted layers and moments, put together from all ranks."""
     found = {}
     for name, layer in next(m for m in model.modules() if hasattr(m, "amp8_state")).amp8_state.layers.items():
         found[name] = layer.sharding.gather() if layer.sharding else layer.codes
@@ -191,7 +191,7 @@ def mean_gradients(rank, world, replicas):
 
 
 def exact_gradients(world):
-    """Each rank's gradients in fp32, before any rounding of their own."""
+    """Each rank's gradients in fp32, before they are rounded."""
     found = []
     for rank in range(world):
         model, _ = start(None)

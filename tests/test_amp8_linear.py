@@ -31,7 +31,7 @@ def layer(level="O2", bias=True, **options):
 
 
 def rounded(x, dtype):
-    """x as FP8 with in-time power-of-two scaling sees it."""
+    """x after rounding to FP8 with in-time power-of-two scaling."""
     scale = scaling.power_of_two_scale(x.abs().max(), dtype)
     return scaling.dequantize(scaling.quantize(x, scale, dtype), scale)
 

@@ -28,7 +28,7 @@ def start(level="O2", kind=torch.optim.AdamW, options=None, model=None, **more):
 
 
 def put(layer, gradient):
-    """As if backward had found this gradient."""
+    """Sets the gradient, as a backward pass would."""
     layer.gradient.clear()
     layer.gradient.store(gradient.clone())
     return layer.gradient.value()
@@ -45,7 +45,7 @@ ADAMS = [
 @pytest.mark.parametrize("kind, options", ADAMS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_follows_torchs_adam(level, kind, options):
-    """The same gradients for 30 steps: what differs is the formats' rounding."""
+    """Given the same gradients for 30 steps, amp8's Adam differs from torch's by the formats' rounding only."""
     model, optimizer = start(level, kind, {"lr": 1e-2, **options})
     layer = model[0]
     if level == "O3":

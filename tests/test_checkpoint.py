@@ -1,4 +1,4 @@
-"""Killed, stopped, cut short, tampered with: the run goes on as the same run, or refuses."""
+"""A run that was killed or stopped, or whose checkpoint was damaged, resumes as the same run or refuses."""
 
 import functools
 import json
@@ -42,8 +42,8 @@ def same_run(a, b):
 
 @pytest.mark.parametrize(("config", "kills"), [("single_bf16", 4), ("ddp_fp16", 3), ("fsdp_fp32", 3)])
 def test_killed_and_resumed_is_the_same_run(uninterrupted, tmp_path, config, kills):
-    """Ten kills -9 at random moments over three strategies, each resumed run the next victim; an epoch is 44 or 22
-    steps, so most moments are mid-epoch."""
+    """A run that is killed by kill -9 at random moments and resumed is the same run. Ten kills over three strategies;
+    each resumed run is killed again. An epoch has 44 or 22 steps, so most moments are mid-epoch."""
     out, chance, survived = tmp_path / "run", random.Random(config), 0
     while survived < kills:
         ranks = Ranks(config, ["--output_dir", str(out), *STEPS, *LATEST])
@@ -84,8 +84,8 @@ def test_sigterm_to_one_worker(uninterrupted, tmp_path, config, victim):
     ("send", "number"), [(os.kill, signal.SIGTERM), (os.kill, signal.SIGKILL), (os.killpg, signal.SIGTERM)]
 )
 def test_a_signal_to_the_launcher(tmp_path, config, send, number):
-    """Whatever the launcher dies of, alone or with all its processes (as from Slurm), those that train write one
-    complete checkpoint, also where others load their data, and nobody survives."""
+    """If the launcher gets a signal, alone or with all its processes (as from Slurm), the workers write one complete
+    checkpoint, also with data loader processes, and no process survives."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yml"]
     command += ["--main_process_port", str(free_port()), "recipes/vit.py", "--output_dir", str(out)]
@@ -110,8 +110,8 @@ def test_a_signal_to_the_launcher(tmp_path, config, send, number):
 
 @pytest.mark.parametrize("config", ["single_fp32", "fsdp_bf16"])
 def test_sigterm_during_evaluation(tmp_path, config):
-    """A long evaluation is no reason to miss the signal, and its checkpoint is one of training. After it FSDP2 holds
-    some parameters whole and in 16 bit."""
+    """SIGTERM during a long evaluation is noticed, and the checkpoint is one of training, although FSDP2 holds some
+    parameters whole and in 16 bit at that moment."""
     out = tmp_path / "run"
 
     def slow_evaluation(rank):
@@ -140,7 +140,7 @@ def test_sigterm_during_evaluation(tmp_path, config):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Two checkpoints, at steps 4 and 8."""
+    """A finished run with two checkpoints, at steps 4 and 8."""
     argv = ("--max_steps", 8, "--save_steps", 4, "--logging_steps", 4)
     return train("ddp_fp32", tmp_path_factory.mktemp("finished") / "run", *argv)
 
@@ -254,7 +254,8 @@ def test_pruning_keeps_the_newest(tmp_path):
     ],
 )
 def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, config, ranks):
-    """The limit on file size stands for the full disk: the second checkpoint cannot be written, by all or by one."""
+    """A full disk, simulated by a limit on file size, ends neither the run nor the last checkpoint. The second
+    checkpoint cannot be written, by all ranks or by one."""
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 
@@ -286,7 +287,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
 
 
 def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
-    """As runs of earlier versions left them: no number of a format, no random state, tensors of the one model."""
+    """A checkpoint of an earlier version, without a format number and random states, is refused with what to do."""
     folder = tmp_path / "run" / "checkpoint-3"
     folder.mkdir(parents=True)
     save_file({"model/head.bias": torch.zeros(10), "optimizer/head.bias/exp_avg": torch.zeros(10)},

@@ -1,4 +1,4 @@
-"""What is in cluster/, as far as it can be known without a cluster; test_machines.py starts a Slurm."""
+"""The files of cluster/, as far as they can be checked without a cluster. test_machines.py starts a Slurm."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""tools/compare.py: what it refuses, its verdicts on pairs, what it writes, and that kill -9 costs no finished run."""
+"""tools/compare.py: what it refuses, its verdicts on pairs, what it writes, and that kill -9 loses no finished run."""
 
 import csv
 import json
@@ -24,9 +24,9 @@ SHORT = ("--max_steps", 24, "--warmup_steps", 5, "--save_steps", 0, "--eval_step
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Real runs of one seed: bf16, its twin, MS-AMP's O2. From them runs of other seeds, with what a seed does (20%) and
-    a config (2%, and 3% more in O2) written into their metrics: bf16 and O2 with seeds 0 to 5, and bf16 with a learning
-    rate ten times too high."""
+    """Real runs of one seed: bf16, its twin, MS-AMP's O2. Runs of other seeds are copies of them whose metrics were
+    changed as if by a seed (20%) and by a config (2%, and 3% more in O2): bf16 and O2 with seeds 0 to 5, and bf16 with
+    a learning rate ten times too high."""
     folder = tmp_path_factory.mktemp("runs")
     train("single_bf16", folder / "real", *SHORT)
     train("single_bf16", folder / "twin-0", *SHORT, env={"FAITHFUL_TWIN": "1"})
@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
 
 
 def seeded(run, to, seed, factor, **changes):
-    """A copy of a run as if it had another seed, with all its metrics times `factor`."""
+    """A copy of a run with another seed and with all its metrics times `factor`."""
     both = {"evidence__initial_weights": f"weights {seed}", "seen__first_batch": f"batch {seed}", "args__seed": seed}
     changed(run, to, **both, **changes)
     rows = [
@@ -61,7 +61,7 @@ def compared(tmp_path, *argv):
 
 
 def changed(run, to, **changes):
-    """A copy of a run whose record differs; dots go into the nested record."""
+    """A copy of a run with changes in its record; dots in a key go into nested dicts."""
     shutil.copytree(run, to)
     made = record(to)
     for key, value in changes.items():
@@ -119,7 +119,8 @@ def test_the_twin_is_a_control_from_weights_one_rounding_apart(runs, tmp_path):
 
 
 def test_runs_without_numbers_are_refused_and_what_differs_is_named(runs, tmp_path):
-    """As of three steps, too few for a step time."""
+    """A run without numbers is refused, such as one of three steps, too few for a step time; the message names what
+    differs."""
     no_times = {"throughput__step_seconds_median": None}
     one = changed(runs / "bf16-0", tmp_path / "one", **no_times)
     with pytest.raises(
@@ -359,7 +360,8 @@ def until(condition, seconds=120):
 
 
 def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
-    """kill -9 as soon as the second run trains; one config can't run here, and is a row with its reason."""
+    """After kill -9 during the second run, the comparison continues and the report is the same. One config can't run
+    here and is a row with the reason."""
     folder = tmp_path / "comparison"
     first, second = folder / "single_fp32-seed0", folder / "single_bf16-seed0"
     process = start(folder)
@@ -384,7 +386,7 @@ def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
 
 
 def test_the_page_in_a_browser(full, tmp_path):
-    """No error on its console, no request to anybody, in light and in dark."""
+    """The page has no error on the console and makes no request, in light and in dark mode."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     if browser_path is None:
@@ -417,7 +419,8 @@ def test_the_page_in_a_browser(full, tmp_path):
 
 
 def test_seeds_auto_stops_at_the_first_look_with_a_verdict(runs, tmp_path, monkeypatch, capsys):
-    """Runs that are there already stand for launches: O2 within 3% of bf16, now above and now below, then far from it."""
+    """--seeds auto stops at the first look with a verdict. Existing runs stand in for launches: O2 within 3% of bf16 on
+    either side, then far from it."""
     real = record(runs / "real-o2")["final"]["metrics"]["eval_loss"]
     for seed in range(6):
         same = record(runs / f"bf16-{seed}")["final"]["metrics"]["eval_loss"] / real
@@ -464,7 +467,7 @@ for _ in range(12):
 
 
 def test_a_script_of_ones_own_and_what_it_is_refused(tmp_path):
-    """Once per config where nothing says where its seed goes; then it is said."""
+    """A script of your own runs once per config if {seed} is not in its arguments, and the report says so."""
     script = tmp_path / "own.py"
     script.write_text(OWN)
     assert not compare.is_recipe(script) and all(map(compare.is_recipe, (ROOT / "recipes").glob("*.py")))

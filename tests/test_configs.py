@@ -1,4 +1,4 @@
-"""Every config of the folder, for real, on this machine."""
+"""Trains with every config of the folder on this machine."""
 
 import functools
 import sys
@@ -18,7 +18,7 @@ CPU_ONLY = not torch.accelerator.is_available()
 
 
 def write_local_share(folder, rank):
-    """Before the run: let each rank say how many parameter elements it holds."""
+    """Called before the run: each rank writes down how many parameter elements it holds."""
     count = evidence.Evidence.after_first_update
 
     def patched(self, optimizer):
@@ -85,7 +85,7 @@ def test_compiles(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["single_bf16", "ddp_fp32", "fsdp_bf16"])
 def test_accelerate_launch_itself(tmp_path, name):
-    """The whole way once per strategy, and its forked twin of the other tests is the same run."""
+    """A run by `accelerate launch` is the same as a forked run of the other tests, once per strategy."""
     out = tmp_path / "run"
     command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{name}.yml", "--main_process_port", "0"]
     result = launched(*command, "recipes/vit.py", "--output_dir", str(out), *map(str, STEPS))
@@ -116,7 +116,7 @@ def test_torchrun_and_python(tmp_path):
     [("--cpu",), ("--cpu", "--num_processes", "2"), ("--mixed_precision", "fp16"), ("--num_processes", "2")],
 )
 def test_two_processes_never_become_copies_of_one(tmp_path, options):
-    """What Accelerate runs as something else, with exit code 0, does not train here."""
+    """Configs that Accelerate would run as something else, with exit code 0, are refused."""
     config = tmp_path / "ddp_bf16.yml"
     config.write_text((CONFIGS / "ddp_bf16.yml").read_text())
     if options == ("--num_processes", "2"):  # the sound one: it must run, as two

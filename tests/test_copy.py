@@ -1,4 +1,4 @@
-"""A copied recipe, where nothing else of the project can be imported."""
+"""A copied recipe runs where nothing else of the project can be imported."""
 
 import importlib.util
 import subprocess
@@ -15,7 +15,7 @@ spec.loader.exec_module(tool)
 
 
 def alone(folder, recipe, *argv):
-    """`python -I`: neither PYTHONPATH nor the current folder is on the path, only what the recipe adds itself."""
+    """Runs the recipe with `python -I`: neither PYTHONPATH nor the current folder is on the path."""
     command = [sys.executable, "-I", f"recipes/{recipe}.py", *map(str, argv)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
@@ -32,7 +32,7 @@ def test_it_runs_alone(tmp_path, name):
 
 
 def test_under_accelerate_with_its_own_config(tmp_path):
-    """MS-AMP's levels need amp8, in a folder where the project is not."""
+    """A copy with one of MS-AMP's levels runs under accelerate launch, in a folder outside the project."""
     tool.copy("vit", "ddp_fp8_msamp_o2", tmp_path / "mine")
     readme = (tmp_path / "mine" / "README.md").read_text()
     assert len(readme.splitlines()) <= 10
@@ -45,7 +45,7 @@ def test_under_accelerate_with_its_own_config(tmp_path):
 
 
 def test_a_module_left_out_is_noticed(tmp_path):
-    """The test above can fail: without one of the files it does."""
+    """A copy without one of the files does not run, so the tests above can fail."""
     tool.copy("vit", "single_bf16", tmp_path / "mine")
     (tmp_path / "mine" / "faithful" / "steps.py").unlink()
     done = alone(tmp_path / "mine", "vit", "--help")

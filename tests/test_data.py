@@ -1,4 +1,4 @@
-"""Data: the order, the counting, the sets themselves."""
+"""shared/data.py: the order of samples, evaluation, and the datasets."""
 
 from itertools import islice
 
@@ -35,7 +35,7 @@ def test_a_set_shorter_than_a_batch_is_refused():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluation_counts_every_sample_once(tmp_path, world):
-    """All sizes of the held-out set from 1 to 17, all batches from 1 to 5, in one process and in two."""
+    """Evaluation counts every sample once: held-out sets of 1 to 17 samples, batches of 1 to 5, on 1 and 2 processes."""
 
     def before(rank):
         vit = recipe("vit")
@@ -99,7 +99,8 @@ def test_textures_are_grey_and_each_has_held_out_patches():
 
 
 def test_grey_images_for_a_model_of_timm():
-    """Its normalization is for three colours; the images keep their one channel, unless its weights need three."""
+    """Grey images keep their one channel and get the mean of timm's three normalizations; a pretrained model gets three
+    channels."""
     config = models.data_config("resnet18")
     batch = data.images("digits", None, config)[0].__getitems__([0, 1])["pixel_values"]
     grey = data.digits()[0].pixels[:2]
@@ -140,7 +141,7 @@ def test_a_folder_of_images_trains(tmp_path):
 
 
 def test_a_set_in_the_hubs_format_trains(tmp_path):
-    """Parquet files under data/, as the Hub stores them; found by path where there is no network."""
+    """Parquet files under data/, as the Hub stores them, are loaded from a local path without a network."""
     import datasets
 
     make_folder(tmp_path / "set")

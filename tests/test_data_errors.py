@@ -1,4 +1,4 @@
-"""What is wrong with the user's data is one line that names the file or the index; no traceback."""
+"""An error in the user's data is one line that names the file or the index, without a traceback."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def make(root, counts=(("train", 24), ("test", 8)), classes=("red", "grey")):
 
 
 def test_of_two_processes_one_speaks(tmp_path):
-    """Rank 0 alone reads the data first; the other, whose peer is gone, adds no traceback."""
+    """Only one of two processes reports an error in the data. Rank 0 reads the data first; rank 1 adds no traceback."""
     from conftest import Ranks
 
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
@@ -35,7 +35,7 @@ def test_of_two_processes_one_speaks(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_process_that_draws_a_broken_image_says_so(tmp_path, workers):
-    """Of the second half of the first batch: rank 0 does not see it."""
+    """The rank that draws a broken image reports it. The image is in rank 1's half of the first batch."""
     from conftest import Ranks
 
     root = make(tmp_path / "set", counts=(("train", 32), ("test", 4)))
@@ -144,7 +144,8 @@ def test_text_that_is_not_utf_8_is_named(tmp_path):
 
 
 def test_the_image_pipeline_gives_the_same_images_whatever_the_workers_and_after_a_resume(tmp_path):
-    """Random crops and flips are drawn from (seed, epoch, index): weights would differ if they were not."""
+    """Random crops and flips depend on (seed, epoch, index) only, so the weights are equal for any number of workers
+    and after a resume."""
     import shutil
 
     root = make(tmp_path / "set")
@@ -167,7 +168,8 @@ def test_the_image_pipeline_gives_the_same_images_whatever_the_workers_and_after
 
 
 def test_held_out_images_are_as_the_model_wants_them(tmp_path):
-    """Resized and cropped without chance, grey made RGB, normalized by the model's own mean and deviation."""
+    """Held-out images are resized and cropped without randomness, made RGB, and normalized with the model's own mean
+    and std."""
     root = make(tmp_path / "set")
     config = models.data_config("vit_base_patch16_clip_224.openai")
     assert config["mean"] != (0.5,) * 3

@@ -1,4 +1,4 @@
-"""tools/diagnose.py: the shadow is what the layers compute, a pair begins at one state, planted faults are named."""
+"""tools/diagnose.py: its measurements match the layers, pairs start from one state, and it names planted faults."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def run(config, folder, *words, options=OPTIONS, code=0):
 
 
 def sides(layer, x):
-    """What a layer computes and what the shadow says of it: output and weight gradient."""
+    """Output and weight gradient of a layer, from the layer itself and from tools/shadow.py."""
     low = {which: shadow.rounded(layer, which, value, "fprop")[0]
            for which, value in ((0, x), (1, shadow.true_weight(layer)))}  # fmt: skip
     y = layer(x)
@@ -58,7 +58,7 @@ def test_the_shadow_rounds_as_a_layer_of_a_level_does(level):
 
 
 def test_a_layer_back_in_high_precision_steps_as_torch_would():
-    """An O2 layer's stand-in against a plain Linear with AdamW, and its FP8 self is there again afterwards."""
+    """An O2 layer put back to high precision steps like a plain Linear with AdamW, and is an FP8 layer again later."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(64, 48))
     model = torch.nn.Sequential(torch.nn.Linear(64, 48))
@@ -83,7 +83,7 @@ def test_a_layer_back_in_high_precision_steps_as_torch_would():
     "name", ["single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3", "ddp_fp8", "ddp_fp8_msamp_o3"]
 )
 def test_the_same_steps_again_are_the_same(tmp_path, name):
-    """With nothing changed the loss is the same to the last bit; with a layer changed it is not."""
+    """Repeated steps give the same loss bit for bit if nothing changed, and another loss if a layer changed."""
     made, said = run(name, tmp_path / "out", "vit")
     assert made["again"] == 0
     assert len(made["pairs"]) == 2 and len(made["groups"]) == (15 if name == "ddp_fp8" else 16)
@@ -117,7 +117,7 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
 
 
 def test_a_script_of_ones_own_that_evaluates_on_its_way(tmp_path, monkeypatch):
-    """Its held-out batches are its own, and where it ends too early that is said."""
+    """A script that evaluates between steps keeps its held-out batches; if it ends too early, the tool says so."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = tmp_path / "mine.py"
     script.write_text((ROOT / "recipes" / "vit.py").read_text())

@@ -1,5 +1,5 @@
-"""The emulated Linear: against torchao's own, against TransformerEngine's recipes written out slowly, and in the
-places a training run puts a Linear."""
+"""The emulated Linear: against torchao's own, against slow versions of TransformerEngine's recipes, and in the
+situations of a training run."""
 
 import copy
 import dataclasses
@@ -195,7 +195,8 @@ def test_current_scaling_is_tensorwise_and_its_format_is_heard():
 @pytest.mark.parametrize("fp8_format, grad_dtype", [("HYBRID", E5M2), ("E4M3", E4M3)])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_delayed_scaling_step_by_step(fp8_format, grad_dtype, algo):
-    """Six steps against FP8 tensors, fp64 products and scales kept by hand: margin 1, a history of three."""
+    """Delayed scaling matches FP8 tensors, fp64 products and scales computed by hand: six steps, margin 1, a history of
+    three."""
     linear = layer("delayed", fp8_format=fp8_format, margin=1, amax_history_len=3, amax_compute_algo=algo)
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
     scales, seen = [torch.tensor(1.0)] * 3, []
@@ -310,7 +311,7 @@ def test_leading_dimensions():
 
 @every_recipe
 def test_rows_of_zeros_change_nothing(recipe):
-    """With them a GPU fills up the rows to a multiple of 16, which FP8 products take."""
+    """Rows of zeros change nothing: a GPU pads the rows with them to a multiple of 16, which FP8 products need."""
     x, grad = seeded(10, 64), seeded(10, 48, seed=1)
     out, dx, *rest = run(layer(recipe), x, grad)
     filled = run(layer(recipe), F.pad(x, (0, 0, 0, 6)), F.pad(grad, (0, 0, 0, 6)))

@@ -1,4 +1,4 @@
-"""tools/estimate.py: what it counts without storage against live runs, its rules, and what it says fits."""
+"""tools/estimate.py: its estimates against measured runs, its rules, and which configs it says fit."""
 
 import json
 import resource
@@ -31,7 +31,8 @@ def of(vit, seen, config, *argv, processes=None, cpu=False):
 
 
 def test_memory_knows_what_lives():
-    """y = (x w).relu().sum(): the product is saved for relu's backward, x for the gradient of w."""
+    """The trace knows which tensors are alive in y = (x w).relu().sum(): relu's result is saved for its backward, x for
+    the gradient of w."""
     memory = tracing.Memory()
     w, x = nn.Parameter(torch.randn(64, 32)), torch.randn(8, 64)
     w.register_post_accumulate_grad_hook(memory.is_gradient)
@@ -128,7 +129,7 @@ def test_a_large_model_takes_no_memory(vit, seen):
 
 
 def test_fp8_of_a_large_model_is_not_computed_either(vit, seen):
-    """Its layers once made real tensors, and multiplied them: 6.5 GB and minutes."""
+    """An estimate of a large FP8 model makes no real tensors. It once did, which took 6.5 GB and minutes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     guess = of(vit, seen, "single_fp8_te", "--model", "vit_huge")
     assert guess["weights"] > 2.4e9 and guess["activations"] > 1e9

@@ -1,4 +1,4 @@
-"""Any run's weights, in a process that has never heard of FP8."""
+"""Exports the weights of any run, for programs that know nothing of FP8."""
 
 import functools
 import importlib.util
@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def copied(trained, tmp_path):
-    """A run to damage."""
+    """A copy of a run, which the test may damage."""
     return lambda config: shutil.copytree(trained(config), tmp_path / config)
 
 
@@ -199,7 +199,8 @@ def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_pa
 
 
 def test_shards_of_any_shape_are_put_together(tmp_path):
-    """FSDP2 cuts dimension 0 as torch.chunk does: four rows on three ranks are 2, 2 and none."""
+    """Shards of any shape are joined: FSDP2 cuts dimension 0 like torch.chunk, so four rows on three ranks are 2, 2
+    and 0."""
     torch.manual_seed(0)
     whole = {
         "blocks.0.a": torch.randn(7, 3),
@@ -257,7 +258,8 @@ def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels_give_what_amp8_says_they_mean(tmp_path, level):
-    """Against amp8's own `master_state_dict`, a frozen layer, which has no master, and a BatchNorm among them."""
+    """An export at MS-AMP's levels equals amp8's own `master_state_dict`, also for a frozen layer, which has no master,
+    and a BatchNorm."""
     import amp8
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The formats tool: what it says about a format, about rounding to it, and about torch's scaled product."""
+"""tools/formats.py: the limits of each format, the rounding errors, and torch's scaled product."""
 
 import sys
 
@@ -106,6 +106,6 @@ def test_mistakes_are_one_line(capsys, monkeypatch, options):
 
 
 def test_help_comes_before_torch():
-    """Nothing heavy at the top of the file: --help and mistakes answer at once."""
+    """The tool imports torch only after it has parsed the options, so --help and errors appear at once."""
     for line in (ROOT / "tools" / "formats.py").read_text().splitlines():
         assert not line.startswith(("import torch", "from torch", "from amp8"))

@@ -1,4 +1,4 @@
-"""Every FP8 config, for real on this machine: what is converted, that it trains, that it resumes as the same run."""
+"""Trains with every FP8 config on this machine: what is converted, that it trains, that it resumes as the same run."""
 
 import contextlib
 import copy
@@ -90,7 +90,7 @@ def test_rehearses(tmp_path, bf16, name):
 
 
 def test_torchao_is_imported_in_silence():
-    """torch's warning about one of its enums would come from every process of every run."""
+    """Importing torchao prints no warning. torch's warning about an enum would come from every process of every run."""
     said = launched(
         sys.executable, "-c", "from faithful import Accelerator; from torchao.float8 import Float8LinearConfig"
     )
@@ -124,7 +124,7 @@ def told_to_stop_at(step):
     ],
 )  # fmt: skip
 def test_resumes_as_the_same_run(tmp_path, name):
-    """Amax histories, scales, codes, masters and moments: all of it comes back, or the losses would show it."""
+    """An FP8 run resumes as the same run: amax histories, scales, codes, masters and moments are all restored."""
     steps = ("--max_steps", 24, "--logging_steps", 1, "--save_steps", 0, "--learning_rate", 0.004)
     whole = train(name, tmp_path / "whole", *steps)
     part = train(name, tmp_path / "part", *steps, before=told_to_stop_at(20), code=143)
@@ -134,7 +134,8 @@ def test_resumes_as_the_same_run(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["single_fp8_msamp_o2", "ddp_fp8_msamp_o2", "fsdp_fp8_msamp_o2"])
 def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path, name):
-    """One global batch in two micro-batches: FP8 rounds other tensors, so the runs are close, not equal."""
+    """A global batch in two micro-batches trains nearly the same: FP8 rounds other tensors, so the runs are close but
+    not equal."""
     a = train(name, tmp_path / "a", *STEPS, "--per_device_train_batch_size", 16)
     argv = ("--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 2)
     b = train(name, tmp_path / "b", *STEPS, *argv)
@@ -144,7 +145,7 @@ def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path, name):
 
 
 def resolved(name):
-    """The Plan of a config as on this machine."""
+    """The Plan of a config on this machine."""
     import yaml
 
     found = asked(exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
@@ -155,7 +156,8 @@ def resolved(name):
 
 @pytest.mark.parametrize("name", ["fsdp_fp8", "fsdp_fp8_ao_rowwise"])
 def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name):
-    """In bf16, as FSDP2 computes: output and both gradients beside those of torch._scaled_mm."""
+    """torchao emulates only without FP8 hardware, and computes the same: output and both gradients in bf16 equal those
+    of torch._scaled_mm."""
     from torchao.float8 import convert_to_float8_training
 
     rehearsal, sides = resolved(name), []
@@ -175,7 +177,7 @@ def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name)
 
 @pytest.mark.parametrize(("name", "count"), [("single_fp8", 47), ("single_fp8_te", 48), ("single_fp8_msamp_o2", 48)])
 def test_layers_of_vit_tiny(name, count):
-    """1000 classes are not a multiple of 16: the head stays, the other 48 Linear layers are FP8's (torchao: 47)."""
+    """vit_tiny has 48 FP8 layers (torchao: 47). The head is not one of them: 1000 classes are not a multiple of 16."""
     model = models.vit("vit_tiny", 224, 3, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
@@ -187,7 +189,8 @@ def test_layers_of_vit_tiny(name, count):
 
 @pytest.mark.parametrize(("name", "count"), [("single_fp8", 2), ("single_fp8_te", 3), ("single_fp8_msamp_o2", 1)])
 def test_a_linear_of_another_class_is_named(name, count):
-    """torch's attention reads out_proj's weight past its forward: in FP8 it would compute something else."""
+    """A Linear of another class is named. torch's attention reads out_proj's weight without calling it, so in FP8 it
+    would compute something else."""
     model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     planned = resolved(name)
@@ -199,7 +202,7 @@ def test_a_linear_of_another_class_is_named(name, count):
 
 
 def counted_under_fsdp(rank, world, backend):
-    """A norm and a head by themselves are what Accelerate shards beside the blocks."""
+    """Counts the FP8 layers of a model in which FSDP2 shards each layer by itself, and evaluates it."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     asked = SimpleNamespace(backend="ao", level="tensorwise", precision="fp8", fp8_options={}, strategy="fsdp",
                             implementation=backend, rehearsal=True)  # fmt: skip
@@ -223,7 +226,8 @@ def counted_under_fsdp(rank, world, backend):
 
 @pytest.mark.parametrize("backend, name", [("emulated", "FSDPEmulatedLinear"), ("torchao", "FSDPFloat8Linear")])
 def test_a_layer_that_fsdp_shards_by_itself_is_counted(backend, name):
-    """FSDP2 gives what it shards another class: Accelerate does so to the last norm and an untied head."""
+    """A layer that FSDP2 shards by itself is counted, although FSDP2 changes its class. Accelerate shards the last norm
+    and an untied head this way."""
     [(names, before, after, plain)] = run_ranks(1, counted_under_fsdp, backend)
     assert names == [name, name]
     assert before == after == (2, 0)
@@ -262,7 +266,8 @@ def test_without_amp8_it_says_what_to_copy(tmp_path):
 
 
 def test_the_default_of_accelerate_is_caught_before_step_1(tmp_path):
-    """FP8 all-gather outside FSDP2: with Accelerate the FP8 layers silently never train."""
+    """Accelerate's default of FP8 all-gather outside FSDP2, with which FP8 layers never train, is an error before
+    step 1."""
     for name in ("single_fp8", "ddp_fp8"):
         text = (CONFIGS / f"{name}.yml").read_text()
         for change in ("all_gather: true", None):
@@ -276,7 +281,7 @@ def test_the_default_of_accelerate_is_caught_before_step_1(tmp_path):
 
 
 def test_evaluation_is_outside_fp8(tmp_path):
-    """The loss that evaluation reports is the plain model's under bf16 autocast, for every backend."""
+    """Evaluation does not use FP8: for every backend its loss is that of the plain model under bf16 autocast."""
     from safetensors.torch import load_file
 
     for name in ("single_fp8_te", "single_fp8_msamp_o2", "single_fp8"):
@@ -293,7 +298,8 @@ def test_evaluation_is_outside_fp8(tmp_path):
     "name", ["single_fp8", "zero2_fp8", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3"]
 )
 def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
-    """Also where a copy of it is evaluated, an average of weights say, while the model itself trains on."""
+    """A model computes plain products in eval() and FP8 again in train(), also if a copy of it, such as an average of
+    weights, is evaluated in between."""
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), torch.randn(16, 32)
     before, planned = copy.deepcopy(model), resolved(name)
@@ -325,7 +331,7 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
 
 
 def test_a_copy_of_a_model_in_transformer_engine_s_autocast_is_a_model_of_its_own(monkeypatch):
-    """Its own weights, and its own train() and eval()."""
+    """A copy of a model in TransformerEngine's autocast has its own weights and its own train() and eval()."""
     entered = []
 
     @contextlib.contextmanager

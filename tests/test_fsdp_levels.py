@@ -1,4 +1,4 @@
-"""MS-AMP's levels under FSDP2 through the recipes: what is counted, saved, resumed, dealt to other ranks, exported."""
+"""MS-AMP's levels under FSDP2, through the recipes: counting, saving, resuming on other numbers of ranks, exporting."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def test_the_truth_line_counts_shards_bytes_and_wire(whole):
 
 
 def signalled(number, step):
-    """Before the run: rank 1 sends itself a signal before the backward of a step."""
+    """Called before the run: rank 1 sends itself a signal before the backward of a step."""
 
     def before(rank):
         from faithful import Accelerator, steps
@@ -109,7 +109,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_checkpoint(whole, 
 
 
 def saving_what_was_loaded(rank):
-    """Before the run: a checkpoint is written right after one was loaded."""
+    """Called before the run: writes a checkpoint right after one was loaded."""
     from faithful import Accelerator
 
     load = Accelerator.load_state
@@ -163,7 +163,8 @@ def test_checkpointed_and_kept_blocks_change_no_number(whole, tmp_path):
 
 @pytest.mark.slow
 def test_frozen_and_tied_weights(whole, tmp_path):
-    """GPT-2: its head is its embedding, its layers are transformers' Conv1D; the first block stays as it is."""
+    """Frozen and tied weights work: GPT-2, whose head is its embedding and whose layers are transformers' Conv1D, with
+    the first block frozen."""
     run = train(O2, tmp_path / "run", *GPT, "--freeze", 1, name="gpt")
     made = record(run)["evidence"]
     assert "lm_head" in made["truth"] and made["linear_converted"] == made["linear_total"] - 1

@@ -1,4 +1,4 @@
-"""`pip install .`: faithful and amp8 for a script that is nothing of ours, in a folder that is none of ours."""
+"""`pip install .` installs faithful and amp8, and a script outside the project trains with them."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""launch.sh, and a recipe copied into a project of its own."""
+"""launch.sh: what it adds to a launch, its commands, and the set-up of an environment."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
 
 
 def test_launch_sh_adds_under_a_second(tmp_path):
-    """From the command to `accelerate launch`: an accelerate that exits at once stands for the real one."""
+    """launch.sh adds less than a second before `accelerate launch`, measured with an accelerate that exits at once."""
     fake = tmp_path / "accelerate" / "commands"
     fake.mkdir(parents=True)
     (tmp_path / "accelerate" / "__init__.py").touch()
@@ -67,7 +67,7 @@ def test_launch_sh_adds_under_a_second(tmp_path):
 
 
 def test_an_interrupted_set_up_is_finished_by_the_next(tmp_path):
-    """With an installer that only notes what it was asked: killed in the middle, then called again."""
+    """A set-up that was killed in the middle is finished by the next one. The installer here only logs its calls."""
     for name in ("launch.sh", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     stub = tmp_path / ".venv" / "bin" / "python"

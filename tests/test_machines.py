@@ -1,4 +1,4 @@
-"""Several machines: two network namespaces with names and addresses of their own, joined by a cable that can be cut."""
+"""Several machines: two network namespaces with their own names and addresses, joined by a link that can be cut."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def ip(*words):
 
 
 class Machines:
-    """node0 and node1. Each finds the other by name, as machines of a cluster do."""
+    """node0 and node1, which find each other by name, as machines of a cluster do."""
 
     def __init__(self, folder):
         self.folder, self.running = folder, []
@@ -57,7 +57,7 @@ class Machines:
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
     def launch(self, rank, config, *argv, options=()):
-        """`accelerate launch` on one of them, as the README has it; its output goes to node<rank>.log."""
+        """Runs `accelerate launch` on one machine, as in the docs; its output goes to node<rank>.log."""
         command = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"',
                    f"node{rank}", sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                    f"accelerate_configs/{config}.yml", "--num_machines", "2", "--num_processes", "2", "--machine_rank",
@@ -69,7 +69,7 @@ class Machines:
         self.running[rank:] = [process, *self.running[rank + 1 :]]
 
     def kill(self, rank):
-        """As a power cut does: the launcher and its workers at once, none of them told."""
+        """Kills the launcher and its workers at once, like a power cut."""
         try:
             launcher = psutil.Process(self.running[rank].pid)
             for process in [launcher, *launcher.children(recursive=True)]:
@@ -123,7 +123,7 @@ def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tm
 
 @pytest.mark.slow
 def test_a_link_that_is_down_for_20_seconds_is_waited_for(machines, tmp_path):
-    """TCP sends again what was lost; nobody restarts, nothing differs."""
+    """If the link is down for 20 seconds, the run waits: TCP resends, nothing restarts, the result is the same."""
     steps = ("--max_steps", "200", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
     run = tmp_path / "run"
@@ -143,8 +143,9 @@ def test_a_link_that_is_down_for_20_seconds_is_waited_for(machines, tmp_path):
 
 @pytest.mark.slow
 def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_path, monkeypatch):
-    """The workers end after COLLECTIVE_TIMEOUT. Then the launchers do: machine 0's, having waited join_timeout for the
-    other to come back; the other's when its kernel gives up the connection to machine 0, here after six attempts."""
+    """If the link stays cut, both machines end in bounded time. The workers end after COLLECTIVE_TIMEOUT. Then machine
+    0's launcher ends after waiting join_timeout for the other, and the other's when its kernel gives up the connection,
+    here after six attempts."""
     monkeypatch.setenv("COLLECTIVE_TIMEOUT", "10")
     steps = ("--max_steps", "200", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
@@ -173,7 +174,8 @@ def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16", "hsdp_bf16", "zero3_bf16"])
 def test_a_process_that_falls_silent_is_waited_for_as_long_as_was_said(tmp_path, config):
-    """Also in the groups that FSDP2 and DeepSpeed make themselves, which would wait for 30 minutes."""
+    """Processes wait COLLECTIVE_TIMEOUT for one that stops responding, also in the groups that FSDP2 and DeepSpeed make
+    themselves, whose default is 30 minutes."""
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 
@@ -230,7 +232,7 @@ scontrol show job "$job" | grep -o 'Restarts=[0-9]*'
 
 @pytest.mark.slow
 def test_a_slurm_job_that_is_requeued_is_the_same_run(tmp_path):
-    """Two node daemons of the real Slurm, `sbatch`, and `scontrol requeue` in the middle."""
+    """A Slurm job that is requeued in the middle is the same run, with two node daemons of the real Slurm."""
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
     if missing or os.geteuid():
         pytest.skip(f"needs root and Debian's slurm-wlm and munge (missing: {', '.join(missing) or 'root'})")

@@ -1,4 +1,4 @@
-"""tools/page.py: one file that asks nobody, the same each time, in colours that a style sheet can change."""
+"""tools/page.py: one file that needs no network, is the same each time, and has colours that a stylesheet can change."""
 
 import re
 

@@ -68,7 +68,8 @@ def test_what_it_takes_in_words():
 
 
 def test_no_difference_is_called_one_in_at_most_five_percent_and_looking_again_changes_nothing():
-    """Chance alone, 400 comparisons; with looks after 8 and 16 seeds and a stop at the first verdict."""
+    """Without a difference at most 5% of 400 comparisons find one, also with looks after 8 and 16 seeds and a stop at
+    the first verdict."""
     generator, wrong, stopped = np.random.default_rng(0), 0, 0
     looks = paired.looks(16)
     assert looks == [8, 16] and paired.looks(40) == [8, 16, 32, 40] and paired.looks(6) == [6]
@@ -82,7 +83,7 @@ def test_no_difference_is_called_one_in_at_most_five_percent_and_looking_again_c
 
 
 def test_twice_the_resolution_is_found():
-    """In the runs that state it; and in new ones, where it is what such comparisons state on average."""
+    """A difference of twice the stated resolution is found, in the same runs and in new ones."""
     generator, own, found, usual = np.random.default_rng(1), 0, 0, 0.0
     for at in range(600):
         base = generator.normal(1, 0.2, 8)
@@ -97,7 +98,7 @@ def test_twice_the_resolution_is_found():
 
 
 def test_the_benchmark_of_resampled_runs_says_the_same():
-    """Its own logic, on made pairs: who changes places at random is not better, and what is planted is found."""
+    """The benchmark's resampling, on made pairs: random swaps give no winner, and a planted difference is found."""
     generator = np.random.default_rng(2)
     base = generator.normal(1, 0.2, 8)
     values = base + generator.normal(0.02, 0.03, 8)

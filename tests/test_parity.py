@@ -1,4 +1,4 @@
-"""The same training, whatever the processes, the sharding, the accumulation: fp64 SGD shows any real difference."""
+"""Training is the same for any number of processes, sharding and accumulation. fp64 SGD shows any real difference."""
 
 import pytest
 from conftest import distance, metrics, record, train, weights
@@ -30,7 +30,7 @@ def test_fp64_sgd_ends_with_the_same_weights(one, tmp_path, config, per_device, 
 
 
 def test_the_oracle_can_fail(one, tmp_path):
-    """Half a global batch is another training: the bound above is not vacuous."""
+    """Half the global batch trains to other weights, so the parity test can fail."""
     other = train("single_fp32", tmp_path / "run", *FP64, *batches(16, 1))
     assert distance(one, other) > 1e-6
 

@@ -1,4 +1,4 @@
-"""What is asked, what is refused, and that our copy of Accelerate's rules is Accelerate's."""
+"""Plans of configs: what they ask for, what is refused, and that our copy of Accelerate's rules matches Accelerate."""
 
 import dataclasses
 import subprocess
@@ -38,7 +38,7 @@ def parsed_by_accelerate(path, *options):
 
 
 def exported_by_accelerate(path, *options):
-    """The environment that the installed launcher would start the script with."""
+    """The environment in which the installed launcher would start the script."""
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,
         prepare_multi_gpu_env,
@@ -274,7 +274,7 @@ def test_grammar_refuses_what_begins_as_ours():
 
 
 def merged(planned, **script):
-    """The arguments that Accelerate gets for a script's own."""
+    """The arguments that Accelerate gets for the script's arguments."""
     return arguments.merged(planned, script)
 
 
@@ -304,7 +304,7 @@ def test_the_collective_timeout_reaches_the_process_group(monkeypatch):
 
 
 def script_says(**script):
-    """Each argument of a script that means something else than the config does, with what is said about it."""
+    """Every script argument that contradicts the config is reported, with its message."""
     import accelerate.utils as u
 
     return {

@@ -1,4 +1,4 @@
-"""What comes after training: the same answers from the saved model as from the run, here and in onnxruntime."""
+"""predict and export to ONNX: the saved model gives the same answers as the run, in torch and in onnxruntime."""
 
 import functools
 import sys
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 def keep_predictions(folder, name, rank):
-    """Before a run: every rank writes down the classes that its last evaluation computed, batch by batch."""
+    """Called before a run: every rank writes down the classes that its last evaluation computed, batch by batch."""
     module = sys.modules[name]
     evaluate, cross_entropy = module.evaluate, module.F.cross_entropy
 
@@ -74,7 +74,7 @@ def keep_predictions(folder, name, rank):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, folder):
-    """config, recipe -> (run, its evaluation's class of each held-out sample, in their order)."""
+    """Returns a function: (config, recipe) -> (run, the class that its evaluation gave each held-out sample)."""
     root = tmp_path_factory.mktemp("runs")
 
     @functools.cache
@@ -129,7 +129,7 @@ def test_onnx_that_differs_is_not_written(trained, tmp_path, monkeypatch):
     held_out = export.held_out
 
     class Forgetful(torch.nn.Module):
-        """Another function when it is exported than when it is run."""
+        """Computes something else when it is exported than when it is run."""
 
         def __init__(self, model):
             super().__init__()
@@ -239,7 +239,7 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
 
 
 def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
-    """A held-out patch saved as PNG becomes the very pixels that evaluation saw."""
+    """A held-out patch saved as PNG and read by predict has exactly the pixels that evaluation saw."""
     pytest.importorskip("skimage")
     held_out = data.photos()[1]
     Image.fromarray(held_out.pixels[7].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
@@ -248,7 +248,7 @@ def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
 
 
 def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path):
-    """Fine-tuning: all weights but the new head are the run's; frozen blocks stay, later blocks move faster."""
+    """Fine-tuning starts from the run's weights, but for a new head; frozen blocks stay, later blocks learn faster."""
     from conftest import weights
 
     run, _ = trained("single_bf16")

@@ -72,7 +72,7 @@ SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
 
 @pytest.mark.parametrize("phase", ["process group", "training", *SLOW])
 def test_nobody_outlives_the_launcher(tmp_path, phase):
-    """The launcher is killed, as by the kernel when memory runs out, and tells nobody."""
+    """No process outlives a launcher that is killed without warning, as by the kernel when memory runs out."""
     out, held, script = tmp_path / "run", tmp_path / "held", tmp_path / "held.py"
     script.write_text(HELD.format(root=str(ROOT), phase=phase, held=str(held)))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp_fp32.yml"]
@@ -99,7 +99,7 @@ def test_nobody_outlives_the_launcher(tmp_path, phase):
 
 
 def together(commands, env=None):
-    """Output of launches that start at the same moment, each of which must succeed."""
+    """The output of launches that start at the same moment. Each must succeed."""
     full = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [subprocess.Popen(command, cwd=ROOT, env=full, **pipes) for command in commands]
@@ -138,7 +138,7 @@ def test_launches_at_the_same_moment_all_finish(tmp_path, count, words):
     ],
 )
 def test_launch_sh_takes_a_free_port_unless_one_is_named(tmp_path, words, free):
-    """With an accelerate that exits at once in the place of the real one."""
+    """launch.sh takes a free port unless one is named, shown with an accelerate that exits at once."""
     fake = tmp_path / "accelerate" / "commands"
     fake.mkdir(parents=True)
     (tmp_path / "accelerate" / "__init__.py").touch()
@@ -200,7 +200,7 @@ def test_the_port_of_another_run_is_named(tmp_path):
 
 
 def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path):
-    """The others know its address, or wait for it, in vain."""
+    """If a process ends between the rendezvous and the process group, the others, which wait for it, end too."""
 
     def before(rank):
         from faithful import launcher
@@ -217,7 +217,7 @@ def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path)
 
 
 def test_what_fails_while_a_run_is_being_made_is_one_line(tmp_path):
-    """The process group is there, the run is not yet: the record says so much."""
+    """An error after the process group was made and before the run began is one line, and is in the record."""
 
     def before(rank):
         from faithful import accelerator
@@ -231,7 +231,8 @@ def test_what_fails_while_a_run_is_being_made_is_one_line(tmp_path):
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
-    """The second waits for as long as a killed run may take to end, here a second, and does not touch anything."""
+    """Two runs cannot write to one folder. The second waits as long as a killed run may need to end, here a second, and
+    changes nothing."""
     argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "0", "--eval_steps", "0"]
 
     def impatient(rank):

@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md say exists, parses and agrees with the code: commands, paths, links, configs, tables."""
+"""README.md and docs/*.md agree with the code: commands parse; paths, links and configs exist; tables are current."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ def page(name):
 
 
 def commands(start):
-    """Every command of the pages that begins with `start`: lines of shell blocks, and inline code."""
+    """Every command in the pages that begins with `start`, in shell blocks and in inline code."""
     lines = [line for language, block in BLOCKS if language == "bash" for line in block.splitlines()]
     lines = [part for line in lines for part in re.split(r" && ", line)]
     found = [" ".join(command.split()) for command in [*lines, *INLINE]]  # inline code may go on in the next line
@@ -44,14 +44,14 @@ def commands(start):
 
 
 def tables():
-    """Rows of every table, as lists of cells, below their head."""
+    """The rows of every table, as lists of cells, without the header."""
     for block in re.findall(r"(?:^\|.*\|\n)+", TEXT, re.M):
         rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()]
         yield rows[0], rows[2:]
 
 
 def check_recipe(script, options):
-    """A recipe, by name or path, that takes these options."""
+    """Checks that a recipe, by name or path, exists and takes these options."""
     name = script.removeprefix("recipes/").removesuffix(".py")
     assert (ROOT / "recipes" / f"{name}.py").is_file(), script
     args.parse(recipe(name).Arguments, options)  # exits where it does not take one
@@ -70,7 +70,8 @@ def check_launch(words):
 
 
 def check_what_runs_over_configs(tool, words):
-    """`advise`, `compare` and `estimate`: their own options, configs that exist, and behind `--` a recipe with its options."""
+    """Checks `advise`, `compare` and `estimate`: their own options, configs that exist, and a recipe with its options
+    after `--`."""
     left, right = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     source = (ROOT / "tools" / f"{tool}.py").read_text()
     values = {after for before, after in zip(left, left[1:], strict=False) if before.startswith("--")}
@@ -152,7 +153,7 @@ def test_paths_exist():
 
 
 def anchors(file):
-    """What GitHub calls the headings of a page."""
+    """GitHub's anchors for the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.M | re.S)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", text, re.M)}
 
@@ -208,7 +209,7 @@ def gpus(capability):
 
 
 def of(strategy, precision, backend=None, level=None):
-    """What a config of this strategy and precision asks, whether there is a file of it or not."""
+    """What a config of this strategy and precision asks for, even if there is no file for it."""
     file = next(name for name in NAMES if name.startswith(f"{strategy}_bf16"))
     found = asked(exported(rules.file_problems(CONFIGS / f"{file}.yml")[1]))
     return found | {"precision": precision, "backend": backend, "level": level}
@@ -314,7 +315,7 @@ def test_what_a_run_leaves_is_what_it_says(tmp_path):
 
 
 def test_tables_and_picture_are_the_files():
-    """`python benchmarks/tables.py --check`, and it can fail."""
+    """Tables and picture are those that `python benchmarks/tables.py` writes; its --check can fail."""
     for name in tables_script.PAGES:
         assert tables_script.written(name) == page(name), f"{name}: python benchmarks/tables.py writes it"
     everything = "".join(map(page, tables_script.PAGES))

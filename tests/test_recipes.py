@@ -1,4 +1,4 @@
-"""Every recipe under the configs, the lines they share, and what is special to each."""
+"""Every recipe under the configs, the lines that they share, and the features of each."""
 
 import difflib
 import math
@@ -73,7 +73,7 @@ def test_rehearses(tmp_path, name, config):
     assert (made["evidence"]["linear_converted"] > 0) == (asked["precision"] == "fp8")
 
 
-SIBLINGS = {  # lines of each recipe that the others do not have word for word: what it is made of, and no more
+SIBLINGS = {  # lines of each recipe that may differ from the others: those about what it trains
     "vit": r"learning_rate: float|image|pixel|hits|accuracy|dataset: str|model: str|pretrained: bool|skip_broken|te_blocks|vit|shape|config = |"
     r"loss = F\.cross_entropy\(logits, batch|argmax|from shared import",
     "resnet": r"residual|resnet|[Bb]atch norm|average_statistics",
@@ -86,7 +86,7 @@ SIBLINGS = {  # lines of each recipe that the others do not have word for word: 
 
 @pytest.mark.parametrize("name", ["resnet", "gpt", "bert"])
 def test_siblings_share_their_lines(name):
-    """A line that one recipe has and another lacks must be about what that recipe trains; the loop is one loop."""
+    """Recipes differ only in lines about what they train; the training loop is the same."""
     pages = [(ROOT / "recipes" / f"{each}.py").read_text().splitlines() for each in ("vit", name)]
     own = [[], []]
     for line in difflib.ndiff(*pages):
@@ -106,7 +106,7 @@ def test_each_recipe_is_140_lines_at_most():
 
 @pytest.fixture(scope="module")
 def ragged(tmp_path_factory):
-    """Documents of 2 to 90 words, one a sequence: sequences of 9 to 48 labels."""
+    """Documents of 2 to 90 words, which give sequences of 9 to 48 labels."""
     folder = tmp_path_factory.mktemp("ragged")
     for i in range(60):
         (folder / f"{i:02}.txt").write_text(" ".join(f"w{i * k % 7}" for k in range(2 + i * 37 % 89)))
@@ -146,7 +146,7 @@ def test_the_loss_is_the_mean_over_all_tokens_whatever_the_processes(ragged, tmp
 
 @pytest.mark.slow
 def test_the_parity_can_fail(ragged, tmp_path):
-    """The mean of each micro-batch's own mean is another loss, where sequences differ in length."""
+    """The mean of the micro-batches' means is another loss if sequences differ in length: the test above can fail."""
 
     def own_means(rank):
         mean_count = text.Text.mean_count
@@ -252,10 +252,11 @@ def test_gpt2_shape_has_no_linear_for_torchao_but_for_amp8(ragged, tmp_path):
 
 
 def test_batch_norm_s_running_averages_are_those_of_all_processes(tmp_path):
-    """Rank 0's model is saved, and its averages are the mean over ranks: each rank's own would differ.
+    """The saved running averages of batch norm are the mean over all ranks, not rank 0's own.
 
-    In float64 with SGD: there DDP and FSDP2 differ by rounding alone. AdamW in fp32 divides tiny gradients by their own
-    size, so that a rounding error (which depends on the CPU) can move a weight by as much as the learning rate."""
+    The test uses float64 and SGD, with which DDP and FSDP2 differ by rounding alone. AdamW in fp32 divides tiny
+    gradients by their own size, so a rounding error (which depends on the CPU) can change a weight by as much as the
+    learning rate."""
     argv = (*STEPS, "--dtype", "float64", "--optimizer", "sgd", "--learning_rate", 0.2, "--warmup_steps", 2)
 
     def keep(rank):
@@ -330,7 +331,8 @@ def test_texts_with_classes_of_a_table_of_the_hub_and_of_pairs(tmp_path):
 
 
 def test_a_published_encoder_brings_its_tokenizer(tmp_path):
-    """One saved as on the Hub: [CLS] and [SEP] around texts, no end of text, a head of two classes."""
+    """A published encoder brings its tokenizer: a model saved as on the Hub, with [CLS] and [SEP] around texts, no end
+    of text, and a head of two classes."""
     import transformers
 
     words = "[PAD] [UNK] [CLS] [SEP] [MASK] it was dull bright grey on day and so , 1 2 3 4".split()
@@ -379,7 +381,8 @@ def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
 
 
 def test_what_fp8_leaves_alone_is_named():
-    """Subclasses, which have a forward of their own, odd shapes, and weights that are another layer's too."""
+    """The truth line names the layers that FP8 leaves: subclasses with their own forward, odd shapes, and shared
+    weights."""
     from torch import nn
 
     from faithful.backends import linear
@@ -401,7 +404,8 @@ def test_what_fp8_leaves_alone_is_named():
 
 @pytest.mark.slow
 def test_resnet_trains_on_cifar_10_s_format(tmp_path):
-    """Columns `img` and `label`, 32x32, in parquet, as `--dataset cifar10` arrives from the Hub."""
+    """resnet trains on CIFAR-10's format: columns `img` and `label`, 32x32, in parquet, as `--dataset cifar10` is on
+    the Hub."""
     import datasets
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""What the files of results/ claim of themselves: where they came from, and what they must show."""
+"""The files of results/: they say where they came from, and show what the docs say."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_kills_while_training_and_saving_lose_nothing():
 
 
 def test_the_same_kills_found_faults_before():
-    """So the campaign can find some."""
+    """The same kills found faults in an earlier version, so the campaign can find faults."""
     rows = {row["config"]: row for row in result("kills_before")["rows"]}
     assert rows["fsdp_fp8"]["unequal"] == 1 and rows["ddp_fp8_msamp_o3"]["failed_starts"] == 1
 

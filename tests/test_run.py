@@ -1,4 +1,4 @@
-"""What a run does when training itself goes wrong, and the noise it makes."""
+"""What a run does when training goes wrong, and what it prints."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ QUICK = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 2)
 
 
 def poison(step, rank_hit):
-    """Before the run: the loss of one rank becomes NaN at optimizer step `step`."""
+    """Called before the run: the loss of one rank becomes NaN at optimizer step `step`."""
 
     def before(rank):
         vit, seen = sys.modules["vit"], []
@@ -64,7 +64,8 @@ def test_also_between_two_times_that_the_ranks_agree(tmp_path, config):
 
 
 def test_a_gradient_overflow_under_fp16_skips_the_step_everywhere(tmp_path):
-    """The scaler's first scale is far too high: steps are skipped until it fits, and nothing advances meanwhile."""
+    """All ranks skip a step whose gradients overflow in fp16. The first scale is far too high: steps are skipped until
+    it fits, and neither the step count nor the schedule advances."""
     argv = ("--grad_scaler", f"init_scale={2.0**40}", *QUICK)
     run = train("single_fp16", tmp_path / "run", *argv)
     rows = [row for row in metrics(run) if "loss" in row]
@@ -161,7 +162,7 @@ def test_workers_change_nothing(tmp_path):
 
 
 def test_dropout_differs_between_ranks_and_weights_do_not(tmp_path):
-    """What each rank's generator would draw at each micro-batch, and its weights at the end."""
+    """Ranks draw different random numbers at each micro-batch and end with the same weights."""
 
     def before(rank):
         from faithful import Accelerator

@@ -1,5 +1,5 @@
-"""FP8 rounding, scales, products and delayed scaling, against torch's own casts and products and against hand-computed
-numbers."""
+"""FP8 rounding, scales, products and delayed scaling, against torch's own casts and products and numbers computed by
+hand."""
 
 import math
 
@@ -18,7 +18,7 @@ def every_bf16():
 
 
 def same_bits(a, b):
-    """Equal bit for bit, with any NaN equal to any other."""
+    """Whether two tensors are equal bit for bit; any NaN equals any other."""
     nan = a.isnan()
     return torch.equal(nan, b.isnan()) and torch.equal(a[~nan].view(torch.uint8), b[~nan].view(torch.uint8))
 

@@ -1,4 +1,4 @@
-"""Scripts that are no recipe: plain Accelerate loops of anyone's, whose one line is `from faithful import Accelerator`."""
+"""Scripts that are not recipes: plain Accelerate loops in which only `from faithful import Accelerator` is ours."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loa
 
 
 def written(folder, *changes):
-    """The loop as a file, with pairs of (text, what stands there instead)."""
+    """Writes the loop to a file, with replacements as pairs of (text, new text)."""
     text = LOOP
     for before, after in changes:
         assert before in text
@@ -112,7 +112,7 @@ def test_a_model_without_an_optimizer_does_not_train(tmp_path):
 
 @pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32"])
 def test_a_loss_that_is_not_finite_stops_a_loop_that_neither_clips_nor_logs(tmp_path, config):
-    """Rank 0's third loss is NaN. Nothing of it may have reached the weights."""
+    """A NaN loss stops a loop that neither clips nor logs, before it changes the weights. It is rank 0's third loss."""
     poisoned = (
         "if accelerator.is_main_process and optimizer.state and accelerator.steps.taken == 2: loss = loss * torch.nan"
     )
@@ -124,7 +124,8 @@ def test_a_loss_that_is_not_finite_stops_a_loop_that_neither_clips_nor_logs(tmp_
 
 
 def test_the_first_batch_is_the_same_on_any_number_of_processes(tmp_path):
-    """The hash is over samples: order, processes and micro-batches make no difference, another seed does."""
+    """The hash of the first batch depends on its samples and thus on the seed, not on their order, the number of
+    processes or micro-batches."""
     argv = ("--max_steps", 1, "--save_steps", 0, "--per_device_train_batch_size")
     one = train("single_fp32", tmp_path / "one", *argv, 16)
     two = train("ddp_fp32", tmp_path / "two", *argv, 4, "--gradient_accumulation_steps", 2)
@@ -138,7 +139,7 @@ def test_the_first_batch_is_the_same_on_any_number_of_processes(tmp_path):
 
 
 class Cursor:
-    """What a script might register."""
+    """An object that a script might register."""
 
     def __init__(self):
         self.at = 0
@@ -192,7 +193,8 @@ RESUMED = (
 
 
 def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
-    """By Accelerate's own names alone: a prepared scheduler, dropout, save_state, load_state, skip_first_batches."""
+    """A loop with Accelerate's own calls resumes as the same run: a prepared scheduler, dropout, save_state,
+    load_state, skip_first_batches."""
     script = written(tmp_path, *RESUMED)
     whole = train("single_bf16", tmp_path / "whole", script=script)
     assert checkpoint.unsound(whole / "checkpoint-4") is None
@@ -231,7 +233,8 @@ def test_the_exit_code_is_the_script_s(tmp_path):
 
 
 def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
-    """checkpoints/checkpoint_<n>, at most total_limit of them; a resumed run writes over none of them."""
+    """With automatic naming, checkpoints/checkpoint_<n>, at most total_limit are kept, and a resumed run overwrites
+    none."""
     project = "ProjectConfiguration(sys.argv[2], automatic_checkpoint_naming=True, total_limit=2)"
     script = written(
         tmp_path,

@@ -1,4 +1,4 @@
-"""`skip` of a config's fp8_config: Linear layers that stay in high precision, for every FP8 backend alike."""
+"""`skip` in a config's fp8_config keeps Linear layers in high precision, with every FP8 backend."""
 
 import pytest
 import yaml
@@ -15,7 +15,7 @@ BLOCK = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "ml
 
 
 def with_skip(folder, name, skip, key="skip"):
-    """A shipped config with a skip list, as a file of one's own."""
+    """Writes a shipped config with a skip list to a new file."""
     config = yaml.safe_load((CONFIGS / f"{name}.yml").read_text())
     config["fp8_config"][key] = skip
     path = folder / f"{name}.yml"
@@ -114,7 +114,7 @@ def test_a_misspelt_one_is_refused_before_the_first_step(tmp_path):
 
 
 def test_a_pattern_may_be_of_another_model_of_the_script(tmp_path):
-    """Each is prepared by itself; what counts is that one of them has it."""
+    """A pattern may match any of the script's models, which are prepared one by one."""
     script = tmp_path / "two.py"
     script.write_text(
         "import torch\n"

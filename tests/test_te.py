@@ -1,4 +1,4 @@
-"""TransformerEngine by config: its rules here, its own Python on a pretended GPU in te_checks.py."""
+"""TransformerEngine configs: their rules. te_checks.py runs TransformerEngine's own Python on a pretended GPU."""
 
 import dataclasses
 import importlib.util
@@ -37,7 +37,7 @@ def section(text):
 
 
 def config(text, kind="NO", **more):
-    """A config file's mapping, with this `fp8_config`."""
+    """The mapping of a config file with this `fp8_config`."""
     processes = {"num_processes": 1 if kind == "NO" else 2}
     fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_cpu_ram_efficient_loading": False}  # fmt: skip
@@ -60,7 +60,7 @@ def problems(mapping, machine):
 
 @needs_te
 def test_transformer_engine_itself():
-    """Its own Python, in a process of its own: te_checks.py."""
+    """TransformerEngine's own Python passes te_checks.py, in a separate process."""
     line = [sys.executable, "-m", "pytest", "-p", "pretend", "-p", "no:cacheprovider", ROOT / "tests" / "te_checks.py"]
     env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
@@ -90,7 +90,7 @@ def test_a_dead_knob_is_refused_where_it_is_turned(tmp_path, key, turned, defaul
 
 
 def test_override_of_all_gemms_at_once_is_refused():
-    """`true` alone is what a person writes; Accelerate's launcher would end in a TypeError."""
+    """A single `true` for all GEMMs is refused with a line, where Accelerate's launcher would raise a TypeError."""
     [line] = problems(config(f"{DELAYED}, override_linear_precision: true"), GPU)
     assert line.startswith("fp8_config override_linear_precision: TransformerEngine has removed it")
 
@@ -186,7 +186,7 @@ def test_whole_blocks_need_the_package_a_gpu_and_random_weights(monkeypatch):
 
 @needs_te
 def test_the_extra_names_every_library_that_is_loaded():
-    """What its __init__ loads and does not find is a RuntimeError; torch's wheels bring all but one."""
+    """The extra te names every library that TransformerEngine's __init__ loads; torch's wheels bring all but one."""
     [folder] = importlib.util.find_spec("transformer_engine").submodule_search_locations
     source = Path(folder, "common", "__init__.py").read_text()
     loaded = set(re.findall(r'= _load_cuda_library\("(\w+)"\)', source))
@@ -200,7 +200,7 @@ def test_the_extra_names_every_library_that_is_loaded():
 
 @needs_te
 def test_a_run_on_one_gpu_goes_on_as_if_it_had_never_stopped(gpu, tmp_path):
-    """The recipe from end to end; the second half, from its checkpoint, bit for bit. A checkpoint holds no pickle."""
+    """A recipe that resumes from its middle ends with the same bits. Its checkpoint holds no pickle."""
     run = resumed(gpu, "single_fp8_te", tmp_path, imports=["fake_tex"])
     evidence = record(run)["evidence"]
     assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
@@ -217,7 +217,7 @@ def test_a_run_on_one_gpu_goes_on_as_if_it_had_never_stopped(gpu, tmp_path):
 @needs_te
 @pytest.mark.slow
 def test_ddp_goes_on_with_amaxes_of_all_processes(gpu, tmp_path):
-    """Amaxes are the largest of all processes, so one file of scales is right for all of them."""
+    """Under DDP amaxes are the maximum over all processes, so one set of saved scales is right for all of them."""
     run = resumed(gpu, "ddp_fp8_te", tmp_path, imports=["fake_tex"], processes=2)
     evidence = record(run)["evidence"]
     assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
@@ -228,7 +228,8 @@ def test_ddp_goes_on_with_amaxes_of_all_processes(gpu, tmp_path):
 @needs_te
 @pytest.mark.slow
 def test_fsdp_with_activations_computed_again(gpu, tmp_path):
-    """The same run as without, bit for bit, and resumed. FSDP2 shards the last LayerNorm by itself: it counts too."""
+    """Activation checkpointing under FSDP2 gives the same run bit for bit, resumed too. The last LayerNorm, which FSDP2
+    shards by itself, is counted."""
     mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
     mapping["fsdp_config"]["fsdp_activation_checkpointing"] = True
     path = tmp_path / "fsdp_fp8_te_ckpt.yml"
@@ -245,7 +246,8 @@ def test_fsdp_with_activations_computed_again(gpu, tmp_path):
 
 @needs_te
 def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
-    """Rows that are no multiple of 8 (10 images of 5 tokens), and scales updated at each of two micro-batches."""
+    """The rehearsal computes what the pretended card computes, with a number of rows that is no multiple of 8 (10
+    images of 5 tokens) and scales updated at each of two micro-batches."""
     argv = ("--model", "vit_tiny", "--per_device_train_batch_size", 10, "--gradient_accumulation_steps", 2,
             "--max_steps", 2, "--warmup_steps", 0, "--eval_steps", 0, "--save_steps", 2)  # fmt: skip
     card = gpu.train("single_fp8_te", tmp_path / "card", *argv, imports=["fake_tex"])

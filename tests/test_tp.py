@@ -1,4 +1,4 @@
-"""Tensor parallel: layers are really split, the training is one process's, and every process counts the batch once."""
+"""Tensor parallel: layers are split, training equals that of one process, and a batch is counted once."""
 
 import json
 import math
@@ -25,7 +25,7 @@ FP64 = (*STEPS, "--dtype", "float64", "--optimizer", "sgd", "--learning_rate", 0
 
 
 def fp32(folder, name="tp", **more):
-    """No fp32 file is shipped; it shows that nothing but the split differs from one process."""
+    """A tp config in fp32, which is not shipped. With it, only the split differs from one process."""
     config = yaml.safe_load((CONFIGS / f"{name}_bf16.yml").read_text()) | {"mixed_precision": "no"} | more
     path = folder / f"{name}_fp32{'_compile' if more else ''}.yml"
     path.write_text(yaml.dump(config))
@@ -33,7 +33,7 @@ def fp32(folder, name="tp", **more):
 
 
 def watch(folder):
-    """Before the run: each rank writes the state of its generator in each step, and at the end what it holds."""
+    """Called before the run: each rank writes its random state in each step, and at the end what it holds."""
 
     def before(rank):
         from faithful import Accelerator
@@ -58,7 +58,7 @@ def watch(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The shipped config's run, and what its ranks held."""
+    """A run of the shipped config, and what its ranks held."""
     folder = tmp_path_factory.mktemp("whole")
     run = train("tp_bf16", folder / "run", *STEPS, name="gpt", before=watch(folder))
     return run, [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
@@ -100,8 +100,9 @@ def test_the_processes_share_each_batch(whole):
 
 
 def test_what_goes_over_the_wire(whole):
-    """transformers sums what comes out of each split layer forwards, what goes in backwards. Two processes: each sends as
-    many bytes as a sum has, half of what is gathered."""
+    """The counted bytes match the collectives: transformers all-reduces the output of each split layer in forward and
+    the gradient of its input in backward. With two processes each sends the size of the tensor in an all-reduce, and
+    half of it in an all-gather."""
     width, layers, tokens, vocabulary = 128, 4, 8 * 32, weights(whole[0])["model.embed_tokens.weight"].shape[0]
     forwards = (2 * layers * 2 + 4) * width  # attention and MLP in bf16, the embedding in fp32
     backwards = (5 * layers + 1) * 4 * width  # q, k, v, gate, up; the head
@@ -110,7 +111,8 @@ def test_what_goes_over_the_wire(whole):
 
 
 def test_in_float64_it_is_one_process_s_run(tmp_path):
-    """Losses, gradient norms (each parameter once), clipping, accumulation, evaluation, and weights."""
+    """In float64 a tensor-parallel run equals one process's: losses, gradient norms (each parameter counted once),
+    clipping, accumulation, evaluation and weights."""
     two_each = ("--gradient_accumulation_steps", 2)
     one = train("single_fp32", tmp_path / "one", *FP64, *two_each, name="gpt")
     two = train(fp32(tmp_path), tmp_path / "two", *FP64, *two_each, name="gpt")
@@ -127,7 +129,7 @@ def test_in_float64_it_is_one_process_s_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_parity_can_fail(tmp_path):
-    """Norms of which each process sees another part are no longer one model's."""
+    """If each process clips by the norm of its own part, the weights differ, so the parity test can fail."""
 
     def apart(rank):
         split = tp.before_prepare
@@ -228,7 +230,8 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
 
 
 def test_torch_s_kernels_for_many_tensors_take_no_mixture():
-    """Why `before_prepare` turns them off: on a GPU the recipes ask for the fused optimizer, which a CPU has too."""
+    """torch's fused and foreach optimizers do not take DTensors and plain tensors together, so `before_prepare` turns
+    them off."""
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""ZeRO by the real DeepSpeed: what is really partitioned, the same training as DDP's, resumed and exported bit for bit."""
+"""ZeRO with the real DeepSpeed: what is partitioned, the same training as with DDP, resume and export bit for bit."""
 
 import functools
 import importlib
@@ -43,7 +43,7 @@ def losses(run):
 
 
 def fp32(stage, folder):
-    """No fp32 files are shipped for ZeRO; here they show that nothing but the precision differs from DDP."""
+    """A ZeRO config in fp32, which is not shipped. With it, training equals DDP's in the same precision."""
     config = yaml.safe_load((CONFIGS / f"zero{stage}_bf16.yml").read_text()) | {"mixed_precision": "no"}
     (folder / f"zero{stage}_fp32.yml").write_text(yaml.dump(config))
     return folder / f"zero{stage}_fp32.yml"
@@ -79,7 +79,7 @@ def test_each_process_holds_its_part(whole, stage):
 
 
 def told_to_stop(step, rank_hit):
-    """Before the run: one rank alone gets SIGTERM before a backward."""
+    """Called before the run: one rank alone gets SIGTERM before a backward."""
 
     def before(rank):
         from faithful import Accelerator, steps
@@ -121,7 +121,7 @@ def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_weights_are_those_of_the_checkpoint(whole, tmp_path, stage):
-    """They come from another run's folder, and by the time of the resume that run has trained on."""
+    """Frozen weights are restored from the checkpoint, even if the run that they came from has trained on since."""
     argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--freeze", 2, "--pretrained")
     start = shutil.copytree(whole("zero2_bf16"), tmp_path / "start")
     run = train(f"zero{stage}_bf16", tmp_path / "run", *argv, "--model", start)
@@ -143,7 +143,7 @@ def test_batch_norm_s_averages_are_those_of_the_checkpoint(tmp_path):
 
 
 def save_as_deepspeed_does(folder):
-    """Before the run: at its end the engine writes a checkpoint of its own, too."""
+    """Called before the run: at its end the engine writes a checkpoint of its own, too."""
 
     def before(rank):
         from faithful import Accelerator
@@ -186,7 +186,8 @@ def test_offloaded_it_is_the_same_training(whole, tmp_path):
 
 
 def test_transformers_models_start_from_the_same_weights(tmp_path):
-    """Were it told of stage 3, transformers would build them in parts, and offloaded they would compute in fp32."""
+    """transformers' models start from the same weights. If transformers knew of stage 3, it would build them in parts,
+    and offloaded they would compute in fp32."""
     importlib.import_module("transformers.models.llama.modeling_llama")
     argv = ("--dataset", ROOT / "faithful" / "rules.py", "--sequence_length", 32, *STEPS, "--max_steps", 3)
     runs = [train(config, tmp_path / config, *argv, name="gpt") for config in ("ddp_bf16", "zero3_bf16_offload")]
@@ -212,7 +213,8 @@ def test_fp8_under_zero(whole, tmp_path, config, converted):
 
 
 def test_the_loss_scale_of_fp16(tmp_path):
-    """DeepSpeed says no to fp16 on most CPUs; made to say yes, overflows skip the step and lower its scale."""
+    """Overflows in fp16 skip the step and lower DeepSpeed's scale. DeepSpeed refuses fp16 on most CPUs, which the test
+    patches."""
     config = CONFIGS / "zero2_fp16.yml"
 
     def allowed(rank):
