@@ -1,11 +1,11 @@
-"""Error and volume of averaging gradients in FP8: amp8's scheme beside MS-AMP's, on the same tensors.
+"""Compares amp8's and MS-AMP's ways to average gradients in FP8: the error and the bytes sent, on the same tensors.
 
     OMP_NUM_THREADS=1 python benchmarks/amp8_comm.py
 
 Rows: how much the ranks' gradients correlate. Schemes:
   amp8             all_to_all of e4m3, mean in fp32, rounded once more to e4m3, all_gather
   msamp            MS-AMP's DistributedDataParallel: e4m3 with a pre-scale of 1/sqrt(N), added in FP8 around a ring,
-                   rounded (and saturated) at each hop. Lives here only, for the comparison.
+                   rounded (and saturated) at each hop. Implemented here only, for the comparison.
   msamp, no scale  its DeepSpeed path: the same without the pre-scale
   floor            one rounding of the exact mean to e4m3
   bf16             a bf16 all-reduce
@@ -51,7 +51,7 @@ def rounded(x, dtype=E4M3):
 
 
 def amp8_mean(values):
-    """What amp8's ranks compute, without ranks: each element has an owner, whose own gradient is not rounded."""
+    """What amp8's ranks compute, in one process: each element has an owner, whose own gradient is not rounded."""
     n = len(values)
     codes = torch.stack([rounded(value) for value in values]).flatten(1)
     own = values.flatten(1)
@@ -92,7 +92,7 @@ class Layer:
 
 
 class State:
-    """What WeightGradient wants of a model's state."""
+    """The part of a model's state that WeightGradient uses."""
 
     accumulate, sharded = "high", False
 
@@ -101,7 +101,7 @@ class State:
 
 
 def process(rank, world, folder):
-    """One real rank: the error of amp8's mean at each correlation, and the bytes it sent."""
+    """Runs in one real rank: the error of amp8's mean at each correlation, and the bytes it sent."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

@@ -1,18 +1,18 @@
-"""amp8's O1 and O2 under fully_shard beside FSDP2's own fp32 and bf16: bytes, wire, error of the mean.
+"""Compares amp8's O1 and O2 under fully_shard with FSDP2's own fp32 and bf16: memory, bytes sent, error of the mean.
 
     OMP_NUM_THREADS=1 python benchmarks/amp8_fsdp.py
 
-Real gloo processes on one machine, 2 and 4, and HSDP as 2 replicas of 2 shards. The model is a decoder of 6 blocks,
-width 256, each block sharded by itself. Per rank and way:
+Runs 2 and 4 gloo processes on one machine, and HSDP as 2 replicas of 2 shards. The model is a decoder of 6 blocks,
+width 256, each block sharded by itself. Measured per rank:
   bytes per parameter  live tensors of weights, gradients and moments of the 24 Linear layers after a step, over the
                        number of those parameters in the whole model
   wire                 bytes handed to collectives during the third step, counted where torch.distributed is called:
                        of all_gather, reduce_scatter and all_to_all what a ring sends, of all_reduce twice that
-  of fp32              the wire over that of the fp32 way; of the converted layers alone, it is what amp8 counts over
-                       what is left of the fp32 way's when the rest, the same in both, is taken off
+  of fp32              the wire divided by that of fp32; for the converted layers alone, amp8's count divided by the
+                       wire of fp32 less that of the other layers, which is the same in both
   bf16                 FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)
-The error of the mean gradient is measured on gradients made for it, whose elements correlate between ranks as the
-column says. Writes results/amp8_fsdp.json.
+The error of the mean gradient is measured on synthetic gradients, whose elements correlate between ranks as the column
+says. Writes results/amp8_fsdp.json.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def mesh_of(world, replicas):
 
 
 def count_collectives():
-    """Counts what this process hands to torch.distributed from now on. Returns the list it adds to."""
+    """Counts what this process passes to torch.distributed from now on. Returns the list of counts."""
     sent = [0]
 
     def wrap(name, cost):
@@ -105,7 +105,7 @@ def count_collectives():
 
 
 def training(rank, world, replicas, way):
-    """Bytes per Linear parameter and wire of one way on this rank."""
+    """Bytes per Linear parameter and bytes sent on this rank."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Decoder()

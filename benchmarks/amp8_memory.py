@@ -1,10 +1,10 @@
-"""Peak resident memory of training a ViT-huge on a CPU, batch 1: AdamW in fp32 under bf16 autocast against the levels.
+"""Peak resident memory of training a ViT-huge on a CPU, batch 1: fp32 AdamW under bf16 autocast, and the levels.
 
     OMP_NUM_THREADS=2 python benchmarks/amp8_memory.py
 
-Each row is a process of its own, which builds the model and trains two steps; the second runs forward and backward
-with all optimizer state in place. `peak` is the high-water mark of resident memory (VmHWM) less what was resident
-before the model was built. Needs 12 GB for the first row. Writes results/amp8_memory.json.
+Each row is a separate process, which builds the model and trains two steps, the second with all optimizer state in
+place. `peak` is the peak of resident memory (VmHWM) minus the resident memory before the model was built. The first row
+needs 12 GB. Writes results/amp8_memory.json.
 """
 
 import argparse

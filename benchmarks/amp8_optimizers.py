@@ -1,11 +1,11 @@
-"""torchao's low-bit AdamW beside amp8's: bytes per parameter, time of an optimizer step, and loss, in one run each.
+"""Compares torchao's low-bit AdamW with amp8's: bytes per parameter, time of an optimizer step, and loss, one run each.
 
     OMP_NUM_THREADS=1 python benchmarks/amp8_optimizers.py
 
-The byte-level GPT of amp8_parity.py, wider, under bf16 autocast. torchao's optimizers store both moments in 8 bits with
-a scale for each block of 256, and leave weights and gradients in fp32; amp8's levels change those too. Bytes are
-counted on the live tensors of all parameters; the step time is the median after torchao's compilations. On a CPU, where
-the figures under `seconds` say little about a GPU. Writes results/amp8_optimizers.json.
+The model is the byte-level GPT of amp8_parity.py, but wider, under bf16 autocast. torchao's optimizers store both
+moments in 8 bits with one scale per block of 256, and leave weights and gradients in fp32; amp8's levels change those
+too. Bytes are counted on the live tensors of all parameters. The step time is the median after torchao's compilations,
+on a CPU: it says little about a GPU. Writes results/amp8_optimizers.json.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Final validation loss of O1, O2 and O3 beside bf16 AMP: a ViT on digits and a byte-level GPT, three seeds each.
+"""Final validation loss of O1, O2, O3 and bf16 AMP: a ViT on digits and a byte-level GPT, three seeds each.
 
     OMP_NUM_THREADS=1 python benchmarks/amp8_parity.py
 
-A level passes a task when its mean over the seeds is within 0.5% of bf16's mean, or no further from it than bf16's own
-seeds are from one another (largest less smallest). Same data order, initial weights, optimizer and schedule for all.
+A level passes a task if its mean over the seeds is within 0.5% of bf16's mean, or no further from it than the range of
+bf16's own seeds (max - min). All runs have the same data order, initial weights, optimizer and schedule.
 Data: scikit-learn's digits; the text of Python's own help (pydoc_data.topics). Writes results/amp8_parity.json.
 """
 
@@ -96,7 +96,7 @@ TASKS = {"digits_vit": digits_vit, "byte_gpt": byte_gpt}
 
 
 def run(task, level, seed, steps):
-    """Final validation loss, in FP8 where training was."""
+    """Trains and returns the final validation loss, computed in FP8 if training was."""
     torch.manual_seed(seed)
     model, batch, held = TASKS[task]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR[task], betas=(0.9, 0.95), weight_decay=0.1)

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/amp8_table.py
 
-gemm: the formats of the operands of the matrix products of converted layers, from the values: e4m3 if e4m3 holds each
-of them exactly, else e5m2 if that does, else their dtype (without FP8 hardware FP8 codes are multiplied as bf16).
+gemm: the formats of the operands of the converted layers' matrix products, found from the values: e4m3 if e4m3 can hold
+all of them exactly, else e5m2 if that can, else their dtype (without FP8 hardware FP8 codes are multiplied as bf16).
 wire: for DistributedDataParallel the dtype of the buckets it reduces. The rest: dtypes and bytes of live tensors of
 the same 48 layers, on one of two ranks. TE: TransformerEngine's delayed scaling as amp8/emulate.py computes it.
 Writes results/amp8_table.json.

@@ -1,15 +1,15 @@
-"""Accelerate scripts that know nothing of this project, under our configs: which run, as what, and which are refused.
+"""Runs Accelerate scripts that were not written for this project under our configs: which run, and which are refused.
 
     python benchmarks/clients.py --output results/clients.json
     python benchmarks/clients.py causal gan --configs ddp_bf16 fsdp_bf16 --output clients.json
 
-Each script of tests/clients is launched as `accelerate launch --config_file CONFIG -m faithful SCRIPT`. Three of them
-drive trainers of packages: transformers, trl, denoising_diffusion_pytorch. There are two outcomes that count as right:
+Each script of tests/clients is launched by `accelerate launch --config_file CONFIG -m faithful SCRIPT`. Three of them
+use the trainers of packages: transformers, trl, denoising_diffusion_pytorch. Two outcomes are right:
 
 ran      the run's record says what it was, all processes belong to one run, and under DDP they have equal weights
 refused  one line says why, and no traceback of the script
 
-For single_fp32 each script is also run under Accelerate alone: the weights must be the same bit for bit.
+For single_fp32 each script also runs under Accelerate alone, and its weights must be the same bit for bit.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Does FP8 train as well as bf16 here? Each config on digits with the same seeds, through `accelerate launch`.
+"""Does FP8 train as well as bf16? Trains each config on digits with the same seeds, through `accelerate launch`.
 
     python benchmarks/convergence.py --output results/fp8_digits.json
 
-A config agrees with bf16 if the mean of its final held-out loss is within 1% of bf16's, or no further from it than
-bf16's own seeds are spread (max - min). Finished runs are not repeated when it is started again.
+A config agrees with bf16 if the mean of its final held-out loss is within 1% of bf16's, or no further from it than the
+range of bf16's own seeds (max - min). If you start it again, it does not repeat finished runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ DEFAULT = "single_fp8 single_fp8_ao_rowwise single_fp8_ao_rowwise_with_gw_hp sin
 
 
 def run(config, seed, folder, steps):
-    """The record of one run; started only if it has not finished before."""
+    """Returns the record of one run. Starts the run if it has not finished before."""
     out = folder / f"{config}-{seed}"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [f"accelerate_configs/{config}.yml", "recipes/vit.py", "--seed", str(seed), "--max_steps", str(steps)]

@@ -1,8 +1,8 @@
-"""Seconds from the README's first two commands to their end, and the accuracy they end with.
+"""How long the README's first two commands take, and the accuracy they reach.
 
     python benchmarks/demo.py --output results/demo.json
 
-Each runs twice and the second is reported, so that Python's byte code is there. Leave the machine alone meanwhile.
+Each command runs twice and the second run is reported, so that Python's byte code is cached. Run nothing else with it.
 """
 
 import argparse

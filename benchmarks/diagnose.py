@@ -1,8 +1,8 @@
-"""Does tools/diagnose.py name a planted fault first, and does its skip line cure it? And what does it find in recipes?
+"""Does tools/diagnose.py name a planted fault first, and does its skip line fix it? And what does it find in recipes?
 
-Three faults (benchmarks/faults.py), each under a config that cannot bear it. Per fault: the diagnosis, and the loss of
-runs of the same seeds under that config and under the same config with the line that the diagnosis proposes. Recipes
-that the output file holds already are not diagnosed again.
+There are three faults (benchmarks/faults.py), each with a config that it breaks. For each fault the script records the
+diagnosis and the loss of runs with the same seeds under that config and under the config with the proposed skip line.
+Recipes that are already in the output file are not diagnosed again.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def losses(config, fault, folder):
 
 
 def short(made):
-    """What of a diagnosis goes into the results."""
+    """The part of a diagnosis that goes into the results."""
     layers = {row["name"]: made["layers"].get(made["groups"][row["name"]][0]) for row in made["costs"][:3]}
     for layer in layers.values():
         for key in [key for key in layer if key.endswith(("_amax", "_reach"))]:

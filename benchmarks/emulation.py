@@ -1,10 +1,10 @@
-"""What FP8 emulation costs on this machine: a training step of a ViT with emulated FP8 against its bf16-autocast step.
+"""How much time FP8 emulation costs: a training step of a ViT with emulated FP8 compared with its bf16-autocast step.
 
     python benchmarks/emulation.py [--output results/emulation.json]
 
-The steps alternate, so that whatever else the machine does falls on all of them alike; a ratio is the median over the
-rounds of a step divided by the bf16 step of the same round. `torchao` is torchao's Float8Linear through its own CPU
-path, in a bf16 model, because it does not see CPU autocast; its ratio is to the same bf16-autocast step.
+The steps alternate, so that other load on the machine affects all of them equally. A ratio is the median over rounds of
+a step's time divided by the bf16 step's time in the same round. `torchao` is torchao's Float8Linear with its own CPU
+path, in a bf16 model, because it ignores CPU autocast; its ratio is to the same bf16-autocast step.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from amp8 import emulate  # noqa: E402
 
 
 def make_step(kind, args):
-    """A function that does one training step of `kind`: bf16, an emulated recipe, or torchao:<recipe>."""
+    """Returns a function that does one training step of `kind`: bf16, an emulated recipe, or torchao:<recipe>."""
     torch.manual_seed(0)
     model = timm.create_model(args.model, num_classes=1000, img_size=args.img_size)
     images, labels = torch.randn(args.batch_size, 3, args.img_size, args.img_size), torch.arange(args.batch_size)

@@ -1,15 +1,15 @@
-"""How far off is `./launch.sh estimate`? Estimated against measured memory, each run a fresh launch.
+"""How far off is `./launch.sh estimate`? Compares estimated with measured memory; each run is a separate launch.
 
     python benchmarks/estimate.py --output results/estimate.json
 
 `states` are weights, gradients, master weights and optimizer state: estimated, and counted on the live tensors of the
-run (bytes per parameter in its run.json). `total` is compared with the peak that the run measured: on a CPU the rise of
-resident memory since before the model was built. What the libraries take on first use is no matter of the model; it is
-the peak of a run with next to no model (vit_nano) less what the estimate says of it, and is added to every other row.
-glibc keeps much of what was freed, unlike a GPU's allocator, whose peak is of what is in use. So each pair runs twice:
-told to give large blocks back (`peak`, which is compared), and as it is by default (`peak_by_default`).
-Finished runs are not repeated when it is started again. With --configs these rows alone are measured, each with its
-date, and the other rows and the libraries' memory stay as the output file has them.
+run (bytes per parameter in its run.json). `total` is compared with the run's measured peak: on a CPU, the growth of
+resident memory since before the model was built. The libraries' memory on first use does not depend on the model. It is
+measured as the peak of a run with a tiny model (vit_nano) minus its estimate, and added to every other row. glibc keeps
+much of the freed memory, unlike a GPU's allocator, whose peak counts only memory in use. So each pair runs twice: with
+glibc set to return large blocks (`peak`, which is compared), and with its defaults (`peak_by_default`). Finished runs
+are not repeated. With --configs only these rows are measured, each with its date; the other rows and the libraries'
+memory stay as they are in the output file.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def options(model, dataset, batch):
 
 
 def measured(config, model, dataset, batch, folder, give_back=True):
-    """run.json of the run; started only if it has not finished before."""
+    """Returns run.json of the run. Starts the run if it has not finished before."""
     out = folder / (name_of(config, model, dataset, batch) + ("" if give_back else "-by-default"))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [

@@ -1,4 +1,4 @@
-"""A plain Accelerate script with one planted fault, which FP8 cannot bear: tools/diagnose.py has to name its layer.
+"""A plain Accelerate script with one planted fault that breaks training in FP8. tools/diagnose.py must name its layer.
 
     ./launch.sh diagnose single_fp8_te_current -- benchmarks/faults.py gradients
 
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Samples(torch.utils.data.IterableDataset):
-    """Without end: a random teacher's classes, and the gain of each batch."""
+    """Endless samples: the classes of a random teacher, and the gain of each batch."""
 
     def __init__(self, seed, skewed):
         self.seed, self.skewed = seed, skewed

@@ -1,11 +1,12 @@
-"""Is it worth starting from a trained model? The same budget from pretrained weights and from random ones.
+"""Does it help to start from a trained model? Trains equally long from pretrained weights and from random ones.
 
     python benchmarks/finetune.py --output results/finetune_textures.json
 
-A vision transformer is trained on `photos` (ten colour photographs), then every row trains the same model on `textures`
-(eight grey pictures), with the same steps, batches and learning rate, three seeds each: only where it starts differs,
-and in two more rows how. From scratch it takes the one channel there is, pretrained the same three times. Finished runs
-are not repeated. Beside the JSON there is a plot.
+A vision transformer is trained on `photos` (ten colour photographs). Then every row trains the same model on `textures`
+(eight grey pictures), with the same steps, batches and learning rate and three seeds. The rows differ in the initial
+weights only; two more rows differ in --freeze and --layer_decay. From scratch the model takes one channel; pretrained
+it takes three, and the grey channel is repeated. Finished runs are not repeated. The script writes a JSON file and a
+plot.
 """
 
 import argparse
@@ -27,7 +28,7 @@ ROWS = {  # options beside --model
 
 
 def train(out, config, *argv):
-    """The record of one run; started only if it has not finished before."""
+    """Returns the record of one run. Starts the run if it has not finished before."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yml"]
     command += ["recipes/vit.py", *argv, "--save_steps", "0", "--output_dir", str(out)]
     command += ["--resume_from_checkpoint", "latest"]  # of a run that was stopped

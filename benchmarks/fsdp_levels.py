@@ -1,12 +1,12 @@
-"""MS-AMP's O2 under FSDP2 beside bf16 under FSDP2 and O2 under DDP: held-out loss in pairs, and memory.
+"""Compares MS-AMP's O2 under FSDP2 with bf16 under FSDP2 and O2 under DDP: held-out loss in pairs, and memory.
 
     OMP_NUM_THREADS=1 python benchmarks/fsdp_levels.py --output results/fsdp_levels.json
 
-Loss: the recipes vit (digits) and gpt (Python's docs) on two processes. Runs of one seed are a pair: the same initial
-weights, the same samples, both checked. The figure is the mean of the paired differences of the held-out loss, with its
-95% interval (Student's t). Memory: four steps of vit_large on two processes, the larger process's resident memory over
-what it had before the model was built, with glibc told to give large blocks back, as benchmarks/estimate.py does.
-Needs 24 GB for the memory. Finished runs are not repeated.
+Loss: the recipes vit (digits) and gpt (Python's docs) on two processes. Runs with the same seed are a pair: the script
+checks that they have the same initial weights and samples. The figure is the mean of the paired differences of the
+held-out loss, with its 95% interval (Student's t). Memory: four steps of vit_large on two processes; the figure is the
+growth of the larger process's resident memory since before the model was built, with glibc set to return large blocks,
+as in benchmarks/estimate.py. This needs 24 GB. Finished runs are not repeated.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LARGE = ("--model", "vit_large", "--per_device_train_batch_size", "4", "--max_st
 
 
 def train(out, recipe, config, *argv):
-    """run.json of a run; started only if it has not finished before."""
+    """Returns run.json of a run. Starts the run if it has not finished before."""
     record = out / "run.json"
     if not record.exists() or json.loads(record.read_text())["status"] != "finished":
         shutil.rmtree(out, ignore_errors=True)
@@ -50,7 +50,7 @@ def train(out, recipe, config, *argv):
 
 
 def interval(differences):
-    """(mean, half of its 95% interval)."""
+    """(mean, half the width of its 95% interval)."""
     n = len(differences)
     return statistics.mean(differences), t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
 

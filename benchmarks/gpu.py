@@ -1,7 +1,7 @@
-"""How fast, how large and how right the recipes are on a GPU: one case after another, each in a process of its own.
+"""Measures speed, memory and correctness of the recipes on a GPU, one case after another, each in a separate process.
 
     python benchmarks/gpu.py                                 everything, into results/gpu.json
-    python benchmarks/gpu.py --only vit_huge-128 --minutes 9 cases whose name has one of these words, for so long
+    python benchmarks/gpu.py --only vit_huge-128 --minutes 9 cases whose name has one of these words, for 9 minutes
     python benchmarks/gpu.py --rehearse --output gpu.json    nano models, few steps: for trying this script on a CPU,
                                                              where level-* compares a CPU with itself: no evidence
 
@@ -9,14 +9,15 @@ rates         the device's own: bf16 and FP8 products of 8192 x 8192, a copy of 
 optimizer-*   one optimizer step over a Llama of 380M parameters, beside the copy rate: a step must read and write its
               weights, masters and moments and read its gradients
 MODEL-BATCH-CONFIG  the recipe under the config, launched as a user would: median step, peak memory, loss
-products      FP8 products of this GPU beside exact ones of the same codes
-level-*       a Linear under amp8, 20 steps here and on the CPU: are all scales equal, how far apart are the outputs
-digits-CONFIG 200 steps on digits on this GPU, and the same on its CPU: where each ends
+products      this GPU's FP8 products compared with exact products of the same codes
+level-*       a Linear under amp8, 20 steps on GPU and CPU: are all scales equal, how far apart are the outputs
+digits-CONFIG 200 steps on digits on this GPU and on the CPU: the final loss of each
 
-A recipe waits for the device once per step (for the losses), so the median over steps is a device's time, too. FLOP are
-those of the products in a forward, three times: what is computed twice to save memory does not count. A case that fails
-or outlasts its limit is a row with its error; results are written after each, and what a file holds of other cases
-stays. Needs torch, accelerate, timm and transformers; cases of torchao and TransformerEngine are refused without them.
+A recipe waits for the device once per step (for the losses), so the median step time includes the device's work. FLOP
+are three times those of the products in a forward pass; activation checkpointing does not add to them. A case that
+fails or exceeds its time limit is a row with its error. Results are written after each case, and other cases in the
+file are kept. Needs torch, accelerate, timm and transformers; without torchao and TransformerEngine their cases are
+refused.
 """
 
 import argparse
@@ -54,7 +55,7 @@ NVIDIA = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,tem
 
 
 def cases(rehearse):
-    """name -> (function, its arguments), the most telling first."""
+    """{name: (function, its arguments)}, the most important first."""
     batches = {"vit_nano": (8,), "llama_nano": (4,)} if rehearse else BATCHES
     steps = 8 if rehearse else STEPS
     made = {"rates": (rates, rehearse)}
@@ -89,7 +90,7 @@ def rates(rehearse):
 
 
 def seconds(function):
-    """Median of one call, the device synchronised."""
+    """The median time of a call, with the device synchronised."""
     return Timer("function()", globals={"function": function}).blocked_autorange(min_run_time=1).median
 
 
@@ -144,7 +145,7 @@ def train(model, batch, config, steps):
 
 
 def forward_flop(model, data):
-    """Of the matrix products for one sample, counted without computing them."""
+    """FLOP of the matrix products for one sample in a forward pass, counted without computing them."""
     with without_storage():
         if model.startswith("vit"):
             net = models.vit(model, data["image_size"], data["in_chans"], data["num_classes"])
@@ -159,7 +160,7 @@ def forward_flop(model, data):
 
 
 def products():
-    """format of a x format of b, how it is scaled -> largest difference over the largest exact value."""
+    """{formats and kind of scaling: largest difference divided by the largest exact value} of FP8 products."""
     from amp8 import scaling
 
     device, generator, found = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(0), {}
@@ -202,7 +203,7 @@ def level_on_both(level):
 
 
 def digits(config, steps):
-    """Final losses by device; on a machine without a GPU there is one."""
+    """The final losses by device; only the CPU's on a machine without a GPU."""
     words = ["vit", "--dataset", "digits", "--max_steps", str(steps), "--eval_steps", "0"]
     found = {}
     for hidden in (False, True) if torch.cuda.is_available() else (True,):
@@ -212,7 +213,7 @@ def digits(config, steps):
 
 
 def launched(config, words, env=None):
-    """The record of a run. Raises SystemExit with the line that says why there is none."""
+    """Launches a run and returns its record. Raises SystemExit with the reason if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         line = ["./launch.sh", config, *words, "--save_steps", "0", "--output_dir", str(out)]
@@ -231,7 +232,7 @@ def launched(config, words, env=None):
 
 
 def as_found():
-    """What nvidia-smi says of the card before a case, or None."""
+    """The card's state before a case, from nvidia-smi, or None."""
     try:
         line = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
         said = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[0]
@@ -241,7 +242,7 @@ def as_found():
 
 
 def measured(name, rehearse, limit):
-    """The row of a case; its whole process group ends with it."""
+    """Runs a case and returns its row. Kills the case's whole process group at the end."""
     row = {"date": datetime.datetime.now().isoformat(timespec="seconds"), "card": as_found()}
     row |= {"device": row["card"]["name"] if row["card"] else device_name()}
     row |= {"versions": versions(["accelerate", "timm", "transformers"])}
@@ -261,7 +262,7 @@ def measured(name, rehearse, limit):
 
 
 def show(made):
-    """Markdown tables of everything a file holds."""
+    """Prints Markdown tables of everything in the file."""
     sound = {name: row for name, row in made.items() if "error" not in row}
     rate = sound.get("rates", {})
     if rate:

@@ -1,13 +1,13 @@
-"""One page about the GPUs of this machine: what every config does on them. Made to be sent to someone.
+"""Writes one page about the GPUs of this machine and what every config does on them, to be sent to someone.
 
     ./launch.sh gpu-report                     every config for 20 steps, into gpu-report.md
     ./launch.sh gpu-report --only fp8 bf16     configs whose name has one of these words
     ./launch.sh gpu-report --rehearse          nano models, for trying this script
 
 Each config trains recipes/vit.py (tensor parallel: recipes/gpt.py) as a user would launch it, on all GPUs of the
-machine. It ran, or was refused, or failed: with the line that said why. The step is the median after the warm-up. FLOP
-are those of the matrix products in a forward, three times; their share is of the rate at which one GPU of this machine
-multiplies 8192 x 8192 in bf16, also where a config computes in FP8. The page is written after each config.
+machine. The page says whether it ran, was refused or failed, with the reason. The step time is the median after the
+warm-up. FLOP are three times those of the matrix products in a forward pass. Their share is relative to the measured
+rate of an 8192 x 8192 product in bf16 on one GPU, also for FP8 configs. The page is written after each config.
 """
 
 import argparse
@@ -26,7 +26,7 @@ HEADS = ["config", "outcome", "step, ms", "samples/s", "TFLOP/s per GPU", "of th
 
 
 def workload(config, rehearse):
-    """(model, recipe and its options) of a config."""
+    """Returns (model, recipe and its options) for a config."""
     if config.startswith("tp"):
         model = "llama_nano" if rehearse else "llama_medium"
         words = ["gpt", "--model", model, "--sequence_length", "128" if rehearse else "1024", "--vocab_size", "4096"]
@@ -37,7 +37,7 @@ def workload(config, rehearse):
 
 
 def tried(config, rehearse, steps):
-    """The row of a config: outcome, and the figures of its run."""
+    """Runs a config and returns its row: the outcome and the figures."""
     model, words = workload(config, rehearse)
     words += ["--max_steps", str(steps), "--logging_steps", str(steps), "--eval_steps", "0"]
     try:

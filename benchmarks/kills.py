@@ -6,8 +6,8 @@
     python benchmarks/kills.py fsdp_fp8 --moments step save --kills 8 --output kills.json
     python benchmarks/kills.py ddp_bf16 --recipe "resnet --max_steps 60 --save_steps 6" --kills 8 --output kills.json
 
-A kill hits the launcher alone, one worker, or every process of the launch; while the run starts, trains or writes a
-checkpoint. Whoever is killed, the same command line is started again at that very moment, as a supervisor does it.
+A kill hits the launcher alone, one worker, or every process of the launch, while the run starts, trains or writes a
+checkpoint. Then the same command is started again immediately, as a supervisor does.
 
 orphans         processes that are still there 30 seconds after their launcher was killed (they are ended then)
 failed_starts   launches that ended with an error without having been killed, or took no step in 200 seconds (on a busy
@@ -42,7 +42,7 @@ GPT += "--max_steps 24 --save_steps 4 --eval_steps 12"
 
 
 class Launch:
-    """One launch of a run, its processes known by a variable of their environment."""
+    """One launch of a run. Its processes are found by an environment variable."""
 
     def __init__(self, root, config, words, out, number):
         self.out, self.log, self.mark = out, out.with_name(f"{out.name}-{number}.log"), f"KILLS_LAUNCH={out}-{number}"
@@ -58,7 +58,7 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     def last_words(self):
-        """The last line that speaks of an error, else the last one, without the folders of this machine."""
+        """The last line of output with an error, else the last line, without the folders of this machine."""
         lines = [line for line in self.text().splitlines() if line.strip()]
         said = [line for line in lines if re.search("error", line, re.I)] or lines or [""]
         return re.sub(r"(/[^/\s:]+)+/", "", said[-1])[:300]
@@ -68,7 +68,7 @@ class Launch:
         return len(re.findall(r"^step \d+(?:/\d+)?: loss", self.text(), re.M))
 
     def processes(self):
-        """Ids of the processes of this launch, its launcher's too."""
+        """The ids of all processes of this launch, including the launcher."""
         found = []
         for file in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -98,7 +98,7 @@ class Launch:
         return "end" if "eval_loss" in text.splitlines()[-1] else "training"
 
     def kill(self, victim, chance):
-        """Returns who was killed, and what the run was doing."""
+        """Kills, and returns which processes were killed and what the run was doing."""
         phase, workers = self.phase(), self.workers()
         if victim == "worker" and not workers:
             victim = "launcher"
@@ -117,13 +117,13 @@ def end(pid):
 
 
 def newest(out):
-    """The step of the newest complete checkpoint; 0 without any."""
+    """The step of the newest complete checkpoint, or 0."""
     names = [path.name for path in out.glob("checkpoint-*")] if out.exists() else []
     return max((int(name[11:]) for name in names if name[11:].isdigit()), default=0)
 
 
 def result(out):
-    """What must be equal at the end: (bytes of the weights' file, logged values)."""
+    """The result that must be equal at the end: (bytes of the weights' file, logged values)."""
     return (out / "model" / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()
 
 
@@ -147,7 +147,7 @@ class Campaign:
         return Launch(self.root, self.config, self.words, out, self.counts["launches"])
 
     def look_after(self, wait=False):
-        """Counts, and ends, processes of killed launches that have had their time."""
+        """Counts and kills the processes of killed launches that should have ended by now."""
         for launch in list(self.ended):
             left = launch.processes()
             if left and time.time() < launch.killed_at + OUTLIVE and not wait:
@@ -164,7 +164,7 @@ class Campaign:
             launch.launcher.wait()
 
     def until(self, launch, reached):
-        """Waits until `reached()`: "reached"; or what came before it: "finished", "failed"."""
+        """Waits until `reached()` and returns "reached", or returns "finished" or "failed" if the run ends before."""
         looked = time.time()
         while not reached():
             if launch.launcher.poll() is not None:
@@ -178,7 +178,7 @@ class Campaign:
         return "reached"
 
     def moment(self, launch):
-        """When to strike, as a function that is asked again and again."""
+        """Returns a function that says whether it is time to kill. It is called again and again."""
         weights = [MOMENTS[name] for name in self.moments]
         kind, draw = self.chance.choices(self.moments, weights)[0], self.chance.random()
         if kind == "start":
@@ -188,7 +188,7 @@ class Campaign:
         return lambda: launch.steps() and any(launch.out.glob("checkpoint-*.tmp"))
 
     def check(self, launch):
-        """Whether the launch went on from the newest checkpoint."""
+        """Checks that the launch resumed from the newest checkpoint."""
         resumed = re.search(r"resumed from \S+ at step (\d+)", launch.text())
         started = re.search(r"starting at step 0", launch.text())
         step = int(resumed[1]) if resumed else 0 if started else None

@@ -1,11 +1,12 @@
-"""How many kernels one optimizer step launches, and where the host waits for the device.
+"""Counts the kernels that one optimizer step launches, and lists where the host waits for the device.
 
     python benchmarks/launches.py --output results/launches.json
 
-Counted without a GPU, on the pretended one of tests/pretend.py: an operator that computes or copies is a launch. A loop
-by hand with the same model and a fused AdamW stands beside the recipes. The step counted logs nothing and writes no
-checkpoint. Functions that a GPU runs compiled are counted as calls; the operators in them, which a compiler fuses, are
-apart. DeepSpeed's and FSDP2's own waits are in the list of places, too. These are counts, not times.
+It counts without a GPU, on the pretended one of tests/pretend.py: each operator that computes or copies is a launch.
+For comparison it also counts a handwritten loop with the same model and a fused AdamW. The counted step logs nothing
+and writes no checkpoint. Functions that are compiled on a GPU count as calls; the operators in them, which a compiler
+fuses, are counted separately. The list of places includes DeepSpeed's and FSDP2's own waits. These are counts, not
+times.
 """
 
 import argparse
@@ -34,7 +35,7 @@ CASES += [("gpt", f"single_{name}") for name in ("fp32", "bf16", "fp8_msamp_o2")
 
 
 def by_hand(recipe, precision):
-    """A training loop on PyTorch alone, on the pretended GPU. Returns what its step launches."""
+    """Runs a training loop with PyTorch alone on the pretended GPU. Returns the counts of a step."""
     from shared import models
 
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
-"""Does the language model know more than a table of three-letter sequences? gpt against a 3-gram with back-off.
+"""Does the language model learn more than frequencies of three bytes? Compares gpt with a 3-gram with back-off.
 
     python benchmarks/ngram.py --output results/gpt_python_docs.json
 
-Both see the same training bytes and are judged on the same held-out labels, mean nats per byte. The 3-gram backs off by
-Witten and Bell's rule (1991): after a context seen c times with d different successors, the next shorter context has
-the weight d / (c + d). Its probabilities add up to one, so its loss can be compared. The run of recipes/gpt.py starts
-through `accelerate launch`; a finished one is not repeated.
+Both train on the same bytes and are evaluated on the same held-out labels, in mean nats per byte. The 3-gram backs off
+by Witten and Bell's rule (1991): after a context seen c times with d different successors, the next shorter context has
+the weight d / (c + d). Its probabilities add up to one, so the losses are comparable. recipes/gpt.py runs through
+`accelerate launch`; a finished run is not repeated.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shared import text  # noqa: E402
 
 
 def witten_bell(stream, size, order):
-    """Probabilities p[context..., next] of sequences of `order` tokens below `size`, from a stream of tokens."""
+    """Probabilities p[context..., next] for sequences of `order` tokens below `size`, from a stream of tokens."""
     lower = np.full((1, size), 1 / size)  # the shortest context of all knows nothing
     for length in range(1, order + 1):
         index = np.zeros(len(stream) - length + 1, np.int64)

@@ -1,10 +1,10 @@
-"""Latency and size of an exported model: fp32 against fp16, torch against onnxruntime.
+"""Latency and size of an exported model: fp32 and fp16, torch and onnxruntime.
 
     python benchmarks/onnx_latency.py runs/photos-vit-single_fp32-800 runs/photos-resnet-single_fp32-450 \\
         --output results/onnx_latency.json
 
-The fastest of many calls on held-out samples, after warm-up, on one CPU thread: other work on the machine disturbs it
-least. `apart` is the largest distance of a logit from torch's fp32.
+The latency is that of the fastest of many calls on held-out samples, after warm-up, on one CPU thread, because other
+load on the machine affects it least. `apart` is the largest difference of a logit from torch's fp32.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def milliseconds(call, inputs, calls):
 
 
 def in_onnxruntime(model, inputs, path):
-    """A function of a batch, computed by onnxruntime from `model` exported to `path`."""
+    """Exports `model` to `path` and returns a function that computes a batch with onnxruntime."""
     import onnxruntime
 
     torch.onnx.export(model, (inputs[:2],), dynamo=True, input_names=["inputs"], verbose=False,

@@ -1,22 +1,22 @@
-"""What do these recipes cost over a loop written by hand? The same training in four ways, run in turns.
+"""How much slower are the recipes than a handwritten loop? Runs the same training in four ways, in turns.
 
     python benchmarks/overhead.py --output results/overhead.json
 
-  hand     PyTorch alone: DataLoader, autocast, DistributedDataParallel, a loop
+  hand     a loop with PyTorch alone: DataLoader, autocast, DistributedDataParallel
   recipe   recipes/vit.py
-  fabric   the loop by hand on Lightning Fabric
+  fabric   the handwritten loop with Lightning Fabric
   trainer  transformers' Trainer
 
-Same model, data, sample order, batch, AdamW, schedule, clipping, and a loss logged every 10 steps. A step lasts from
-one optimizer step to the next, in all four by the same hook in torch, so that whatever a way does in between is in it:
-fetching, moving, logging, checking. Evaluation and saving are outside. All four trainings are there at once, and in
-turns one of them does 20 steps while the others wait: a machine is not equally fast for long, and so it is for all. A
-ratio is that of the median steps of one turn; reported are the median over the turns and their quartiles. In one
-process the final losses in fp32 must agree, or this compares different trainings.
+All four have the same model, data, sample order, batch, AdamW, schedule and clipping, and log the loss every 10 steps.
+A step is the time from one optimizer step to the next, measured by the same hook in torch. So it includes everything in
+between: loading, moving, logging and checks, but neither evaluation nor saving. All four trainings are in memory at the
+same time, and in turns one of them does 20 steps while the others wait, so that changes of the machine's speed affect
+all of them. A ratio compares the median steps of one turn; the report has the median and quartiles over the turns. In
+one process the final fp32 losses must agree, or the trainings differ.
 
-Not alike: after a wait the recipe's ranks exchange losses one time more than they would.
+One difference remains: after a wait the recipe's ranks exchange losses once more than they would otherwise.
 
-Start-up is from the command to the end of the first optimizer step, by the clock. Needs the extra `bench`.
+Start-up is the time from the command to the end of the first optimizer step. Needs the extra `bench`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those of its begin that are n
 
 
 def watch(file, steps, port):
-    """Writes down when each optimizer step ended, to `file` at the last one. After a turn it waits for the next."""
+    """Records when each optimizer step ends, and writes `file` at the last one. After a turn it waits for the next."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if int(os.environ.get("RANK", 0)):
@@ -65,7 +65,7 @@ def watch(file, steps, port):
 
 
 def ingredients(model, steps):
-    """What all but the recipe itself build: model, optimizer, schedule and data, as recipes/vit.py does."""
+    """Model, optimizer, schedule and data like in recipes/vit.py, for the other three ways."""
     import torch
     from transformers import get_cosine_schedule_with_warmup
 
@@ -79,14 +79,14 @@ def ingredients(model, steps):
 
 
 def order(train_set, steps):
-    """The samples of so many global batches, in the order of the recipe."""
+    """The samples of this many global batches, in the recipe's order."""
     from shared.data import Order, Progress
 
     return list(itertools.islice(Order(len(train_set), BATCH, SEED, Progress({})), steps * BATCH))
 
 
 def share(samples, rank, world):
-    """A rank's: of each global batch the ranks take a slice each."""
+    """A rank's samples: each rank takes one slice of each global batch."""
     return [sample for at, sample in enumerate(samples) if at % BATCH // (BATCH // world) == rank]
 
 
@@ -176,7 +176,7 @@ def trainer(model, precision, steps):
 
 
 def recipe(model, precision, steps):
-    """recipes/vit.py as its own __main__."""
+    """Runs recipes/vit.py as __main__."""
     import runpy
 
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -194,7 +194,7 @@ def recipe(model, precision, steps):
 
 
 def as_is(batch):
-    """The data set returns whole batches: nothing is left to collate."""
+    """The dataset returns whole batches, so there is nothing to collate."""
     return batch
 
 
@@ -202,7 +202,7 @@ def as_is(batch):
 
 
 def start(way, model, precision, processes, steps, folder, port=0, command=None):
-    """A process of its own, or a launcher with two; its output and its times go into `folder`."""
+    """Starts a process, or a launcher with two. Its output and times go into `folder`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     env["ACCELERATE_MIXED_PRECISION"] = {"fp32": "no"}.get(precision, precision)
     launcher = [sys.executable]
@@ -219,7 +219,7 @@ def failed(way, folder):
 
 
 def side_by_side(model, precision, processes, turns):
-    """way -> {wall, cpu: seconds per step of each turn; losses: those it printed}. The first turn is a warm-up."""
+    """{way: {wall, cpu: seconds per step in each turn; losses: the printed ones}}. The first turn is a warm-up."""
     steps = TURN * (turns + 1)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -265,7 +265,7 @@ def first_step(way, processes, command):
 
 
 def ratio(found, way, key):
-    """Of a turn's median step to that of the loop by hand: median over the turns and quartiles."""
+    """The ratio of a turn's median step to that of the handwritten loop: median and quartiles over the turns."""
     ratios = [here / by_hand for here, by_hand in zip(found[way][key], found["hand"][key], strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {"median": median, "quartiles": [low, high]}
@@ -309,7 +309,7 @@ def main():
 
 
 def start_up(args):
-    """Seconds from the command to the end of the first optimizer step, by way of starting."""
+    """{way of starting: seconds from the command to the end of the first optimizer step}."""
     config = {1: "single_fp32", 2: "ddp_fp32"}
     ways = {
         "by hand": ("hand", lambda n: None),
@@ -333,7 +333,7 @@ def start_up(args):
 
 
 def parts(rounds):
-    """Seconds of what a start consists of: processes that do one thing and end."""
+    """Seconds of the parts of a start, each measured in a process that does only this."""
     code = {
         "python": "pass",
         "import torch": "import torch",
@@ -355,7 +355,7 @@ def parts(rounds):
 
 
 def keep(file, result):
-    """Of several commands on one file, all are named."""
+    """Writes the results. If several commands write to one file, it names all of them."""
     if file is None:
         return
     from provenance import command, save

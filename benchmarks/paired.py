@@ -1,19 +1,18 @@
-"""How often are the verdicts of ./launch.sh compare wrong? Real runs, resampled.
+"""How often are the verdicts of ./launch.sh compare wrong? Resamples real runs.
 
     python benchmarks/paired.py results/compare_digits results/compare_text --output results/paired.json
 
-Takes the runs of finished comparisons and makes new comparisons of them, in which the truth is known:
+Makes new comparisons from the runs of finished ones, in which the true difference is known:
 
-  no difference   the mean difference is taken out, and the two runs of each pair change places at random, so neither
-                  config is better; pairs are drawn again and again, as many as there are seeds. And the baseline
-                  against itself, with unlike seeds.
-  a difference    the same, with twice the resolution that the row states added to one side.
+  no difference   the mean difference is removed, and the two runs of each pair are swapped at random, so neither config
+                  is better; as many pairs as there are seeds are drawn again and again. Also the baseline against
+                  itself, with different seeds.
+  a difference    the same, with twice the stated resolution of the row added to one side.
 
-`wrong` counts verdicts of higher and lower where there is no difference, which should be at most 5%; `misses zero` the
-intervals that lie beside zero, whether inside the margin or not. `found` counts them where there is a difference, which
-should be at least 90%.
-`several looks` is --seeds auto, where the first verdict counts; `fewest` are
-comparisons of as few pairs as get a verdict at all.
+`wrong` counts verdicts of higher and lower without a difference, which should be at most 5%. `misses zero` counts the
+intervals that do not contain zero, inside the margin or not. `found` counts verdicts with a difference, which should be
+at least 90%. `several looks` is --seeds auto, where the first verdict counts. `fewest` are comparisons with the
+smallest number of pairs that can get a verdict.
 """
 
 import argparse
@@ -45,14 +44,14 @@ def pools(made):
 
 
 def level(baseline, values):
-    """Pairs without their mean difference. Taking it out makes the rest smaller, which is put right."""
+    """Pairs without their mean difference. Removing it shrinks the deviations, which is corrected."""
     differences = np.subtract(values, baseline)
     rest = (differences - differences.mean()) * (len(values) / (len(values) - 1)) ** 0.5
     return list(zip(baseline, (np.array(baseline) + rest).tolist(), strict=True))
 
 
 def drawn(generator, pairs, count, planted=0.0):
-    """(baseline, values) of so many pairs in which no side is better, but for what is planted."""
+    """(baseline, values) of this many pairs in which neither side is better, except for the planted difference."""
     chosen = np.array(pairs)[generator.integers(len(pairs), size=count)]
     swap = generator.integers(2, size=count).astype(bool)
     chosen[swap] = chosen[swap][:, ::-1]
@@ -61,7 +60,7 @@ def drawn(generator, pairs, count, planted=0.0):
 
 
 def first_verdict(base, values, margin, looks):
-    """Of a comparison that looks several times and stops at the first verdict."""
+    """The verdict of a comparison that looks several times and stops at the first verdict."""
     for count in looks:
         kind = paired.judge(base[:count], values[:count], margin, paired.level(len(looks)))["kind"]
         if kind != "unknown":
@@ -70,7 +69,7 @@ def first_verdict(base, values, margin, looks):
 
 
 def rates(pairs, resolution, margin, times, generator):
-    """Shares of `times` comparisons."""
+    """The rates over `times` comparisons."""
     wrong = beside = fewest = several = found = 0
     looks = paired.looks(16)
     count = max(paired.FEWEST, round(len(pairs) ** 0.5) if resolution is None else len(pairs))

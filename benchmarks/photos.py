@@ -1,9 +1,10 @@
-"""How well do the image recipes learn `photos` on this machine, and in which time?
+"""How well do the image recipes learn `photos` on this machine, and how long does it take?
 
     python benchmarks/photos.py --output results/photos.json
 
-Each recipe trains through `accelerate launch`; finished runs are not repeated. Accuracy is that of held-out patches,
-places of the photographs never seen; balanced accuracy is the mean over the ten classes of each one's own.
+Each recipe trains through `accelerate launch`; finished runs are not repeated. Accuracy is measured on held-out
+patches, from parts of the photographs that are not in the training set; balanced accuracy is the mean of the ten
+classes' accuracies.
 """
 
 import argparse
@@ -26,9 +27,9 @@ RUNS = {"vit": 800, "resnet": 900}  # optimizer steps
 
 
 def run(recipe, folder, steps, config):
-    """The folder of a finished run: begun, or gone on with where an earlier call of this script was stopped.
+    """Returns the folder of a finished run. Starts the run, or resumes it if this script was stopped before.
 
-    `seconds`, beside its record, is from command to end; it is not there where the run was stopped in between.
+    The file `seconds` beside its record has the whole duration; it is missing if the run was stopped in between.
     """
     out = folder / f"photos-{recipe}-{config}-{steps}"
     if not (out / "model" / "model.safetensors").exists():

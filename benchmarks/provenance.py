@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: how, when, where and with what they were measured."""
+"""What every benchmark writes with its figures: command, date, machine and versions."""
 
 import datetime
 import importlib.metadata

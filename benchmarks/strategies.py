@@ -1,9 +1,9 @@
-"""Every way to spread one training over processes, run once each: what each process holds, what it sends, how it ends.
+"""Runs one training under every distributed strategy: what each process holds and sends, and the final loss.
 
     python benchmarks/strategies.py --max_steps 60       writes results/strategies.json and prints the table
 
-The figures of memory and wire are counted on the tensors and collectives of the run (its `evidence`); time is not
-compared: two processes of one machine say nothing of it.
+Memory and bytes sent are counted on the tensors and collectives of the run (its `evidence`). Time is not compared,
+because two processes on one machine say nothing about it.
 """
 
 import argparse

@@ -26,7 +26,7 @@ def read(name):
 
 
 def came_from(made):
-    """The command, and where and with what it ran: the first versions, all are in the file."""
+    """The command, the machine and the main versions; the file has all versions."""
     versions = [f"{name} {version}" for name, version in made["versions"].items() if version and name != "cuda"]
     shown = ", ".join(versions[:4])
     return f"`{made['command']}` ({made['device']}; {shown}; {made['date']})"
@@ -187,7 +187,7 @@ def clients(made):
 
 
 def diagnose(made):
-    """What was found first in each recipe, and what became of the planted faults."""
+    """What was found first in each recipe, and whether the planted faults were found and fixed."""
     heads = ["planted", "config", "named first", "loss with the proposed `skip`, paired"]
     rows = []
     for fault, found in made["faults"].items():
@@ -329,13 +329,13 @@ PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in 
 
 
 def picture(made):
-    """The paired differences of a comparison as an SVG file, light or dark as its reader."""
+    """The paired differences of a comparison as an SVG file that follows the reader's light or dark mode."""
     rows = report.interval_rows(made, made["measure"])
     return page.alone(page.intervals(rows, 100 * made["margin"]), f"Difference in {made['measure']}")
 
 
 def written(page, text=None):
-    """A page's text with every table as its file says, and links into results/ from where the page is."""
+    """A page's text with all tables made from their files, and links into results/ relative to the page."""
     up = "../" * page.count("/")
 
     def fill(match):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A whole Slurm on this machine: munge, the controller and two node daemons, to try cluster/slurm.sbatch with.
+# Starts a complete Slurm on this machine (munge, the controller and two node daemons), to try cluster/slurm.sbatch.
 #
 #   cluster/slurm_here.sh FOLDER COMMAND...    e.g. cluster/slurm_here.sh slurm sbatch cluster/slurm.sbatch ddp_fp32 vit
 #
-# Runs COMMAND with everything up, as root, and takes it all down again. Needs Debian's slurm-wlm and munge.
+# Runs COMMAND as root while Slurm runs, then stops everything. Needs Debian's slurm-wlm and munge.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
