@@ -1,10 +1,10 @@
-"""A dataclass becomes the command line.
+"""Turns a dataclass into a command line.
 
-Each field is an option, its default the default, the comment behind it the help text:
+Each field is an option. Its default is the option's default, and the comment behind it is the help text:
 
     learning_rate: float = 2e-3  # peak, after the warm-up
 
-Options are spelled with underscores or dashes. Import costs matter at start-up, so this is argparse and nothing else.
+Options are spelled with underscores or dashes. This module imports argparse only, so that the start stays fast.
 """
 
 import argparse
@@ -18,14 +18,14 @@ import typing
 
 
 class Refused(Exception):
-    """A user's mistake: what was asked, what is there, what to do. Printed as it is, without a traceback."""
+    """A user's mistake: a message that says what was asked, what is there and what to do, printed without traceback."""
 
     exit_code = 2
 
 
 @dataclasses.dataclass
 class Run:
-    """Options of every recipe that don't change what is computed: a resumed run may differ in them."""
+    """Options of every recipe that don't change what is computed. A resumed run may change them."""
 
     output_dir: str | None = None  # default: runs/<recipe>-<config>-<time>
     resume_from_checkpoint: str | None = None  # latest (in output_dir), or a checkpoint folder
@@ -39,7 +39,7 @@ class Run:
 
 
 class Parser(argparse.ArgumentParser):
-    """Every rank parses the same line; only the first of each launch says what is wrong with it."""
+    """All ranks parse the same line; only rank 0 prints what is wrong with it."""
 
     def error(self, message):
         if int(os.environ.get("RANK", 0)) == 0:
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(cls, argv=None):
-    """The dataclass `cls`, filled from `argv` (default: the command line). Exits with 2 on a bad option."""
+    """Fills the dataclass `cls` from `argv` (default: the command line). Exits with code 2 on a bad option."""
     source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
     types_of = typing.get_type_hints(cls)
     parser = Parser(description=(inspect.getmodule(cls).__doc__ or "").strip(), allow_abbrev=False,
@@ -70,17 +70,17 @@ def parse(cls, argv=None):
 
 
 def that_count(args):
-    """{option: value} of those that change what is computed."""
+    """{option: value} of the options that change what is computed."""
     return {key: value for key, value in dataclasses.asdict(args).items() if key not in Run.__annotations__}
 
 
 def given(args):
-    """{option: value} of those that have one, for trackers and the record."""
+    """{option: value} of the options that have a value, for trackers and the record."""
     return {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
 
 
 def grad_scaler(text):
-    """Accelerate's handlers for fp16's gradient scaler: `"init_scale=1024,growth_interval=100"`; "" means none."""
+    """Accelerate's handlers for fp16's gradient scaler, from `"init_scale=1024,growth_interval=100"`; "" means none."""
     from accelerate.utils import GradScalerKwargs
 
     kinds = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
@@ -93,7 +93,7 @@ def grad_scaler(text):
 
 
 def trackers(report_to):
-    """What `accelerator.log` writes to: the console and, where --report_to names one, a tracker of Accelerate."""
+    """The trackers for `accelerator.log`: the console and, if --report_to names one, a tracker of Accelerate."""
     from accelerate.tracking import GeneralTracker
     from tqdm.auto import tqdm
 

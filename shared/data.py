@@ -1,7 +1,7 @@
-"""Datasets by name: real and offline by default, synthetic for speed, or any image set of the Hub or a folder.
+"""Image datasets by name: small real ones that work offline, synthetic images, a folder, or any image set of the Hub.
 
-A training run sees one sequence of samples: epoch after epoch, each a fresh permutation that depends on (seed, epoch)
-alone, cut to whole global batches. So step k sees the same samples on any number of processes and after any resume.
+Each epoch of a run is a new permutation that depends on (seed, epoch) only, cut to whole global batches. So step k sees
+the same samples on any number of processes and after any resume.
 """
 
 import functools
@@ -26,14 +26,14 @@ ABOUT = """image_size in_chans num_classes mean std interpolation crop_pct left_
 class Broken(Refused):
     """An image that cannot be read."""
 
-    of_one_process = True  # the one that draws it; the others do not know
+    of_one_process = True  # only the process that draws the image sees the error
 
 
 class Images(torch.utils.data.Dataset):
     """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
 
-    Whole batches are indexed at once, so the loader costs one gather per batch, not one Python call per sample. An
-    index may be of a later epoch: it counts on from the end of the set.
+    A whole batch is indexed at once, so the loader costs one gather per batch, not one Python call per sample. Indices
+    of epoch e begin at e * len(set).
     """
 
     classes, left_out = None, ()
@@ -44,11 +44,11 @@ class Images(torch.utils.data.Dataset):
         self.mean = self.std = (0.5,)
 
     def fitted(self, image_size, config):
-        """These images as a model wants them: its size, its channels (grey becomes RGB), its normalization."""
+        """Prepares these images for a model: its image size, channels (grey becomes RGB) and normalization."""
         self.image_size = image_size or self.image_size
         self.in_chans = config.get("in_chans", self.in_chans)
         self.mean, self.std = (tuple(config.get(key, (0.5,))) for key in ("mean", "std"))
-        if self.in_chans == 1:  # a model of grey images, normalized as its colours would be on average
+        if self.in_chans == 1:  # grey images get the mean over the colours
             self.mean, self.std = ((sum(values) / len(values),) for values in (self.mean, self.std))
         return self
 
@@ -78,9 +78,9 @@ class Images(torch.utils.data.Dataset):
 
 
 class Synthetic(Images):
-    """One million random 3x224x224 images of 1000 classes, without the cost of making them.
+    """One million random 3x224x224 images of 1000 classes, which cost no time to load.
 
-    A batch is a view into a pool made once: the loader is never what is measured.
+    A batch is a view into a fixed pool of images, so that the loader does not limit a speed measurement.
     """
 
     def __init__(self, image_size=224, length=1_000_000, pool=256):
@@ -100,11 +100,11 @@ class Synthetic(Images):
 
 
 class HubImages(torch.utils.data.Dataset):
-    """A split of a `datasets` dataset with an image and a label column, through timm's transforms for the model.
+    """A split of a `datasets` dataset with an image and a label column, with timm's transforms for the model.
 
-    split: its image column not decoded, so that an image that cannot be read has a name. config: mean, std,
-    interpolation and crop_pct of the model. Training images get a random crop, resized, and a random flip, drawn from
-    (seed, epoch, index) alone: the same on any number of processes and workers, and after a resume.
+    split: its image column is not decoded, so that an error can name the image. config: mean, std, interpolation and
+    crop_pct of the model. Training images get a random resized crop and a random flip, which depend on (seed, epoch,
+    index) only: they are the same on any number of processes and workers, and after a resume.
     """
 
     def __init__(self, split, columns, image_size, config, train, seed=0, left_out=()):
@@ -118,7 +118,7 @@ class HubImages(torch.utils.data.Dataset):
         self.transform = create_transform(
             (3, image_size, image_size), is_training=train, color_jitter=None, mean=self.mean, std=self.std,
             interpolation=self.interpolation, crop_pct=self.crop_pct,
-            scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # a twelfth of 32 pixels shows nothing
+            scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # 8% of a 32 x 32 image shows nothing
         )  # fmt: skip
 
     def __len__(self):
@@ -128,22 +128,22 @@ class HubImages(torch.utils.data.Dataset):
         drawn = [divmod(index, len(self)) for index in indices]
         rows, pixels = self.split[[index for _, index in drawn]], []
         before = random.getstate()
-        with torch.random.fork_rng(devices=[]):  # afterwards Python's and torch's numbers go on as if none were drawn
+        with torch.random.fork_rng(devices=[]):  # leaves Python's and torch's random states as they were
             for (epoch, index), entry in zip(drawn, rows[self.image_column], strict=True):
                 image = read_image(entry, index)
                 random.seed(f"{self.seed} {epoch} {index}")
-                torch.default_generator.manual_seed(random.getrandbits(60))  # not the device's, which dropout uses
+                torch.default_generator.manual_seed(random.getrandbits(60))  # not the GPU's, which dropout uses
                 pixels.append(self.transform(image))
         random.setstate(before)
         return {"pixel_values": torch.stack(pixels), "labels": torch.tensor(rows[self.label_column])}
 
     def fingerprint(self):
-        """The fingerprint that `datasets` itself keeps: it changes with the data and with every transform of it."""
+        """The fingerprint of `datasets`, which changes with the data and with every transform of it."""
         return self.split._fingerprint
 
 
 def read_image(entry, index):
-    """An RGB image from {"path", "bytes"}, grey and palette ones too; raises Broken with its name."""
+    """Reads {"path", "bytes"} as an RGB image; grey and palette images are converted. Raises Broken with its name."""
     from PIL import Image
 
     try:
@@ -162,20 +162,20 @@ def loading(num_workers, dtype=torch.float32):
         "collate_fn": functools.partial(as_is, dtype=dtype),
         "num_workers": num_workers,
         "pin_memory": torch.cuda.is_available(),
-        "generator": torch.Generator(),  # a loader's seeds are not drawn from the one that dropout uses
+        "generator": torch.Generator(),  # the loader must not draw from the generator that dropout uses
     }
 
 
 def as_is(batch, dtype=torch.float32):
-    """The datasets above return whole batches: nothing is left to collate."""
+    """The collate function: the datasets above return whole batches, which only change their dtype."""
     return {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
 
 
 def images(name, image_size=None, config=None, seed=0, skip_broken=0):
-    """(training set, held-out set) by name: digits, photos, textures, synthetic, a Hub dataset, or a local folder.
+    """Returns (training set, held-out set) by name: digits, photos, textures, synthetic, a Hub dataset or a folder.
 
-    image_size: pixels; None means the data's own, or the model's. config: what a model wants of its images
-    (shared/models.py). seed: of augmentations. skip_broken: leave out up to so many images that cannot be read.
+    image_size: pixels; None means the data's own, or the model's. config: from models.data_config. seed: of the random
+    crops and flips. skip_broken: leave out up to this many images that cannot be read.
     """
     config = config or {}
     image_size = image_size or config.get("image_size")
@@ -213,7 +213,7 @@ def textures():
 
 
 def shipped(dataset, names):
-    """Pictures that come with scikit-image."""
+    """Loads pictures that come with scikit-image."""
     try:
         import skimage.data
     except ImportError:
@@ -224,11 +224,11 @@ def shipped(dataset, names):
 
 
 def patches_of(pictures, size=32, stride=16, per_class=700):
-    """(training set, held-out set) of patches of `pictures`, uint8 (height, width[, channels]).
+    """Cuts `pictures`, uint8 (height, width[, channels]), into patches. Returns (training set, held-out set).
 
-    The left three quarters of each picture are for training, the right quarter is held out, and no patch crosses the
-    line: the held-out patches show places never seen. At most `per_class` training patches (a quarter of that held out)
-    of each, so that no picture dominates.
+    The left three quarters of each picture are for training and the right quarter is held out. No patch crosses the
+    border, so no part of a held-out patch is in the training set. Each picture gives at most `per_class` training
+    patches and a quarter of that held out, so that no picture dominates.
     """
     order, parts = np.random.default_rng(0), ([], [])
     for label, picture in enumerate(pictures):
@@ -238,14 +238,14 @@ def patches_of(pictures, size=32, stride=16, per_class=700):
         for part, (half, most) in zip(parts, of_both, strict=True):
             patches = half.unfold(1, size, stride).unfold(2, size, stride).permute(1, 2, 0, 3, 4).flatten(0, 1)
             span = patches.amax((1, 2, 3)).int() - patches.amin((1, 2, 3)).int()
-            patches = patches[span > 32]  # the black around a retina is no place
+            patches = patches[span > 32]  # leaves out uniform patches, such as the black around the retina
             chosen = torch.from_numpy(order.permutation(len(patches))[:most])
             part.append((patches[chosen], torch.full((len(chosen),), label)))
     return tuple(Images(*map(torch.cat, zip(*part, strict=True)), len(pictures)) for part in parts)
 
 
 def hub(name, image_size, config, seed=0, skip_broken=0):
-    """Any image classification set that `datasets` can load: a Hub name, or a folder of one folder per class."""
+    """Loads any image classification set that `datasets` can load: a Hub name, or a folder with a folder per class."""
     import datasets
 
     folder = Path(name).expanduser()
@@ -265,13 +265,13 @@ def hub(name, image_size, config, seed=0, skip_broken=0):
         labels_in_range(name, split, columns[1])
         if skip_broken:
             split, broken = without_broken(name, split, columns[0], skip_broken - len(left_out))
-            left_out += broken  # one list, of both splits, which both record
+            left_out += broken  # one list for both splits
         parts.append(HubImages(split, columns, image_size, config, train, seed, left_out))
     return tuple(parts)
 
 
 def load(name, offline, *args, **kwargs):
-    """`datasets.load_dataset`, whose dozen types of error become one line. offline: names that need no network."""
+    """`datasets.load_dataset`, with all its types of errors as one line. offline: names that need no network."""
     import datasets
 
     try:
@@ -283,7 +283,7 @@ def load(name, offline, *args, **kwargs):
 
 
 def split_of(loaded, name):
-    """(training split, held-out split); a tenth of the training split is held out where there is no other."""
+    """Returns (training split, held-out split). A tenth of the training split is held out if there is no other."""
     train = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     held_out = next((loaded[split] for split in ("test", "validation") if split in loaded), None)
     if held_out is None:
@@ -295,7 +295,7 @@ def split_of(loaded, name):
 
 
 def no_class_is_empty(folder):
-    """`datasets` passes over a class without images, and trains on the others."""
+    """Raises Refused if a class has no images, which `datasets` would ignore, or if splits differ in classes."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from torchvision.datasets.folder import find_classes, make_dataset
 
@@ -314,7 +314,7 @@ def no_class_is_empty(folder):
 
 
 def labels_in_range(name, split, column):
-    """Hub sets mark unlabelled test images by -1; a loss would index with it."""
+    """Raises Refused for labels out of range. Hub sets use -1 for samples without a label, which a loss cannot take."""
     labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
     wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))
     if count < 2:
@@ -328,7 +328,7 @@ def labels_in_range(name, split, column):
 
 
 def without_broken(name, split, column, most):
-    """(the split without images that cannot be read, their names). Reads every image once, before training."""
+    """Returns (the split without broken images, the names of these). Reads every image once, before training."""
     kept, left_out = [], []
     for index, entry in enumerate(split[column]):
         try:
@@ -344,16 +344,16 @@ def without_broken(name, split, column, most):
 
 
 class Progress:
-    """How far a run is: optimizer steps taken, global batches consumed (more, where fp16 skipped a step).
+    """How far a run is: optimizer steps taken and global batches used, which are more if fp16 skipped a step.
 
-    same: {name: value} of what must be equal for a resumed run to be the same run. Register it for checkpointing.
+    same: {name: value} that a resumed run must have, too. Register the object for checkpointing.
     """
 
     def __init__(self, same):
         self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
 
     def due(self, every):
-        """Whether it is time, before the next step, for what happens every so many steps; once for each step."""
+        """Whether something that happens every `every` steps is due before the next step. True once per step."""
         due = bool(every) and self.step > 0 and self.step % every == 0 and self.last_due != self.step
         self.last_due = self.step
         return due
@@ -370,11 +370,11 @@ class Progress:
 
 
 class Order(torch.utils.data.Sampler):
-    """The sample indices of a whole run, from where `progress` is, without end.
+    """An endless sampler over all epochs of a run, which starts where `progress` is.
 
     length: samples in the set. global_batch_size: samples per optimizer step, over all processes and micro-batches.
-    What does not fill a global batch is left out of its epoch (another few samples each time). The indices of epoch e
-    begin at e * length: random crops are drawn from the epoch, too.
+    Each epoch leaves out the few samples that do not fill a global batch; they differ from epoch to epoch. The indices
+    of epoch e begin at e * length, because random crops depend on the epoch.
     """
 
     def __init__(self, length, global_batch_size, seed, progress):
@@ -388,7 +388,7 @@ class Order(torch.utils.data.Sampler):
             )
 
     def batch(self, number):
-        """The indices of global batch `number`, of the whole run; every process can ask for any."""
+        """The indices of global batch `number`, counted from the start of the run, without epochs."""
         epoch, at = divmod(number, self.batches_per_epoch)
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -402,19 +402,19 @@ class Order(torch.utils.data.Sampler):
 
 
 def global_batch_size(accelerator, args):
-    """Samples per optimizer step. Processes that split layers between them (tensor parallel) share a batch."""
+    """Samples per optimizer step. Tensor-parallel processes share a batch."""
     parallel = accelerator.parallelism_config
     processes = accelerator.num_processes // (parallel.non_data_parallel_size if parallel else 1)
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
 
 
 def about(dataset):
-    """What inference needs to know of the data, as JSON."""
+    """The facts about the data that inference needs, for JSON."""
     return {key: getattr(dataset, key) for key in ABOUT if hasattr(dataset, key)}
 
 
 def describe(accelerator, dataset):
-    """Writes data.json, what predict and export need to know of the data, into the run's folder, which it returns."""
+    """Writes data.json into the run's folder, for predict and export. Returns the folder."""
     folder = Path(accelerator.project_dir or "runs/latest")
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)

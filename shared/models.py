@@ -1,6 +1,6 @@
-"""Models by name and size, from timm and transformers, with random weights, a published model's, or a run's own.
+"""Models by name, from timm and transformers, with random weights, published weights or those of a run.
 
-Every model names its blocks in `_no_split_modules`: FSDP2 shards by them, whatever the recipe.
+Every model lists the class names of its blocks in `_no_split_modules`: FSDP2 shards the model by them.
 """
 
 import importlib
@@ -48,9 +48,9 @@ BERT_SIZES = {
 
 
 def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=None, **_):
-    """A block of a vision transformer as one te.TransformerLayer, for timm's `block_fn`; (batch, tokens, dim) each way.
+    """A block of a vision transformer as a te.TransformerLayer, for timm's `block_fn`: (batch, tokens, dim) in and out.
 
-    TE's defaults are a language model's: `sbhd` would attend across the batch, and the causal mask would hide later
+    TE's defaults are for language models: `sbhd` would attend across the batch, and the causal mask would hide later
     patches, both without an error. Unlike timm's block, its GELU is the tanh approximation.
     """
     try:
@@ -71,7 +71,7 @@ def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=No
 def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, te_blocks=False):
     """A vision transformer: one of VIT_SIZES with random weights, or any timm model by its own name.
 
-    Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). te_blocks: each block is TE's.
+    Input (batch, in_chans, image_size, image_size), output (batch, num_classes). te_blocks: each block is TE's.
     """
     if te_blocks and (pretrained or name not in VIT_SIZES):
         raise Refused(f"TransformerEngine's blocks start from random weights: one of {', '.join(VIT_SIZES)}")
@@ -85,7 +85,7 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, 
         model = VisionTransformer(
             img_size=image_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes,
             embed_dim=embed_dim, depth=depth, num_heads=num_heads, weight_init="jax",
-            # on four patches of a digit a class token only gets in the way
+            # a class token does not help with the four patches of a digit
             **({"class_token": False, "global_pool": "avg", "fc_norm": False} if name == "vit_nano" else {}),
             **({"block_fn": te_block} if te_blocks else {}),
         )  # fmt: skip
@@ -96,7 +96,7 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, 
 
 
 def ready(model, blocks, dropout):
-    """`model` with its blocks named, and this rate wherever it has dropout."""
+    """Sets the names of the model's blocks, and this rate wherever it has dropout. Returns the model."""
     if kinds := {type(block).__name__ for block in blocks}:
         model._no_split_modules = sorted(kinds)
     for module in model.modules():
@@ -108,15 +108,15 @@ def ready(model, blocks, dropout):
 
 
 def at_least_float32(logits):
-    """For the loss: what FSDP2 or --dtype computed in 16 bit, as float32."""
+    """Converts 16-bit logits, from FSDP2 or --dtype, to float32 for the loss."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0):
     """A residual network: one of RESNET_SIZES, or timm's resnet18, resnet50, or any other of that family.
 
-    Takes (batch, in_chans, image_size, image_size), gives (batch, num_classes). For images under 64 pixels the first
-    convolution has stride 1 and nothing is pooled before the blocks: ImageNet's stem leaves one pixel of CIFAR's 32.
+    Input (batch, in_chans, image_size, image_size), output (batch, num_classes). For images under 64 pixels the stem
+    has stride 1 and does not pool, because ImageNet's stem would leave one pixel of CIFAR's 32 before the head.
     """
     if own_run(name):
         model = trained(name, pretrained, image_size, in_chans, num_classes)
@@ -135,10 +135,10 @@ def resnet(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.
 
 
 def average_statistics(model):
-    """The running averages of batch norm, averaged over the processes. Every rank calls it after its optimizer step.
+    """Averages the running statistics of batch norm over the processes. Every rank calls it after its optimizer step.
 
-    In training each process normalizes by its own micro-batch, as DDP does by default; without this the saved model
-    would have the averages of rank 0, from a part of the data.
+    In training each process normalizes its own micro-batch, as DDP does by default. Without this function the saved
+    model would have the statistics of rank 0, which has seen only a part of the data.
     """
     running = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
     mean = reduce(torch.cat([buffer.flatten() for buffer in running]), "mean")
@@ -147,10 +147,10 @@ def average_statistics(model):
 
 
 def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
-    """A causal language model of transformers: one of GPT_SIZES with random weights, or a published one, or a run's.
+    """A causal language model of transformers: one of GPT_SIZES with random weights, a published model, or a run's.
 
-    Takes (batch, tokens) int64, gives an output whose `logits` are (batch, tokens, vocab_size). Its head shares the
-    weight of the embedding.
+    Input (batch, tokens) int64; the `logits` of the output are (batch, tokens, vocab_size). The head shares the weight
+    of the embedding.
     """
     options = {"use_cache": False, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
     options |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout} if name.startswith("gpt") else {}
@@ -159,8 +159,8 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
         model = published(kind, name, sequence_length)
         model.config.use_cache = False
     else:
-        # torch's attention, causal by itself. Under the name sdpa transformers would look in each forward whether
-        # sequences are packed with positions of their own, and wait for the device to know.
+        # torch's attention with its causal mask. Under the name sdpa, transformers would check in each forward whether
+        # the positions show packed sequences, and would wait for the device.
         transformers.AttentionInterface.register("causal", sdpa_attention_forward)
         config = sized(name, GPT_SIZES, vocab_size, sequence_length, **options)
         model = kind.from_config(config, attn_implementation="causal")
@@ -168,12 +168,12 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
 
 
 def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropout=0.0):
-    """An encoder of transformers under a head for classes: one of BERT_SIZES, a published one, or a run's.
+    """An encoder of transformers with a classification head: one of BERT_SIZES, a published model, or a run's.
 
-    Takes (batch, tokens) int64 input_ids and attention_mask, gives an output whose `logits` are (batch, num_classes).
+    Input (batch, tokens) int64 input_ids and attention_mask; the `logits` of the output are (batch, num_classes).
     """
     kind = transformers.AutoModelForSequenceClassification
-    if pretrained:  # a head for other classes gives way to a new one
+    if pretrained:  # a head for other classes is replaced by a new one
         model = published(kind, name, sequence_length, ignore_mismatched_sizes=True, num_labels=num_classes)
     else:
         model = kind.from_config(sized(name, BERT_SIZES, vocab_size, sequence_length, num_labels=num_classes))
@@ -181,7 +181,7 @@ def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropo
 
 
 def sized(name, sizes, vocab_size, sequence_length, **options):
-    """The configuration, transformers' own, of one of our sizes."""
+    """transformers' configuration for one of our sizes."""
     if name not in sizes:
         raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a Hub name or run folder with --pretrained")
     kind, width, depth, heads = sizes[name]
@@ -194,7 +194,7 @@ def sized(name, sizes, vocab_size, sequence_length, **options):
 
 
 def published(kind, name, sequence_length, **options):
-    """A model with the weights of the Hub's `name`, or of the run in that folder, for so many tokens."""
+    """A model with the weights of the Hub's `name`, or of the run in that folder, for this sequence length."""
     try:
         model = kind.from_pretrained(model_folder(name), dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
@@ -211,7 +211,7 @@ def first_list(model):
 
 
 def own_run(name):
-    """The record of a run of these recipes with what it says of its data, if `name` is its folder."""
+    """The record of a run, with its data.json as "data", if `name` is the folder of a recipe's run; else None."""
     run, about = (Path(name, file) for file in ("run.json", "data.json"))
     return json.loads(run.read_text()) | {"data": json.loads(about.read_text())} if about.is_file() else None
 
@@ -244,13 +244,13 @@ def as_recorded(record, folder):
     if before := own_run(args["model"]):
         return as_recorded(before | {"data": about}, args["model"])
     shape = about["image_size"], about["in_chans"], about["num_classes"]
-    if recipe == "resnet" and args["pretrained"]:  # with the stem that it came with
+    if recipe == "resnet" and args["pretrained"]:  # 224 pixels: it keeps its own stem
         return resnet(args["model"], 224, *shape[1:])
     return {"vit": vit, "resnet": resnet}[recipe](args["model"], *shape)
 
 
 def trained(run, pretrained, image_size, in_chans, num_classes):
-    """The model of a finished run with its weights; a new head, where `num_classes` is another."""
+    """The model of a finished run with its weights. The head is new if `num_classes` differs."""
     if not pretrained:
         raise Refused(f"--model {run} is a run: add --pretrained to start from its weights")
     record = own_run(run)
@@ -272,7 +272,7 @@ def trained(run, pretrained, image_size, in_chans, num_classes):
 
 
 def data_config(name, pretrained=False):
-    """What an image model wants of its images: mean, std, interpolation, crop_pct; if pretrained its size, channels."""
+    """What an image model expects as input: mean, std, interpolation, crop_pct; if pretrained, also size, channels."""
     if run := own_run(name):
         keys = ("mean", "std", "interpolation", "crop_pct", "image_size", "in_chans")
         return {key: run["data"][key] for key in keys if key in run["data"]}
@@ -285,10 +285,10 @@ def data_config(name, pretrained=False):
 
 
 def groups(model, args):
-    """Parameter groups for the optimizer: everything that trains, with its learning rate and weight decay.
+    """Parameter groups for the optimizer: all trainable parameters with their learning rate and weight decay.
 
-    args.freeze: so many first blocks, and what comes before them, stay as they are. args.layer_decay: each block
-    learns at this fraction of the rate of the next one; 1 means all alike.
+    args.freeze: the number of first blocks that stay frozen, with everything before them. args.layer_decay: each block
+    learns at this fraction of the next block's rate; 1 means one rate for all.
     """
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]
@@ -304,5 +304,5 @@ def groups(model, args):
             by_scale.setdefault(args.layer_decay ** (head - depth), []).append(parameter)
     return [
         {"params": by_scale[scale], "lr": args.learning_rate * scale, "weight_decay": args.weight_decay}
-        for scale in sorted(by_scale, reverse=True)  # first the rate that is logged
+        for scale in sorted(by_scale, reverse=True)  # the logged rate is the first group's
     ]

@@ -1,7 +1,8 @@
-"""Text by name: Python's own documentation and source, offline; local files; any text set of the Hub.
+"""Text datasets by name: Python's own documentation and source (offline), local files, or any text set of the Hub.
 
-Documents become tokens, tokens become sequences: packed, one stream of documents cut into pieces, or one document a
-piece, padded. Where a sequence is not full its labels are -100: counted by nobody, so batches are ragged in tokens.
+Documents become tokens, and tokens become sequences. With packing, all documents are one stream that is cut into
+sequences. Without it, each document has its own sequences, which are padded. Labels of padding are -100 and do not
+count in the loss, so batches differ in their number of labels.
 """
 
 import hashlib
@@ -18,10 +19,10 @@ SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a folder's text files
 
 
 class Text(torch.utils.data.Dataset):
-    """Sequences of one token array, (n, length) int64 input_ids and labels, which are the tokens that come next.
+    """Sequences from one array of tokens: (n, length) int64 input_ids and labels, which are the next tokens.
 
-    tokens: all of them, one array. starts, counts: where each sequence begins, how many labels it has (the rest is
-    padding). classes, classes_of: names of classes, and each sequence's, where that is what is learned.
+    tokens: all tokens in one array. starts, counts: where each sequence begins and how many labels it has (the rest is
+    padding). classes, classes_of: the names of the classes and the class of each sequence, for classification.
     """
 
     def __init__(self, tokens, starts, counts, length, tokenizer, classes=None, classes_of=None):
@@ -44,7 +45,7 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": tokens[:, 1:].masked_fill(padding, -100)}
 
     def mean_count(self, indices):
-        """Labels per sequence, on average over these, without loading them."""
+        """The mean number of labels of these sequences, without loading them."""
         return self.counts[indices].double().mean().item()
 
     def fingerprint(self):
@@ -56,16 +57,16 @@ class Text(torch.utils.data.Dataset):
 
 
 def encode(tokenizer, columns, length):
-    """Token ids of texts, or of pairs, with what a published encoder has around them; for our own, END before each."""
+    """Token ids of texts or pairs, with a published encoder's special tokens, or with our END before each text."""
     if tokenizer.cls_token is None:
         columns = [[END + END.join(row) for row in zip(*columns, strict=True)]]
     return tokenizer(*columns, truncation=True, max_length=length)["input_ids"]
 
 
 def labelled(name, sequence_length, vocab_size=0, pretrained=None):
-    """(training set, held-out set): python_packages, a .csv or .json file, or a Hub dataset, maybe "name:part".
+    """Returns (training set, held-out set) of python_packages, a .csv or .json file, or a Hub dataset ("name:part").
 
-    The class is the column "label"; the text is the first column of strings, or where there are two, the pair.
+    The class is the column "label". The text is the first column of strings; if there are two, the text is the pair.
     """
     kind = Path(name).suffix[1:].removesuffix("l")
     if name == "python_packages":
@@ -82,7 +83,7 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
     if not hasattr(features["label"], "names"):
         loaded = loaded.class_encode_column("label")
     if "test" in loaded and set(loaded["test"]["label"]) == {-1}:
-        del loaded["test"]  # GLUE keeps its answers
+        del loaded["test"]  # GLUE's test sets have no labels
     parts = split_of(loaded, name)
     rows = [[[text or "" for text in part[column][:]] for column in columns] for part in parts]
     tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(sum(rows[0], []), vocab_size)
@@ -97,7 +98,7 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
 
 
 def python_packages(size=400):
-    """Pieces of ten packages of the standard library; the class is the package."""
+    """Pieces of the source of ten packages of the standard library; the class is the package."""
     import datasets
 
     names = "asyncio email http importlib json logging multiprocessing unittest urllib xml".split()
@@ -108,7 +109,7 @@ def python_packages(size=400):
 
 
 def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
-    """(training set, held-out set): python_docs, python_source, a text file, a folder of them, or a Hub dataset.
+    """Returns (training set, held-out set): python_docs, python_source, a text file, a folder of them, a Hub dataset.
 
     vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
     folder) whose tokenizer is used instead.
@@ -123,8 +124,8 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
 
 
 def documents(name):
-    """(training documents, held-out documents), `datasets` of a column "text"; every tenth document is held out where
-    there is no split of that name."""
+    """Returns (training documents, held-out documents), `datasets` with a column "text". Every tenth document is held
+    out if there is no held-out split."""
     import datasets
 
     path = Path(name).expanduser()
@@ -143,10 +144,10 @@ def documents(name):
 
 
 def python_docs(page=4000):
-    """The topics of Python's `help()`, its language reference, in pages of about 4,000 characters.
+    """The topics of Python's `help()`, which are its language reference, in pages of about 4,000 characters.
 
-    Topics quote each other at length: a paragraph stands once, where it comes first, so that no held-out page is in the
-    training set.
+    Topics repeat each other's paragraphs. Only the first copy of a paragraph is kept, so that no held-out text is in
+    the training set.
     """
     try:
         from pydoc_data.topics import topics
@@ -173,7 +174,7 @@ def python_source():
 
 
 def files(path):
-    """The texts of a file, or of a folder's files. Raises Refused with the name of one that is not UTF-8."""
+    """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
     paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
     found = []
     for one in paths:
@@ -190,7 +191,7 @@ def files(path):
 
 
 def train_tokenizer(documents, vocab_size):
-    """A byte-level BPE of `vocab_size` tokens, learned from `documents`; 0: the bytes alone, and an end of text."""
+    """Trains a byte-level BPE of `vocab_size` tokens on `documents`; 0 means the bytes and an end of text only."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -215,9 +216,9 @@ def tokenizer_of(name):
 
 
 def cut(documents, tokenizer, length, packing):
-    """`documents` as a Text of sequences with `length` labels each, or fewer at an end."""
+    """Cuts `documents` into a Text of sequences with `length` labels each, or fewer at an end."""
     encoded = tokenizer([text for text in documents if text], add_special_tokens=False, verbose=False)["input_ids"]
-    # Each document begins and ends at an end of text; in the stream one stands for both.
+    # Each document begins and ends with an end of text; when packed, two documents share one.
     ends = [tokenizer.eos_token_id]
     parts = [torch.tensor(ends + (ids if packing else ids + ends), dtype=torch.int32) for ids in encoded]
     sizes = torch.tensor([len(part) for part in parts])
@@ -231,11 +232,11 @@ def cut(documents, tokenizer, length, packing):
 
 
 def continuation(model, tokenizer, prompt, length, context, seed=0):
-    """`prompt` and up to `length` tokens that the model goes on with, sampled. Under FSDP2 every rank calls it."""
+    """Returns `prompt` with up to `length` sampled tokens after it, as text. Under FSDP2 every rank calls it."""
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]])
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # else each length would be compiled again
         for _ in range(length):
             logits = model(ids[:, -context:].to(device)).logits[0, -1, : len(tokenizer)].float().cpu()
             token = torch.multinomial(logits.div(0.8).softmax(0), 1, generator=generator)
@@ -246,7 +247,7 @@ def continuation(model, tokenizer, prompt, length, context, seed=0):
 
 
 def leave(accelerator, model, dataset, folder, prompt=None):
-    """After a run's end: a sample of what it goes on with, and what `from_pretrained` needs. Every rank calls it."""
+    """At the end of a run: prints a sample and saves what `from_pretrained` needs. Every rank calls it."""
     if prompt:
         model.eval()
         sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
