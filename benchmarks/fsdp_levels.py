@@ -28,7 +28,7 @@ from tools.compare import die_with_me  # noqa: E402
 OURS, BESIDE = "fsdp_fp8_msamp_o2", ("fsdp_bf16", "ddp_fp8_msamp_o2")
 TASKS = {
     "vit": ("--max_steps", "150", "--per_device_train_batch_size", "16"),
-    "gpt": ("--max_steps", "150", "--per_device_train_batch_size", "8", "--sequence_length", "64"),
+    "gpt": ("--max_steps", "80", "--per_device_train_batch_size", "8", "--sequence_length", "32"),
 }
 SEEDS = range(6)
 LARGE = ("--model", "vit_large", "--per_device_train_batch_size", "4", "--max_steps", "4")
