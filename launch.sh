@@ -16,13 +16,15 @@
 #                                          where FP8 hurts: each layer, and what it costs the loss
 #   ./launch.sh estimate [CONFIG...] -- RECIPE [recipe options]
 #                                          memory per process before anything is trained, and what fits
-#   ./launch.sh show RUN_FOLDER            a run as a short table: results, memory, what was proved
+#   ./launch.sh show RUN_FOLDER [--html]   a run as a short table: results, memory, what was proved; or as a page
 #   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
 #   ./launch.sh copy RECIPE CONFIG DEST    a recipe with all it needs in a folder of its own
 #   ./launch.sh formats                    number formats, and what rounding to each costs
 #   ./launch.sh gpu-report                 what every config does on this machine's GPUs, as one page to send
+#   ./launch.sh CONFIG RECIPE --help       the options of a recipe
 #   ./launch.sh ls                         the configs and recipes there are
+#   ./launch.sh completion                 bash completion: source <(./launch.sh completion)
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -72,18 +74,51 @@ setup() {
     echo "set up: $here"
 }
 
+# Names that are close, the list of all, options of recipes: by any Python 3, before anything is set up.
+find_name() { find_python || python=python3; exec "$python" "$root/tools/find.py" "$@"; }
+
 need_python() { find_python || { setup; find_python; }; }
 
 gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; }
 
+# For bash: commands and configs first, then what each takes. Folders and files are completed too.
+completion() {
+    local commands
+    commands=$(help | sed -n 's/^  \.\/launch.sh \([a-z][a-z-]*\).*/\1/p' | tr '\n' ' ')
+    cat <<EOF
+_launch_sh() {
+    local word=\${COMP_WORDS[COMP_CWORD]} configs recipes found=""
+    configs=\$(cd "$root/accelerate_configs" && printf '%s ' *.yml | sed 's/\.yml//g')
+    recipes=\$(cd "$root/recipes" && printf '%s ' *.py | sed 's/\.py//g')
+    if [ "\$COMP_CWORD" -eq 1 ]; then
+        found="$commands\$configs"
+    else
+        case \${COMP_WORDS[1]} in
+            check) found=\$configs ;;
+            advise | compare | diagnose | estimate)
+                if [[ " \${COMP_WORDS[*]:0:COMP_CWORD} " == *" -- "* ]]; then found=\$recipes; else found="\$configs --"; fi ;;
+            copy) if [ "\$COMP_CWORD" -eq 2 ]; then found=\$recipes; else found=\$configs; fi ;;
+            demo | setup | show | export | predict | formats | gpu-report | ls | completion | test) ;;
+            *) found=\$recipes ;;
+        esac
+    fi
+    COMPREPLY=(\$(compgen -W "\$found" -- "\$word"))
+}
+complete -o default -F _launch_sh launch.sh ./launch.sh "$root/launch.sh"
+EOF
+}
+
 launch() {
     local config=$1 recipe="" options=() through=() wins=() count
     shift
-    [ -f "$config" ] || config="$root/accelerate_configs/${config%.yml}.yml"
-    [ -f "$config" ] || die "no config $config: ./launch.sh ls lists them"
+    if [ ! -f "$config" ]; then
+        [ -f "$root/accelerate_configs/${config%.yml}.yml" ] || find_name config "$config"  # says which name is close
+        config="$root/accelerate_configs/${config%.yml}.yml"
+    fi
     while [ $# -gt 0 ]; do  # what stands before the recipe is for accelerate launch
         case $1 in
             --config_wins) wins=("$1"); shift ;;
+            -h | --help) help; exit ;;
             -m) [ $# -gt 1 ] || die "-m needs a module"; through=(-m faithful -m); recipe=$2; shift 2; break ;;
             --*=* | --no_* | --multi_gpu | --debug | --quiet | -q) options+=("$1"); shift ;;
             --*) [ $# -gt 1 ] || die "$1 needs a value"; options+=("$1" "$2"); shift 2 ;;
@@ -92,8 +127,13 @@ launch() {
     done
     [ -n "$recipe" ] || die "which recipe? ./launch.sh $(basename "$config" .yml) vit"
     if [ ${#through[@]} -eq 0 ]; then
-        [ -f "$recipe" ] || recipe="$root/recipes/${recipe%.py}.py"
-        [ -f "$recipe" ] || die "no recipe or file $recipe: ./launch.sh ls lists the recipes"
+        if [ ! -f "$recipe" ]; then
+            [ -f "$root/recipes/${recipe%.py}.py" ] || find_name recipe "$recipe"
+            recipe="$root/recipes/${recipe%.py}.py"
+        fi
+        if [[ " $* " == *" --help "* || " $* " == *" -h "* ]] && grep -q '^class Arguments(options' "$recipe"; then
+            find_name options "$recipe"
+        fi
         # Anyone's Accelerate script gets faithful's Accelerator in place of its own.
         grep -qE '^ *(from|import) faithful' "$recipe" || through=(-m faithful)
     fi
@@ -122,8 +162,8 @@ launch() {
     fi
     "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*"
-    # The same launcher without the accelerate command's other subcommands, which import timm and its friends first.
-    exec "$python" -m accelerate.commands.launch --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \
+    # The same launcher, with a plain end: exit codes and errors are the workers'.
+    exec "$python" "$root/tools/accelerate_launch.py" --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \
         "$recipe" "$@"
 }
 
@@ -135,21 +175,15 @@ case ${1-} in
         [[ " $*" != *" --output"?dir* ]] || die "demo names its own folder: ./launch.sh ddp_bf16 vit $*"
         need_python
         out="$root/runs/demo-$(date +%Y%m%d-%H%M%S)"
-        "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
-        "$python" "$root/tools/show.py" "$out"
+        exec "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
         ;;
     advise | compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
     gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;
     show | formats | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
-    ls)
-        cd "$root"
-        echo "configs (accelerate_configs/NAME.yml):"
-        for file in accelerate_configs/*.yml; do printf '  %-34s%s\n' "$(basename "$file" .yml)" "$(sed -n '1s/^# //p' "$file")"; done
-        echo "recipes:"
-        for file in recipes/*.py; do printf '  %-34s%s\n' "$(basename "$file" .py)" "$(sed -n '1s/"""//p' "$file")"; done
-        ;;
+    ls) find_name ls ;;
+    completion) completion ;;
     test) shift; need_python; cd "$root"; exec "$python" -m pytest "$@" ;;
     -*) die "unknown option $1 (./launch.sh alone prints its help)" ;;
     *) launch "$@" ;;

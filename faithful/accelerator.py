@@ -73,6 +73,7 @@ class Accelerator(accelerate.Accelerator):
         self.epochs, self.known = [], set()  # of the prepared loaders; ids of all prepared models' parameters
         self.before, Accelerator.current = Accelerator.current, self  # a script may make several
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
+        self.print(f"record: {self.record.folder}")
 
     def project_folder(self, merged):
         """The script's ProjectConfiguration, with a new folder of its own where the script names none."""
@@ -268,16 +269,25 @@ class Accelerator(accelerate.Accelerator):
             self.stop()
 
     def stop(self):
-        """SIGTERM: a checkpoint of the last whole step, on all processes at once."""
+        """SIGTERM or Ctrl-C: a checkpoint of the last whole step, on all processes at once."""
         folder = Path(self.project_dir, f"checkpoint-{self.steps.taken}")
         sound = self.is_main_process and folder.exists() and checkpoint.unsound(folder) is None
         [there] = broadcast_object_list([sound])
+        self.stopping = True
         if not there:
-            self.stopping = True
             self.save_state(folder)
         self.record.status = "preempted"
-        self.print(f"SIGTERM: stopped after step {self.steps.taken}")
-        raise Stopped
+        why = "Ctrl-C" if process.interrupted else "SIGTERM"
+        self.print(f"{why}: stopped after step {self.steps.taken}; {self.how_to_go_on()}", flush=True)
+        raise KeyboardInterrupt if process.interrupted else Stopped
+
+    def how_to_go_on(self):
+        """What of this run is saved, in words, and how to resume it."""
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return "no checkpoint was saved"
+        return (f"saved {newest}. To go on: the same command with --output_dir {self.project_dir} "
+                "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())")  # fmt: skip
 
     # ---- saving ----
 
@@ -406,12 +416,12 @@ class Accelerator(accelerate.Accelerator):
 
     def close(self, error, code):
         """However the process ends: writes the record, returns the exit code."""
-        record, interrupted = self.record, self.record.status == "preempted"
+        record, stopped = self.record, self.record.status == "preempted"
         if self.closed:
             pass
         elif error is None and record.opened:
             self.closed = True
-            record.status = "preempted" if interrupted else "finished"  # a script need not call end_training
+            record.status = "preempted" if stopped else "finished"  # a script need not call end_training
             self.write_record(now())
             self.print(f"{record.status}: {record.folder}", flush=True)
         elif error is not None and (record.opened or (code != 2 and not (record.folder / "run.json").exists())):
@@ -422,7 +432,8 @@ class Accelerator(accelerate.Accelerator):
         if record.failed_saves and not code:
             self.print(f"error: {record.not_saved()}", flush=True)
             code = 1
-        code = 143 if interrupted else code
+        if stopped:
+            code = 130 if process.interrupted else 143
         return (self.before.close(error, code) or code) if self.before else code
 
 

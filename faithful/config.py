@@ -196,6 +196,11 @@ def default_project_dir():
     return os.environ.get("FAITHFUL_PROJECT_DIR")
 
 
+def tell_folder():
+    """The file in which a run writes where its record is, or None: ./launch.sh prints the table of a finished run."""
+    return os.environ.get("FAITHFUL_TELL_FOLDER")
+
+
 def config_wins():
     """Whether what a script passes against its config is left out, and said, instead of refused."""
     return "FAITHFUL_CONFIG_WINS" in os.environ

@@ -21,7 +21,8 @@ class Alone(Refused):
 
 
 class Stopped(SystemExit):
-    """SIGTERM came, all processes agreed, and a checkpoint was written. Exits with 143, as SIGTERM itself would."""
+    """SIGTERM came, all processes agreed, and a checkpoint was written. Exits with 143, as SIGTERM itself would.
+    After Ctrl-C it is a KeyboardInterrupt, which scripts may catch."""
 
     def __init__(self):
         super().__init__(143)

@@ -27,7 +27,7 @@ from faithful.rules import port_in_use
 
 COMES = 10  # seconds that the main process waits for the others at what scripts may call on one process alone
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
-LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun", "deepspeed")  # programs
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # how those of `python -m` begin
 
 
@@ -51,7 +51,8 @@ def is_launcher(process):
 
 
 def launches(command):
-    """Whether a command line, a list, is `accelerate ...`, `python .../accelerate ...` or `python -m accelerate...`."""
+    """Whether a command line, a list, is `accelerate ...`, `python .../accelerate ...`, `python -m accelerate...`, or
+    what ./launch.sh starts (tools/accelerate_launch.py)."""
     if "-m" in command[1:-1] and command[command.index("-m") + 1].startswith(MODULES):
         return True
     return any(os.path.basename(part) in LAUNCHERS for part in command[:2])

@@ -15,7 +15,8 @@ import traceback
 from faithful import config, launcher
 from faithful.errors import Refused
 
-stop_asked = False  # set by SIGTERM once there is something to save
+stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
+interrupted = None  # when Ctrl-C came
 
 
 def told_to_stop():
@@ -39,14 +40,28 @@ def guard(current):
 
 
 def finish_steps_first():
-    """From now on SIGTERM is an agreed checkpoint. Until then it ends the process at once, whatever it is doing."""
+    """From now on SIGTERM and Ctrl-C are an agreed checkpoint. Until then they end the process at once, whatever it is
+    doing. A script's own handler of Ctrl-C stays."""
     if signal.getsignal(signal.SIGTERM) is not ask_to_stop:
         signal.signal(signal.SIGTERM, ask_to_stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def ask_to_stop(*_):
     global stop_asked
     stop_asked = True
+
+
+def interrupt(*_):
+    """Ctrl-C: the first asks for a checkpoint, the second ends the process at once."""
+    global stop_asked, interrupted
+    now = time.monotonic()
+    if interrupted and now > interrupted + 1:  # within a second it is the same one, from the launcher too
+        raise KeyboardInterrupt
+    if not interrupted and config.rank() == 0:  # print() may be what was interrupted
+        os.write(2, b"\nCtrl-C: stopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
+    stop_asked, interrupted = True, interrupted or now
 
 
 def leave(problem, run):
@@ -67,9 +82,13 @@ def leave(problem, run):
         own = getattr(problem, "of_one_process", False)  # only the process that met it knows
         for line in error.splitlines() if own or may_speak() else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
+    elif isinstance(problem, KeyboardInterrupt) or (interrupted and problem is not None):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends another one
+        error, code = None if run and run.stopping else "interrupted", 130
+        if error and config.rank() == 0:
+            print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
     elif problem is not None:
-        error = f"{type(problem).__name__}: {problem}"
-        code = 130 if isinstance(problem, KeyboardInterrupt) else 1
+        error, code = f"{type(problem).__name__}: {problem}", 1
         lost = lost_peer(problem, error)
         if lost is None:
             traceback.print_exception(problem)

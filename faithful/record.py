@@ -15,7 +15,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from faithful import launcher, machine, plan
+from faithful import config, launcher, machine, plan
 from faithful.checkpoint import write_json
 from faithful.errors import Refused
 
@@ -60,6 +60,8 @@ class Record:
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.claim()
+            if file := config.tell_folder():
+                Path(file).write_text(str(self.folder))
             for stale in self.folder.glob("checkpoint-*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)
             rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []

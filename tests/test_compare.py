@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, alive, metrics, record, train
 
 from shared.args import Refused
-from tools import compare, judge, paired, report
+from tools import compare, find, judge, paired, report
 
 PICTURES = 9  # differences in two metrics, of the loss over the steps twice, three curves, speed, memory
 SHORT = ("--max_steps", 24, "--warmup_steps", 5, "--save_steps", 0, "--eval_steps", 12, "--logging_steps", 6)
@@ -312,7 +312,7 @@ def test_assert_close_gives_an_exit_code(runs, tmp_path, capsys):
 
 
 def test_every_config_gets_the_baselines_global_batch():
-    configs = {name: compare.config_file(name) for name in ("single_bf16", "ddp_bf16", "fsdp_fp8", "tp_bf16")}
+    configs = {name: find.config(name) for name in ("single_bf16", "ddp_bf16", "fsdp_fp8", "tp_bf16")}
     words = ["vit", "--max_steps", "5"]
     assert compare.batches(configs, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32}
     assert compare.batches(configs, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import report  # noqa: E402
+from tools import find, report  # noqa: E402
 from tools.estimate import in_bytes, of_config  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
@@ -196,8 +196,9 @@ def main(argv):
     made = args.comparison and read(args.comparison)
     folder = ROOT / "accelerate_configs"
     files = {file.stem: file for file in sorted(folder.glob("*.yml"))}
-    if absent := [name for name in args.configs if name not in files]:
-        raise Refused(f"no config {absent[0]}: ./launch.sh ls lists them")
+    for name in args.configs:
+        if name not in files:
+            raise Refused(f"no config {name}: {find.close(name, 'config')}")
     several = {name: of_config(file, devices)["strategy"] != "single" for name, file in files.items()}
     names = args.configs or [name for name in files if several[name] == (devices > 1)]
     found = estimated(dict.fromkeys(["single_bf16", *names]), devices, args.memory, words)

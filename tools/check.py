@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import config, machine, rules  # noqa: E402
+from shared.args import Refused  # noqa: E402
+from tools import find  # noqa: E402
 
 # Options of accelerate launch about the number of processes and their rendezvous.
 OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
@@ -49,7 +51,11 @@ def main():
         after = sys.argv[sys.argv.index(option) + 1 :][:1]
         args.configs = [name for name in args.configs if name not in after]
     folder = ROOT / "accelerate_configs"
-    paths = [Path(name) if Path(name).suffix else folder / f"{name}.yml" for name in args.configs]
+    try:
+        paths = [find.config(name) for name in args.configs]
+    except Refused as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(2)
     here = machine.of_driver()
     overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     failed = False

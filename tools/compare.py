@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import judge, paired, report  # noqa: E402
+from tools import find, judge, paired, report  # noqa: E402
 
 OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # options that this tool sets itself
 SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
@@ -92,7 +92,7 @@ def replicas(file, options, gpus):
 def batches(configs, words, gpus):
     """{config: per-device batch} with which all have the baseline's global batch."""
     options, recipe, rest = split_launch(words)
-    source = recipe_file(recipe).read_text()
+    source = find.recipe(recipe).read_text()
     default = re.search(r"^ +per_device_train_batch_size: int = (\d+)", source, re.M)
     per_device = int(option(rest, "per_device_train_batch_size", default and default.group(1)))
     counts = {name: replicas(file, options, gpus) for name, file in configs.items()}
@@ -106,23 +106,9 @@ def batches(configs, words, gpus):
     return {name: total // count for name, count in counts.items()}
 
 
-def recipe_file(name):
-    file = Path(name) if Path(name).is_file() else ROOT / "recipes" / f"{name.removesuffix('.py')}.py"
-    if not file.is_file():
-        raise Refused(f"no recipe {name}: ./launch.sh ls lists them")
-    return file
-
-
 def is_recipe(file):
     """Whether a script has the options that all recipes share."""
     return "options.Run" in file.read_text()
-
-
-def config_file(name):
-    file = Path(name) if Path(name).is_file() else ROOT / "accelerate_configs" / f"{name.removesuffix('.yml')}.yml"
-    if not file.is_file():
-        raise Refused(f"no config {name}: ./launch.sh ls lists them")
-    return file
 
 
 def matches(run, file, recipe, twin):
@@ -158,7 +144,7 @@ def wait_for_others(folder, seconds=60):
 def launch_all(configs, words, folder, seeds, twin):
     """Launches every missing run, one after another. Returns all runs, read from their folders."""
     options, recipe, rest = split_launch(words)
-    file = recipe_file(recipe)
+    file = find.recipe(recipe)
     own = not is_recipe(file)
     per_device = {} if own else batches(configs, words, machine.of_driver()["devices"])
     rows = [(name, False) for name in configs]
@@ -317,7 +303,7 @@ def over_finished(args, command):
 
 def over_launched(args, words, command):
     """Launches the runs of the configs. Returns (report, folder to write it to)."""
-    file = recipe_file(split_launch(words)[1])
+    file = find.recipe(split_launch(words)[1])
     own = not is_recipe(file)
     taken = [] if own else [name for name in OWN if option(words, name.lstrip("-"))]
     taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
@@ -332,7 +318,7 @@ def over_launched(args, words, command):
         print(
             f"no {{seed}} among the arguments of {file.name}: every config runs once, with the seed it has", flush=True
         )
-    configs = {config_file(name).stem: config_file(name) for name in args.what}
+    configs = {find.config(name).stem: find.config(name) for name in args.what}
     default = ROOT / "runs" / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
     folder = args.output_dir or default
     counts = [1 if once else args.seeds or SEEDS]

@@ -20,6 +20,7 @@ sys.path.append(str(ROOT))
 from faithful import config as configs  # noqa: E402
 from faithful import rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
+from tools import find  # noqa: E402
 
 # Packages whose name differs from the import, and packages that another one needs without declaring it.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
@@ -67,11 +68,7 @@ def pins(packages):
 
 def copy(recipe, config, destination):
     """Writes `destination`. Returns the relative paths written."""
-    source = ROOT / "recipes" / f"{recipe.removesuffix('.py')}.py"
-    yml = Path(config) if Path(config).suffix else ROOT / "accelerate_configs" / f"{config}.yml"
-    for path, kind in ((source, "recipe"), (yml, "config")):
-        if not path.is_file():
-            raise Refused(f"no {kind} {path}: ./launch.sh ls lists them")
+    source, yml = find.recipe(recipe), find.config(config)
     problems, mapping = rules.file_problems(yml)
     if problems:
         raise Refused("\n".join(f"{yml.name}: {line}" for line in problems))

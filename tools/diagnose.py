@@ -30,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import Refused, config, launcher, rules  # noqa: E402
+from shared import args as options  # noqa: E402
+from tools import find  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
@@ -179,7 +181,8 @@ def of_run(folder):
     """The config file, recipe, options and config text of a run's folder."""
     record = json.loads((folder / "run.json").read_text())
     line = shlex.split(record["command"])
-    script = next((i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in word), None)
+    scripts = [i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in Path(word).name]
+    script = scripts[0] if scripts else None
     if not record["config"]["name"] or script is None:
         raise Refused(f"{folder} was not launched with a config file: name config and recipe")
     words = [word for word in line[script + 1 :]]
@@ -216,20 +219,17 @@ def main(argv):
     out = args.output or ROOT / "runs" / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (out / "watched.json").exists():
         raise Refused(f"{out} holds a diagnosis already: choose another --output")
-    file = Path(args.config) if Path(args.config).is_file() else ROOT / "accelerate_configs" / f"{args.config}.yml"
     if (Path(args.config) / "run.json").is_file() and not words:
         name, recipe, options, stored = of_run(Path(args.config))
         out.mkdir(parents=True, exist_ok=True)
         file = out / f"{name}.yml"
         file.write_text(stored)
         words = [recipe, *options]
-    if not file.is_file():
-        raise Refused(f"no config {args.config}: ./launch.sh ls lists them")
+    else:
+        file = find.config(args.config)
     if not words:
         raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
-    script = Path(words[0]) if Path(words[0]).is_file() else ROOT / "recipes" / f"{words[0].removesuffix('.py')}.py"
-    if not script.is_file():
-        raise Refused(f"no recipe {words[0]}: ./launch.sh ls lists them")
+    script = find.recipe(words[0])
     lines, mapping = rules.file_problems(file)
     if lines:
         raise Refused("\n".join(f"{file.name}: {line}" for line in lines))
@@ -269,7 +269,7 @@ def main(argv):
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except Refused as refused:
+    except (Refused, options.Refused) as refused:
         for line in str(refused).splitlines():
             print(f"refused: {line}", file=sys.stderr)
         sys.exit(2)

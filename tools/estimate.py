@@ -46,6 +46,7 @@ sys.path.append(str(ROOT))
 import faithful  # noqa: E402
 from faithful import config, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
+from tools import find  # noqa: E402
 
 CLASSES = ("weights", "gradients", "master", "optimizer", "activations", "communication", "runtime")
 STATES = CLASSES[:4]
@@ -259,13 +260,7 @@ def main(argv):
     if not words:
         raise Refused("which recipe? ./launch.sh estimate fsdp_bf16 -- vit --model vit_huge")
     folder = ROOT / "accelerate_configs"
-    files = [
-        Path(name) if Path(name).is_file() else folder / f"{name.removesuffix('.yml')}.yml" for name in args.configs
-    ]
-    recipe = Path(words[0]) if Path(words[0]).is_file() else ROOT / "recipes" / f"{words[0].removesuffix('.py')}.py"
-    for file in [*files, recipe]:
-        if not file.is_file():
-            raise Refused(f"no {file}: ./launch.sh ls lists what there is")
+    files, recipe = [find.config(name) for name in args.configs], find.recipe(words[0])
     from tools.tracing import load  # imports torch
 
     memory, device = (in_bytes(args.memory), f"{args.memory} per device") if args.memory else memory_here()

@@ -28,15 +28,18 @@ def rows(record):
     yield "error", record["error"]
 
 
-def main():
-    if len(sys.argv) != 2 or not Path(sys.argv[1], "run.json").is_file():
-        sys.exit(f"error: show takes the folder of a run (with its run.json), got {sys.argv[1:]}")
-    folder = Path(sys.argv[1])
+def text(folder):
     table = [(name, str(value)) for name, value in rows(json.loads((folder / "run.json").read_text())) if value]
     there = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(there)}"))
     width = max(len(name) for name, _ in table)
-    print("\n".join(f"  {name:<{width}}  {value}" for name, value in table))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in table)
+
+
+def main():
+    if len(sys.argv) != 2 or not Path(sys.argv[1], "run.json").is_file():
+        sys.exit(f"error: show takes the folder of a run (with its run.json), got {sys.argv[1:]}")
+    print(text(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

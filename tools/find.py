@@ -1,0 +1,122 @@
+"""Configs and recipes by name: which there are, and what a mistyped name may mean. Imports no torch, so it is quick.
+
+python tools/find.py ls               the list that ./launch.sh ls prints
+python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
+python tools/find.py recipe vit
+python tools/find.py options FILE     the options of a recipe, without importing what it trains with
+"""
+
+import ast
+import difflib
+import re
+import sys
+import textwrap
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from shared import args  # noqa: E402
+
+FOLDERS = {"config": (ROOT / "accelerate_configs", ".yml"), "recipe": (ROOT / "recipes", ".py")}
+GROUPS = {  # by the first word of a name
+    "single": "One device",
+    "ddp": "DDP: every process holds the whole model (--num_processes 8 for eight devices)",
+    "fsdp": "FSDP2: parameters, gradients and optimizer state are sharded over the processes",
+    "hsdp": "HSDP: FSDP2 within groups of processes",
+    "tp": "Tensor parallel: each layer is split over the processes",
+    "zero": "DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) are partitioned",
+}
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+
+
+def names(kind):
+    folder, suffix = FOLDERS[kind]
+    return sorted(path.stem for path in folder.glob(f"*{suffix}"))
+
+
+def close(name, kind):
+    """What to say of a name that is not there."""
+    stem = Path(name).stem.lower().replace("-", "_")
+    if found := difflib.get_close_matches(stem, names(kind), n=1):
+        return f"did you mean {found[0]}?"
+    other = "recipe" if kind == "config" else "config"
+    return f"{stem} is a {other}: ./launch.sh CONFIG RECIPE" if stem in names(other) else "./launch.sh ls lists them"
+
+
+def file_of(name, kind):
+    """The file of a config or recipe: a path, or a name with or without its suffix."""
+    folder, suffix = FOLDERS[kind]
+    for file in (Path(name), folder / f"{name.removesuffix(suffix)}{suffix}"):
+        if file.is_file():
+            return file
+    raise args.Refused(f"no {kind} {name}: {close(name, kind)}")
+
+
+def config(name):
+    return file_of(name, "config")
+
+
+def recipe(name):
+    """A recipe, or any script by its path."""
+    return file_of(name, "recipe")
+
+
+def about(name):
+    """What a config's file says of itself, without what it needs and what its group's title says."""
+    line = config(name).read_text().splitlines()[0].removeprefix("# ")
+    sentence = line.split(". ")[0].rstrip(".").split("; ")[-1]
+    return re.sub(r"^(One device|DistributedDataParallel|FSDP2|DeepSpeed ZeRO-\d)[,:] ", "", sentence)
+
+
+def listed():
+    """Configs by strategy, each group in the order of PRECISIONS, then recipes; at most 100 columns."""
+    for first, title in GROUPS.items():
+        group = [name for name in names("config") if name.startswith(first)]
+        group.sort(key=lambda name: (name.split("_")[0], PRECISIONS.index(name.split("_")[1])))
+        yield from block(title, {name: about(name) for name in group})
+    yield from block("Recipes", {name: ast.get_docstring(ast.parse(recipe(name).read_text())).splitlines()[0]
+                                 for name in names("recipe")})  # fmt: skip
+    yield "./launch.sh CONFIG RECIPE launches one. docs/configs.md says what each config needs."
+
+
+def block(title, lines):
+    yield title
+    width = max(map(len, lines)) + 4
+    for name, words in lines.items():
+        yield textwrap.fill(words, 100, initial_indent=f"  {name}".ljust(width), subsequent_indent=" " * width)
+    yield ""
+
+
+def options(file):
+    """Prints the help of a recipe from its dataclass, read and not imported: torch takes seconds."""
+    tree = ast.parse(Path(file).read_text())
+    kept = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Arguments"]
+    if not kept:
+        raise args.Refused(f"{file} has no dataclass Arguments, which recipes have: python {file} --help")
+    module = types.ModuleType("recipe", ast.get_docstring(tree))
+    module.__file__ = str(file)
+    module.__dict__.update(dataclass=dataclass, Literal=Literal, options=args)
+    sys.modules["recipe"] = module  # where dataclasses and inspect look for its lines
+    exec(compile(ast.Module(kept, []), file, "exec"), module.__dict__)
+    sys.argv[0] = Path(file).name
+    args.parse(module.Arguments, ["--help"])
+
+
+def main(what, *rest):
+    if what == "ls":
+        print("\n".join(listed()))
+    elif what == "options":
+        options(*rest)
+    else:
+        print(file_of(*rest, what))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except args.Refused as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(refused.exit_code)
