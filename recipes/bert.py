@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from sklearn.metrics import f1_score
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -100,7 +99,7 @@ def main(args):
 
     model.train()
     batches = iter(train_loader)
-    bar = tqdm(total=args.max_steps, initial=progress.step, disable=None if accelerator.is_main_process else True)
+    bar = options.bar(args.max_steps, progress.step, order.global_batch_size, accelerator.is_main_process)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
@@ -125,6 +124,7 @@ def main(args):
             loss = accelerator.gather(torch.stack(losses)).mean().item()
             values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
             accelerator.log(values, step=progress.step)
+            bar.set_postfix(loss=loss)
         lr_scheduler.step()
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")

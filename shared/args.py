@@ -107,3 +107,21 @@ def trackers(report_to):
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     return [Console()] + ([report_to] if report_to else [])
+
+
+def bar(max_steps, step, samples, main):
+    """A progress bar over optimizer steps with samples per second, on the main process of a terminal.
+
+    samples: of one optimizer step, over all processes.
+    """
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):
+        @property
+        def format_dict(self):
+            values = super().format_dict
+            steps_per_second = values["rate"] or (values["n"] - values["initial"]) / max(values["elapsed"], 1e-9)
+            return values | {"samples_per_second": f"{samples * steps_per_second:.0f} samples/s"}
+
+    style = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {samples_per_second}{postfix}]"
+    return Bar(total=max_steps, initial=step, disable=None if main else True, bar_format=style)
