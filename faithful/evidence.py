@@ -44,6 +44,7 @@ class Evidence:
         self.record = {
             "linear_total": layers.linear,
             "linear_converted": linear,
+            "linear_names": layers.names,
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
             "layernorm_converted": norms,
             "share_converted": share(plan, model),

@@ -68,6 +68,11 @@ def words(text):
     return f"<p>{html.escape(text)}</p>"
 
 
+def pairs(rows):
+    """[(what, words)], one line each."""
+    return "\n".join(f"<div><b>{html.escape(what)}</b> {html.escape(said)}</div>" for what, said in rows)
+
+
 def table(heads, rows):
     def cell(value, tag="td"):
         css = ' class="words"' if len(str(value)) > 60 or value == "truth" else ""
@@ -171,7 +176,7 @@ def line(axes, points, at):
     """A mean with its band. points: [[x, mean, low, high]]."""
     x, mean, low, high = zip(*points, strict=True)
     axes.fill_between(x, low, high, color=at, alpha=0.16, lw=0)
-    axes.plot(x, mean, color=at, lw=2)
+    axes.plot(x, mean, color=at, lw=2, marker="o" if len(x) <= 10 else "")
 
 
 def lines(series, label="optimizer step"):
@@ -240,5 +245,22 @@ def bars(rows, label):
         axes.xaxis.set_major_locator(MaxNLocator(3 if narrow else 6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         named(axes, [row[0] for row in rows], narrow)
+
+    return draw
+
+
+def strip(cells):
+    """A row of cells in the order given, in several rows where they are many. cells: [colour]."""
+
+    def draw(figure, narrow):
+        across = min(len(cells), 20 if narrow else 50)
+        down = -(-len(cells) // across)
+        height(figure, 8 + max(16, (NARROW if narrow else WIDE) / across) * down if across > 8 else 8 + 40 * down)
+        axes = figure.add_subplot()
+        for i, at in enumerate(cells):
+            axes.barh(i // across, 0.86, 0.8, left=i % across + 0.07, color=at, lw=0)
+        axes.set_xlim(0, across)
+        axes.set_ylim(down - 0.5, -0.5)
+        axes.set_axis_off()
 
     return draw

@@ -1,11 +1,15 @@
-"""Prints a finished or running run as a short table: config, results, what was counted on its tensors, files.
+"""Shows a finished or running run: config, results, what was counted on its tensors, files.
 
-./launch.sh show runs/demo-...
+./launch.sh show runs/demo-...           as a short table
+./launch.sh show runs/demo-... --html    as a page, run.html in the run's folder: curves, memory, layers in FP8
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
 def rows(record):
@@ -36,10 +40,126 @@ def text(folder):
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in table)
 
 
+# ------------------------------------------------------------------------------------------------------------ as a page
+
+
+def curves(record, logged):
+    """{name: [[step, value]]}: the training loss of every step, then what the run logged of held-out data."""
+    found = {"loss": record["seen"]["loss_curve"]}
+    for row in logged:
+        if "loss" not in row:  # an evaluation
+            for name in row.keys() - {"step"}:
+                found.setdefault(name, []).append([row["step"], row[name]])
+    return {name: [[*point, point[1], point[1]] for point in points] for name, points in found.items() if points}
+
+
+def drawn_curves(found):
+    """Losses in one picture, every other measure in one of its own."""
+    from tools import page, report
+
+    losses = [name for name in found if "loss" in name]
+    others = sorted(found.keys() - set(losses))
+    for group in ([losses] if losses else []) + [[name] for name in others]:
+        series = [(name, page.colour(i), found[name]) for i, name in enumerate(group)]
+        what = {"loss": "of the training batches"}
+        caption = "; ".join(f"{name}: {what.get(name, 'over the held-out set')}" for name in group) + "."
+        key = page.legend([(name, at) for name, at, _ in series])
+        drawn = page.picture(page.lines(series), caption, key)
+        numbers = {name: found[name] for name in group if name != "loss"}  # of each step the loss is too long
+        yield page.section(group[0].capitalize(), drawn, report.in_numbers(numbers, report.number) if numbers else "")
+
+
+def drawn_memory(record):
+    """Model states by class, of the whole model and of each process."""
+    from tools import page, report
+
+    evidence, mib = record["evidence"], 2**20
+    per = {name: size for name, size in evidence["bytes_per_parameter"].items() if size and name != "total"}
+    sizes = {name: size * evidence["parameters"] / mib for name, size in per.items()}
+    held = {"the whole model": sizes}
+    if share := evidence.get("share_per_process"):
+        held["in each process"] = {name: size * share.get(name, 1) for name, size in sizes.items()}
+    at = {name: page.colour(i) for i, name in enumerate(sizes)}
+    bars, cells = [], []
+    for name, of in held.items():
+        total = report.number(sum(of.values()))
+        bars.append((name, [(of[key], at[key]) for key in sizes], f"{total} MiB", False))
+        cells.append([name, *map(report.number, of.values()), total])
+    caption = f"Model states, counted on live tensors: {sum(per.values()):.2f} bytes per parameter."
+    drawn = page.picture(page.bars(bars, "MiB"), caption, page.legend(list(at.items())))
+    peak = record["peak_memory_bytes"]
+    said = f"With activations and everything else the peak was {(peak or 0) / mib:,.0f} MiB in a process."
+    heads = ["", *sizes, "MiB"]
+    return page.section("Memory", drawn, page.table(heads, cells), page.words(said) if peak else "")
+
+
+def drawn_layers(evidence):
+    """Every Linear layer in the order of the model: in FP8 or not, and why not."""
+    from tools import page
+
+    skipped = {entry["name"]: entry["reason"] for entry in evidence["linear_skipped"]}
+    names = evidence["linear_names"]
+    colours = {True: page.colour(0), False: page.colour(1)}
+    key = page.legend([("in FP8", colours[True])] + [("in high precision", colours[False])] * bool(skipped))
+    caption = f"Linear layers in the order of the model, from {names[0]} to {names[-1]}."
+    drawn = page.picture(page.strip([colours[name not in skipped] for name in names]), caption, key)
+    why = page.table(["in high precision", "why"], list(skipped.items())) if skipped else ""
+    return page.section("Layers in FP8", drawn, why)
+
+
+def in_words(record):
+    """What was counted, in sentences: [(what, sentence)]."""
+    plan, evidence = record["plan"], record["evidence"]
+    processes, parts = plan["num_processes"], evidence["truth"].split(" | ")
+    yield "how", parts[0] + (": a rehearsal on a CPU" if plan["rehearsal"] else "")
+    yield "precision", parts[1]
+    if plan["precision"] == "fp8":
+        yield "in FP8", (f"{evidence['linear_converted']} of {evidence['linear_total']} Linear layers, which hold "
+                         f"{evidence['share_converted']:.0%} of the parameters")  # fmt: skip
+        yield "evaluation", evidence["eval_precision"]
+    kinds = evidence["dtypes"]
+    for name, counts in (("parameters", kinds["parameters"]), ("gradients", kinds["gradients"]),
+                         *kinds["optimizer_state"].items()):  # fmt: skip
+        yield name, ", ".join(f"{count:,} elements in {kind}" for kind, count in counts.items())
+    owned = "updates every trainable parameter" if evidence["optimizer_owns_all"] else "does not update all parameters"
+    yield "optimizer", f"{record['seen']['optimizer']['class']}, {owned}"
+    if processes > 1 and evidence["wire_bytes_per_step"] is not None:
+        yield "sent", f"{evidence['wire_bytes_per_step']:,} bytes by each process in an optimizer step"
+
+
+def page_of(folder):
+    from tools import page
+
+    record = json.loads((folder / "run.json").read_text())
+    file, evidence = folder / "metrics.jsonl", record["evidence"]
+    logged = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    table = {name: str(value) for name, value in rows(record) if value and name not in ("truth", "note")}
+    parts = [*drawn_curves(curves(record, logged))]
+    if evidence and evidence["bytes_per_parameter"]:  # counted after the first step
+        parts.insert(0, page.section("What was counted on the live tensors", page.pairs(in_words(record))))
+        parts.append(drawn_memory(record))
+        if record["plan"]["precision"] == "fp8" and evidence.get("linear_names"):
+            parts.append(drawn_layers(evidence))
+    if record["args"]:
+        options = page.table(["option", "value"], record["args"].items())
+        parts.append(page.section("Options", page.details("All options of the run", options)))
+    title = f"{record['recipe']}, {record['config']['name'] or 'no config file'}"
+    return page.whole(title, record["command"], list(table.items()), parts, record.get("notes", ()))
+
+
 def main():
-    if len(sys.argv) != 2 or not Path(sys.argv[1], "run.json").is_file():
-        sys.exit(f"error: show takes the folder of a run (with its run.json), got {sys.argv[1:]}")
-    print(text(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(prog="./launch.sh show", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--html", action="store_true", help="write run.html into it")
+    args = parser.parse_args()
+    if not (args.run / "run.json").is_file():
+        sys.exit(f"error: show takes the folder of a run (with its run.json), got {args.run}")
+    if args.html:
+        (args.run / "run.html").write_text(page_of(args.run))
+        print(args.run / "run.html")
+    else:
+        print(text(args.run))
 
 
 if __name__ == "__main__":
