@@ -76,9 +76,11 @@ def end_with_the_parent(number):
 
 
 def loader_process(own, worker_id):
-    """The worker_init_fn of loaders; own: the script's, or None. Slurm and Docker tell every process to stop: the
-    training process then writes a checkpoint, in steps that still need data. A loader's process ends when it does."""
+    """The worker_init_fn of loaders; own: the script's, or None. Slurm, Docker and Ctrl-C tell every process to stop:
+    the training process then writes a checkpoint, in steps that still need data. A loader's process ends when it does.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_the_parent(signal.SIGKILL)
     if own is not None:
         own(worker_id)

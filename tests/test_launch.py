@@ -1,12 +1,13 @@
 """launch.sh: what it adds to a launch, its commands, and the set-up of an environment."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
 import time
 
 import pytest
-from conftest import ROOT, launched, record
+from conftest import CONFIGS, ROOT, launched, recipe, record
 
 
 def test_without_arguments_it_helps():
@@ -19,15 +20,30 @@ def test_without_arguments_it_helps():
 def test_ls_names_everything():
     result = launched("./launch.sh", "ls")
     for path in [*ROOT.glob("accelerate_configs/*.yml"), *ROOT.glob("recipes/*.py")]:
-        assert f"  {path.stem} " in result.stdout
+        assert result.stdout.count(f"\n  {path.stem} ") == 1
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    groups = [block.splitlines() for block in result.stdout.split("\n\n")]
+    named = {lines[0].split(":")[0]: [line.split()[0] for line in lines[1:] if line[2] != " "] for lines in groups}
+    assert named["FSDP2"][:3] == ["fsdp_fp32", "fsdp_fp16", "fsdp_bf16"], "by strategy, then by precision"
+    assert named["Recipes"] == ["bert", "gpt", "resnet", "vit"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("ddp_bf17", "vit"), "no config"),
+        (("ddp_bf17", "vit"), "no config ddp_bf17: did you mean ddp_bf16?"),
+        (("DDP-bf16", "vit"), "did you mean ddp_bf16?"),
+        (("vit",), "vit is a recipe: ./launch.sh CONFIG RECIPE"),
+        (("bananas", "vit"), "no config bananas: ./launch.sh ls lists them"),
+        (("check", "ddp_bf17"), "did you mean ddp_bf16?"),
+        (("copy", "vitt", "ddp_bf16", "/nowhere"), "no recipe vitt: did you mean vit?"),
+        (("compare", "single_bf17", "--", "vit"), "did you mean single_bf16?"),
+        (("compare", "single_bf16", "--", "vitt"), "did you mean vit?"),
+        (("estimate", "single_bf17", "--", "vit"), "did you mean single_bf16?"),
+        (("advise", "single_bf17", "--", "vit"), "did you mean single_bf16?"),
+        (("diagnose", "single_f8", "--", "vit"), "did you mean single_fp8?"),
         (("ddp_bf16",), "which recipe?"),
-        (("ddp_bf16", "vitt"), "no recipe"),
+        (("ddp_bf16", "vitt"), "no recipe vitt: did you mean vit?"),
         (("--bananas",), "unknown option"),
         (("ddp_bf16", "--num_processes"), "needs a value"),
         (("setup", "fast"), "setup takes --extra"),
@@ -46,8 +62,87 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
     line = next(line for line in result.stdout.splitlines() if line.startswith("accelerate launch"))
     assert "--config_file" in line and "recipes/vit.py --max_steps 2" in line
     assert record(out)["status"] == "finished"
+    lines = result.stdout.splitlines()
+    assert lines[1].startswith("asked: ") and lines[2] == f"record: {out}"
+    at = lines.index(f"finished: {out}")
+    assert lines[at + 1].startswith("  run ") and "single_bf16, finished" in lines[at + 1]
+    [after] = [i for i, line in enumerate(lines) if line == "next:"]
+    commands = [line.split("  ")[1] for line in lines[after + 1 :]]
+    assert commands == [f"./launch.sh predict {out} FILE", f"./launch.sh export {out}",
+                        "./launch.sh compare single_bf16 single_fp8 -- vit", f"./launch.sh show {out} --html"]  # fmt: skip
     shown = launched("./launch.sh", "show", str(out))
     assert "single_bf16, finished" in shown.stdout and "accuracy" in shown.stdout
+    assert shown.stdout.splitlines() == lines[at + 1 : after], "the table at the end of a run is the same"
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert"])
+def test_help_of_a_recipe_starts_nothing(tmp_path, name):
+    """With a torch that cannot be imported: what is printed comes from the lines of the recipe."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    result = launched("./launch.sh", "ddp_bf16", name, "--help", env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    fields = {field.name: field.default for field in dataclasses.fields(recipe(name).Arguments)}
+    text = " ".join(result.stdout.split())
+    for option, default in fields.items():
+        assert f"--{option}" in text
+        assert f"(default: {default})" in text, option
+    assert text.startswith(f"usage: {name}.py") and "Train " in text
+
+
+def test_completion_knows_commands_configs_and_recipes():
+    script = """source <(./launch.sh completion)
+    words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _launch_sh; echo "${COMPREPLY[*]}"; }
+    words ./launch.sh ddp_b; words ./launch.sh comp; words ./launch.sh ddp_bf16 v; words ./launch.sh check zero1
+    words ./launch.sh compare single_bf16 single_fp3; words ./launch.sh compare single_bf16 -- g; words ./launch.sh ""
+    complete -p ./launch.sh"""
+    result = launched("bash", "-c", script)
+    lines = result.stdout.splitlines()
+    assert lines[:3] == ["ddp_bf16", "compare completion", "vit"] and result.stderr == ""
+    assert lines[3].split() == ["zero1_bf16", "zero1_fp16"] and lines[4:6] == ["single_fp32", "gpt"]
+    assert {"demo", "show", "gpu-report", *(path.stem for path in CONFIGS.glob("*.yml"))} <= set(lines[6].split())
+    assert "_launch_sh" in lines[7]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", *(pytest.param(c, marks=SLOW) for c in ("single_bf16", "zero2_bf16"))])
+def test_a_refusal_ends_with_its_line_and_2(config):
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    result = launched("./launch.sh", config, "vit", "--grad_scaler", "init_scale=8", env={"OMP_NUM_THREADS": "1"})
+    lines = [line for line in result.stderr.splitlines() if "Setting accelerator to CPU" not in line]
+    assert result.returncode == 2
+    assert lines == ["refused: a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out, or "
+                     "launch with --config_wins"]  # fmt: skip
+
+
+FAILING = """
+import os, signal, sys
+if os.environ.get("RANK", "1") == "1":
+    {what}
+import time
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "code", "said"),
+    [
+        ("ddp_fp32", "os.kill(os.getpid(), signal.SIGKILL)", 137,
+         ["error: rank 1 was ended by SIGKILL, perhaps because memory ran out"]),
+        pytest.param("ddp_fp32", "raise ValueError('mine')", 1, ["ValueError: mine"], marks=SLOW),
+        pytest.param("single_fp32", "raise ValueError('mine')", 1, ["ValueError: mine"], marks=SLOW),
+        pytest.param("single_fp32", "sys.exit(7)", 7, ["error: the training process ended with exit code 7"], marks=SLOW),
+    ],
+)  # fmt: skip
+def test_what_fails_says_why_and_the_exit_code_is_the_workers(tmp_path, config, what, code, said):
+    (tmp_path / "mine.py").write_text(FAILING.format(what=what))
+    result = launched("./launch.sh", config, str(tmp_path / "mine.py"))
+    assert result.returncode == code, result.stderr
+    assert result.stderr.splitlines()[-1:] == said, result.stderr
+    for noise in ("ChildFailedError", "CalledProcessError", "closing signal", "exitcode"):
+        assert noise not in result.stderr
 
 
 def test_launch_sh_adds_under_a_second(tmp_path):

@@ -16,6 +16,7 @@ PICTURES = {
         [("a", [(3, page.colour(0)), (2, page.colour(1))], "5 & more", False), ("b", [(1, page.colour(0))], "1", True)],
         "<unit>",
     ),
+    "strip": page.strip([page.colour(i % 2) for i in range(70)]),
 }
 
 
@@ -46,8 +47,8 @@ def test_the_page_asks_nobody_and_runs_nothing():
 
 def test_each_picture_stands_there_twice_for_a_screen_and_for_a_phone():
     text = made()
-    assert text.count("<figure>") == 4 and text.count("<svg") == 8
-    assert text.count(f'viewBox="0 0 {page.WIDE} ') == text.count(f'viewBox="0 0 {page.NARROW} ') == 4
+    assert text.count("<figure>") == 5 and text.count("<svg") == 10
+    assert text.count(f'viewBox="0 0 {page.WIDE} ') == text.count(f'viewBox="0 0 {page.NARROW} ') == 5
 
 
 def test_every_colour_is_a_variable_of_the_style_sheet():

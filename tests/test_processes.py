@@ -59,7 +59,8 @@ vit.main(vit.options.parse(vit.Arguments))
 def test_a_launcher_is_known_by_its_program_or_module():
     for line in ("accelerate launch train.py", "/opt/venv/bin/python /opt/venv/bin/accelerate launch train.py",
                  "python -m accelerate.commands.launch --config_file a.yml train.py", "python -u -m torch.distributed.run x.py",
-                 "/usr/bin/torchrun --nproc_per_node 2 train.py", "accelerate-launch train.py"):  # fmt: skip
+                 "/usr/bin/torchrun --nproc_per_node 2 train.py", "accelerate-launch train.py",
+                 "python /home/me/recipes/tools/accelerate_launch.py --config_file a.yml train.py"):  # fmt: skip
         assert launches(line.split()), line
     for line in ("vim accelerate_configs/ddp_bf16.yml", "bash -c accelerate", "/home/accelerate/venv/bin/python -m pytest",
                  "python train.py --out runs/accelerate", "", "python -m faithful train.py"):  # fmt: skip
@@ -73,9 +74,11 @@ SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
 @pytest.mark.parametrize("phase", ["process group", "training", *SLOW])
 def test_nobody_outlives_the_launcher(tmp_path, phase):
     """No process outlives a launcher that is killed without warning, as by the kernel when memory runs out."""
+    Accelerate's own in the others."""
     out, held, script = tmp_path / "run", tmp_path / "held", tmp_path / "held.py"
     script.write_text(HELD.format(root=str(ROOT), phase=phase, held=str(held)))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp_fp32.yml"]
+    program = ["tools/accelerate_launch.py"] if phase == "training" else ["-m", "accelerate.commands.launch"]
+    command = [sys.executable, *program, "--config_file", "accelerate_configs/ddp_fp32.yml"]
     command += ["--main_process_port", str(free_port()), str(script), "--output_dir", str(out), "--max_steps", "5"]
     command += ["--save_steps", "4", "--eval_steps", "0", "--dataloader_num_workers", "1"]
     log = open(tmp_path / "log", "w+")
@@ -143,7 +146,7 @@ def test_launch_sh_takes_a_free_port_unless_one_is_named(tmp_path, words, free):
     fake.mkdir(parents=True)
     (tmp_path / "accelerate" / "__init__.py").touch()
     (fake / "__init__.py").touch()
-    (fake / "launch.py").touch()
+    (fake / "launch.py").write_text("def main(): pass")
     said = launched("./launch.sh", *words, "vit", env={"PYTHONPATH": str(tmp_path)})
     assert said.returncode == 0 and ("--main_process_port 0 " in said.stdout) == free, said
 
@@ -269,6 +272,71 @@ def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
     ranks.kill(signal.SIGTERM)
     assert ranks.wait(20) == [-signal.SIGTERM]
     assert not checkpoint.list_checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("config", "send", "number", "code"),
+    [
+        ("ddp_fp32", os.killpg, signal.SIGINT, 130),  # Ctrl-C in a terminal
+        ("single_fp32", os.kill, signal.SIGTERM, 143),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("single_fp32", os.killpg, signal.SIGINT, 130), ("single_fp32", os.kill, signal.SIGINT, 130),
+            ("ddp_fp32", os.kill, signal.SIGINT, 130), ("ddp_fp32", os.kill, signal.SIGTERM, 143),
+            ("zero2_bf16", os.killpg, signal.SIGINT, 130))),
+    ],
+)  # fmt: skip
+def test_a_stopped_launch_says_what_was_saved_and_how_to_go_on(tmp_path, config, send, number, code):
+    """The launcher waits for the checkpoint, and ends with the workers' exit code and their line."""
+    out = tmp_path / "run"
+    command = ["./launch.sh", config, "vit", "--output_dir", str(out), "--max_steps", "100000", "--save_steps", "0",
+               "--eval_steps", "0", "--dataloader_num_workers", "1"]  # fmt: skip
+    log = open(tmp_path / "log", "w+")
+    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+    end = time.time() + 120
+    while "step 10:" not in (tmp_path / "log").read_text():
+        assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    send(launcher.pid, number)
+    assert launcher.wait(60) == code, (tmp_path / "log").read_text()
+    assert not alive(str(out))
+    text = (tmp_path / "log").read_text()
+    [saved] = checkpoint.list_checkpoints(out)
+    assert checkpoint.unsound(saved) is None and record(out)["status"] == "preempted"
+    why, step = "Ctrl-C" if code == 130 else "SIGTERM", checkpoint.number(saved)
+    assert (
+        f"{why}: stopped after step {step}; saved {saved}. To go on: the same command with --output_dir {out} " in text
+    )
+    assert "Traceback" not in text and "SignalException" not in text and "KeyboardInterrupt" not in text, text
+
+
+def test_ctrl_c_before_the_first_step_and_a_second_one(tmp_path):
+    """Before there is a step there is nothing to save; the second Ctrl-C does not wait for the end of a step."""
+
+    def before(rank):
+        from faithful.steps import Steps
+
+        check = Steps.check
+        Steps.check = lambda self, *rest: hold() if self.taken == held else check(self, *rest)
+
+    def hold():
+        print("held", flush=True)
+        time.sleep(600)
+
+    for held in (0, 3):
+        out = tmp_path / str(held)
+        ranks = Ranks("single_fp32", ["--output_dir", str(out), "--max_steps", "5", "--save_steps", "2"], before=before)
+        while "held" not in ranks.text():
+            time.sleep(0.02)
+        ranks.kill(signal.SIGINT)
+        if held:
+            time.sleep(1.5)
+            assert "Ctrl-C again stops at once" in ranks.text() and "interrupted" not in ranks.text()
+            ranks.kill(signal.SIGINT)
+        assert ranks.wait(20) == [130]
+        saved = f"saved {out / 'checkpoint-2'}. To go on: " if held else "no checkpoint was saved"
+        assert f"interrupted: {saved}" in ranks.text() and "Traceback" not in ranks.text()
+        assert record(out)["status"] == "failed" and record(out)["error"] == "interrupted"
 
 
 @pytest.mark.slow
