@@ -73,8 +73,8 @@ SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
 
 @pytest.mark.parametrize("phase", ["process group", "training", *SLOW])
 def test_nobody_outlives_the_launcher(tmp_path, phase):
-    """No process outlives a launcher that is killed without warning, as by the kernel when memory runs out."""
-    Accelerate's own in the others."""
+    """No process outlives a launcher that is killed without warning, as by the kernel when memory runs out. It is
+    ./launch.sh's launcher while training, and Accelerate's own in the other phases."""
     out, held, script = tmp_path / "run", tmp_path / "held", tmp_path / "held.py"
     script.write_text(HELD.format(root=str(ROOT), phase=phase, held=str(held)))
     program = ["tools/accelerate_launch.py"] if phase == "training" else ["-m", "accelerate.commands.launch"]
