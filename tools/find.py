@@ -9,6 +9,7 @@ python tools/find.py options FILE     the options of a recipe, without importing
 import ast
 import difflib
 import re
+import signal
 import sys
 import textwrap
 import types
@@ -115,6 +116,7 @@ def main(what, *rest):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./launch.sh ls | head` ends in silence
     try:
         main(*sys.argv[1:])
     except args.Refused as refused:
