@@ -280,6 +280,21 @@ def test_batch_norm_s_running_averages_are_those_of_all_processes(tmp_path):
     assert distance(ddp, fsdp) < 1e-12
 
 
+def test_batch_norm_computes_in_fp32_when_its_weight_is_in_16_bit():
+    """As FSDP2 and DeepSpeed leave it: weight and bias in bf16, running averages in fp32."""
+    from faithful import batch_norm
+
+    x = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model, exact = (torch.nn.Sequential(torch.nn.BatchNorm2d(4)) for _ in range(2))
+    batch_norm.in_fp32(model)
+    model[0].weight.data, model[0].bias.data = model[0].weight.bfloat16(), model[0].bias.bfloat16()
+    for training in (True, False):
+        found, wanted = (layer.train(training)(x.to(layer[0].weight.dtype)) for layer in (model, exact))
+        assert found.dtype == torch.bfloat16 and found.equal(wanted.bfloat16())
+    assert model.state_dict().keys() == exact.state_dict().keys()
+    assert all(value.equal(exact.state_dict()[name].to(value.dtype)) for name, value in model.state_dict().items())
+
+
 def test_resnet_on_small_images_keeps_its_resolution():
     for name in ("resnet_nano", "resnet18", "resnet50"):
         model = models.resnet(name, 32, 3, 10).eval()

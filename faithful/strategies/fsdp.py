@@ -5,6 +5,7 @@ import weakref
 
 import torch
 
+from faithful import batch_norm
 from faithful.blocks import name_blocks
 from faithful.errors import Refused
 from faithful.strategies import plain
@@ -37,23 +38,7 @@ def arguments(plan, scaling):
 def before_prepare(accelerator, plan, model, optimizer):
     """FSDP2 gathers a model block by block: they must be known."""
     name_blocks(model)
-    for module in model.modules():
-        if type(module) is torch.nn.BatchNorm2d and module.affine and module.track_running_stats and module.momentum:
-            module.__class__ = BatchNorm
-
-
-class BatchNorm(torch.nn.BatchNorm2d):
-    """Computes in fp32 where FSDP2 has cast its weight to 16 bit. The running averages stay fp32, and torch's own layer
-    does not take the two together."""
-
-    def forward(self, x):
-        if self.weight.dtype == self.running_mean.dtype:
-            return super().forward(x)
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        running, own = (self.running_mean, self.running_var), (self.weight.float(), self.bias.float())
-        out = torch.nn.functional.batch_norm(x.float(), *running, *own, self.training, self.momentum, self.eps)
-        return out.to(x.dtype)
+    batch_norm.in_fp32(model)
 
 
 def prepare(accelerator, accelerates, args, device_placement):

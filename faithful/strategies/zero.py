@@ -17,6 +17,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from faithful import batch_norm
 from faithful.errors import Refused
 from faithful.strategies import plain
 from faithful.tensors import named
@@ -98,6 +99,7 @@ def before_prepare(accelerator, plan, model, optimizer):
     if dtype != torch.float32:
         raise Refused(f"the model comes in {str(dtype)[6:]}: DeepSpeed wants fp32 parameters to begin with")
     if plan.precision != "fp32":
+        batch_norm.in_fp32(model)
         cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
 
 

@@ -1,0 +1,24 @@
+"""Batch norm for FSDP2 and DeepSpeed, which cast its weight to 16 bit and leave its running averages in fp32.
+
+torch's own layer does not take the two together.
+"""
+
+import torch
+
+
+def in_fp32(model):
+    """Makes the model's BatchNorm2d layers, in place, compute in fp32 when their weight is in 16 bit."""
+    for module in model.modules():
+        if type(module) is torch.nn.BatchNorm2d and module.affine and module.track_running_stats and module.momentum:
+            module.__class__ = BatchNorm
+
+
+class BatchNorm(torch.nn.BatchNorm2d):
+    def forward(self, x):
+        if self.weight.dtype == self.running_mean.dtype:
+            return super().forward(x)
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        running, own = (self.running_mean, self.running_var), (self.weight.float(), self.bias.float())
+        out = torch.nn.functional.batch_norm(x.float(), *running, *own, self.training, self.momentum, self.eps)
+        return out.to(x.dtype)
