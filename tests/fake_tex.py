@@ -14,10 +14,13 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 import sys
 import types
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 VERSION = "2.20.2"
 NAMES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
@@ -56,8 +59,13 @@ def install():
     import transformer_engine.common
 
     module = Compiled("transformer_engine_torch")
+    sources = Path(transformer_engine.common.__file__).parents[1].glob("pytorch/**/*.py")
+    module.__all__ = sorted(
+        {name for path in sources for name in re.findall(r"\b(?:tex|ext)\.(\w+)", path.read_text())}
+    )
     for value in (DType, FP8FwdTensors, FP8BwdTensors, NVTE_Fused_Attn_Backend, quantize, dequantize, generic_gemm, bgrad_quantize,
-                  fp8_transpose, layernorm_fwd, layernorm_bwd, fused_amax_and_scale_update_after_reduction):  # fmt: skip
+                  fp8_transpose, layernorm_fwd, layernorm_bwd, gelu, dgelu, dbias_dgelu, scaled_softmax_forward,
+                  scaled_softmax_backward, fused_amax_and_scale_update_after_reduction):  # fmt: skip
         setattr(module, value.__name__, value)
     module.get_cublasLt_version, module.get_cudnn_version = lambda: 130400, lambda: 92600
     module.get_num_cublas_streams = lambda: 4
@@ -94,17 +102,17 @@ class Absent(type):
 
 
 def quantize(tensor, quantizer, output=None, noop=None):
-    """`tensor` in FP8 as `quantizer` says, with its transpose where that is wanted: Hopper multiplies rows by rows only.
+    """`tensor` in FP8 as `quantizer` says, by rows, by columns, or both: Hopper sums along rows only, so columns are kept
+    as rows of the transpose.
 
-    Delayed scaling casts with the scale that it has and records the amax; current scaling makes the scale from it.
+    Delayed scaling casts with the scale that it has and records the amax; all others make their scales from the tensor.
     """
-    kind = type(quantizer).__name__
-    if kind not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
-        raise NotImplementedError(f"tests/fake_tex.py casts per tensor, not by {kind}")
+    if type(quantizer).__name__ not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
+        return quantize_tiles(tensor, quantizer, output)
     fp8 = DTYPES[quantizer.dtype]
     top = torch.finfo(fp8).max
     amax = tensor.detach().abs().amax().float().reshape(1)
-    if kind == "Float8Quantizer":
+    if type(quantizer).__name__ == "Float8Quantizer":
         quantizer.amax.copy_(amax)
         scale = quantizer.scale.detach().reshape(1).clone()
     else:
@@ -126,12 +134,80 @@ def quantize(tensor, quantizer, output=None, noop=None):
     return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, device=tensor.device, **parts)
 
 
-def values(x):
-    """fp32 values, two-dimensional, of an FP8 tensor or an ordinary one."""
-    if isinstance(x, torch.Tensor) and not hasattr(x, "_scale_inv"):
+def tile(quantizer, columns):
+    """How many (rows, columns) of the stored values share a scale."""
+    if type(quantizer).__name__ == "MXFP8Quantizer":
+        return (32, 1) if columns else (1, 32)
+    return (128 if quantizer.block_scaling_dim == 2 else 1, 128)
+
+
+def quantize_tiles(tensor, quantizer, output):
+    """A power of two as the scale of each tile. MXFP8 keeps its exponents, and its columns as they stand."""
+    mx = type(quantizer).__name__ == "MXFP8Quantizer"
+    if output is not None or not (mx or type(quantizer).__name__ == "Float8BlockQuantizer"):
+        raise NotImplementedError(f"tests/fake_tex.py casts into new tensors only, not by {type(quantizer).__name__}")
+    fp8, shape, parts = DTYPES[quantizer.dtype], tensor.shape, {}
+    for kind, columns, wanted in (
+        ("rowwise", False, quantizer.rowwise_usage), ("columnwise", True, quantizer.columnwise_usage),
+    ):  # fmt: skip
+        x = tensor.detach().float().reshape(-1, shape[-1])
+        x = x.t() if columns and not mx else x
+        inverse = by_tiles(x, tile(quantizer, columns), fp8)
+        data = (x / spread(inverse, tile(quantizer, columns), x.shape)).to(fp8).view(torch.uint8)
+        if mx:
+            inverse = (inverse.log2() + 127).to(torch.uint8)  # E8M0
+        elif quantizer.block_scaling_dim == 1:
+            inverse = inverse.t()
+        room = quantizer.get_scale_shape(shape, columns)
+        inverse = F.pad(inverse, (0, room[1] - inverse.shape[1], 0, room[0] - inverse.shape[0])).contiguous()
+        stored = quantizer.get_columnwise_shape(tuple(shape)) if columns else shape
+        parts[f"{kind}_data"] = data.reshape(stored) if wanted else None
+        parts[f"{kind}_scale_inv"] = inverse if wanted else None
+    kinds = quantizer.storage_metadata(tensor.dtype)
+    if not quantizer.internal:
+        kinds["nontensor_kwargs"].pop("fake_dtype")
+        parts |= {"shape": shape, "dtype": tensor.dtype, "requires_grad": False, "device": tensor.device}
+    return kinds["cls"](**parts, **kinds["nontensor_kwargs"])
+
+
+def by_tiles(x, size, fp8):
+    """The inverse of the largest power of two that keeps each tile's amax in range; 1 where all is zero."""
+    (m, n), (rows, columns) = x.shape, size
+    padded = F.pad(x, (0, -n % columns, 0, -m % rows))
+    amax = padded.view(padded.shape[0] // rows, rows, -1, columns).abs().amax((1, 3))
+    exponents = torch.frexp(torch.finfo(fp8).max / amax.clamp(min=2.0**-100))[1] - 1
+    return torch.where(amax > 0, torch.exp2(-exponents.float()), torch.ones_like(amax))
+
+
+def spread(scales, size, shape):
+    whole = scales.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+    return whole[: shape[0], : shape[1]]
+
+
+def values(x, columns=False):
+    """fp32 values, two-dimensional, of an ordinary tensor or of an FP8 one's rows or columns."""
+    if not hasattr(x, "_fp8_dtype"):
         return x.reshape(-1, x.shape[-1]).float()
-    data = x._data.reshape(-1, x._data.shape[-1]) if x._data is not None else x._transpose.t().contiguous()
-    return data.view(DTYPES[x._fp8_dtype]).float() * x._scale_inv
+    if hasattr(x, "_scale_inv"):
+        data, inverse = (x._transpose if columns else x._data), x._scale_inv
+    else:
+        data, inverse = (
+            getattr(x, f"_{'columnwise' if columns else 'rowwise'}_{what}") for what in ("data", "scale_inv")
+        )
+    if data is None:
+        raise RuntimeError(f"an FP8 tensor without its {'columns' if columns else 'rows'}")
+    mx = hasattr(x, "_with_gemm_swizzled_scales")
+    # the transpose of [.., tokens, features] is [features, .., tokens]
+    out = data.reshape(data.shape[0], -1) if columns and not mx else data.reshape(-1, data.shape[-1])
+    out = out.view(DTYPES[x._fp8_dtype]).float()
+    if not hasattr(x, "_scale_inv"):
+        if mx:
+            inverse = torch.exp2(inverse.float() - 127)
+        elif not x._is_2D_scaled:
+            inverse = inverse.t()
+        inverse = spread(inverse, tile(x._quantizer, columns), out.shape)
+    out = out * inverse
+    return out.t() if columns and not mx else out
 
 
 def dequantize(tensor, dtype):
@@ -150,16 +226,17 @@ def fp8_transpose(data, dtype, out=None):
 
 
 def generic_gemm(
-    a, transa, b, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace, workspace_size,
+    a, transa, b, transb, out, quantizer, out_dtype, bias, bias_dtype, use_gelu, gelu_in, grad, workspace, workspace_size,
     accumulate, use_split_accumulator, **more,
 ):  # fmt: skip
-    """op(b) @ op(a), with `bias` added, or summed over b's rows where this is a gradient (`grad`)."""
-    if quantizer is not None or gelu:
-        raise NotImplementedError("tests/fake_tex.py has no product that casts or activates its result")
-    fp8 = [hasattr(x, "_scale_inv") for x in (a, b)]
+    """op(b) @ op(a), with `bias` added, or summed over b's rows where this is a gradient (`grad`); then through GELU,
+    or times its derivative at `gelu_in`."""
+    if quantizer is not None:
+        raise NotImplementedError("tests/fake_tex.py has no product that casts its result")
+    fp8 = [hasattr(x, "_fp8_dtype") for x in (a, b)]
     if fp8[0] != fp8[1]:
         raise RuntimeError("cuBLASLt takes two FP8 operands or none")
-    first, second = values(a), values(b)
+    first, second = values(a, not transa), values(b, transb)
     if any(t.device.type != "cuda" for t in (first, second)):
         raise RuntimeError("cuBLASLt reads device memory only")
     if fp8[0]:
@@ -178,24 +255,61 @@ def generic_gemm(
             bias_grad = second.sum(0).to(bias.dtype)
         else:
             y = y + bias.float()
-    y = y.to(DTYPES[out_dtype] if out_dtype is not None else torch.bfloat16)
+    dtype = DTYPES[out_dtype] if out_dtype is not None else torch.bfloat16
+    before = None
+    if use_gelu and grad:
+        y = gelu_slope(gelu_in.reshape(y.shape)) * y
+    elif use_gelu:
+        before, y = y.to(dtype), F.gelu(y, approximate="tanh")
+    y = y.to(dtype)
     if not transb:
         y = y.view(*b.size()[:-1], y.shape[-1])
     if out is not None:
         y = out.add_(y) if accumulate else out.copy_(y)
-    return y, bias_grad, None, None
+    return y, bias_grad, before, None
+
+
+# GELU, which is its tanh approximation here, and attention's softmax
+
+
+def gelu(x, quantizer):
+    y = F.gelu(x.float(), approximate="tanh").to(x.dtype)
+    return y if quantizer is None else quantizer(y)
+
+
+def gelu_slope(x):
+    return torch.ops.aten.gelu_backward(torch.ones_like(x, dtype=torch.float32), x.float(), approximate="tanh")
+
+
+def dgelu(grad, x, quantizer):
+    y = (grad.float() * gelu_slope(x)).to(grad.dtype)
+    return y if quantizer is None else quantizer(y)
+
+
+def dbias_dgelu(grad, x, quantizer):
+    return bgrad_quantize(dgelu(grad, x, None), quantizer)
+
+
+def scaled_softmax_forward(x, scale):
+    return torch.softmax(x.float() * scale, -1).to(x.dtype)
+
+
+def scaled_softmax_backward(grad, y, scale):
+    g, y = grad.float(), y.float()
+    return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(grad.dtype)
 
 
 # LayerNorm
 
 
 def layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, sm_margin, zero_centered):
-    if quantizer is not None or zero_centered:
-        raise NotImplementedError("tests/fake_tex.py has LayerNorm with a result that is not FP8 only")
+    if zero_centered:
+        raise NotImplementedError("tests/fake_tex.py has no zero-centered LayerNorm")
     mean = x.float().mean(-1)
     rstd = (x.float().var(-1, unbiased=False) + eps).rsqrt()
     y = (x.float() - mean[:, None]) * rstd[:, None] * weight.float() + bias.float()
-    return y.to(DTYPES[dtype]), mean, rstd
+    y = y.to(DTYPES[dtype])
+    return y if quantizer is None else quantizer(y), mean, rstd
 
 
 def layernorm_bwd(grad, x, mean, rstd, weight, sm_margin, zero_centered):

@@ -25,6 +25,7 @@ from faithful.backends import transformer_engine as ours
 from faithful.config import asked as read
 from faithful.evidence import converted as counted
 from shared import models
+from tools.export import timm_name
 
 if reason := (pretend.DRIVER if isinstance(pretend.DRIVER, str) else fake_tex.missing()):
     pytest.skip(reason, allow_module_level=True)
@@ -32,7 +33,9 @@ fake_tex.install()
 pretend.wear()
 import transformer_engine.pytorch as te  # noqa: E402
 from transformer_engine.common import recipe as recipes  # noqa: E402
+from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer  # noqa: E402
 
 NAMES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
          "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
@@ -238,6 +241,34 @@ def test_current_scaling_is_the_emulation(fp8_format):
         same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
 
 
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+def test_block_scaling_is_the_emulation(fp8_format):
+    """Sizes that are no multiple of a block of 128, too."""
+    theirs, mine = pair(f"backend: TE, recipe: block, format: {fp8_format}", inputs=192, outputs=144)
+    for step in range(3):
+        x, grad = seeded(160, 192, seed=step) * 10**step, seeded(160, 144, seed=10 + step) / 10**step
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
+
+
+def test_mxfp8_is_a_power_of_two_for_32_values(monkeypatch):
+    """No rehearsal has MXFP8. Its values are those of the emulation's blocks, in rows and columns of 32."""
+    from transformer_engine.pytorch import quantization
+
+    monkeypatch.setattr(quantization, "get_device_compute_capability", lambda: (10, 0))
+    monkeypatch.setattr(quantization, "_MXFP8_SUPPORT", None)
+    monkeypatch.setitem(emulate.TILES, "block", emulate.Tiles((1, 32), (1, 32), (32, 1), (32, 1)))
+    asked = plan("backend: TE, recipe: mxfp8")
+    torch.manual_seed(0)
+    mine = nn.Sequential(nn.Linear(64, 96, bias=False))
+    theirs = copy.deepcopy(mine)
+    emulate.convert(mine, "block", fp8_format="E4M3")
+    ours.convert(None, asked, theirs, None)
+    theirs.to("cuda")
+    for step in range(3):
+        x, grad = seeded(40, 64, seed=step) * 10**step, seeded(40, 96, seed=10 + step) / 10**step
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
+
+
 @pytest.mark.parametrize("rows", [1, 10, 24, 40])
 def test_any_number_of_rows(rows):
     """In FP8 the layer itself takes multiples of 8, and cuBLASLt of 16 in the weight's gradient: zeros are added."""
@@ -255,6 +286,26 @@ def test_any_number_of_rows(rows):
         out = theirs(seeded(rows, 64).to("cuda"))
         with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED"):
             out.sum().backward()
+
+
+def test_what_cublaslt_refuses_is_refused():
+    """By the stand-in of its products. Without these rules the tests above could not fail on a card's."""
+
+    def fp8(dtype, rows=32, columns=32):
+        quantizer = Float8CurrentScalingQuantizer(dtype, torch.device("cuda"))
+        return quantizer(seeded(rows, columns).to("cuda"))
+
+    e4m3, e5m2 = fake_tex.DType.kFloat8E4M3, fake_tex.DType.kFloat8E5M2
+    for a, b, said in (
+        (fp8(e5m2), fp8(e5m2), "at most one e5m2 operand"),
+        (fp8(e4m3), seeded(32, 32).to("cuda"), "two FP8 operands or none"),
+        (seeded(32, 32), seeded(32, 32), "device memory only"),
+        (fp8(e4m3, 24), fp8(e4m3), "multiples of 16"),
+        (fp8(e4m3, 32, 24), fp8(e4m3, 32, 24), "multiples of 16"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            general_gemm(a, b, out_dtype=torch.bfloat16)
+    general_gemm(fp8(e4m3), fp8(e5m2), out_dtype=torch.bfloat16)
 
 
 def test_leading_dimensions_come_back():
@@ -365,3 +416,42 @@ def test_whole_blocks_as_transformer_layers():
         "layernorm_qkv.weight": (576, 192), "layernorm_qkv.bias": (576,), "proj.weight": (192, 192), "proj.bias": (192,),
     }  # fmt: skip
     assert counted(plan(), model) == (4 * 12, 2 * 12)
+
+
+def small_vit_of_te_blocks():
+    torch.manual_seed(0)
+    model = models.vit("vit_nano", 8, 1, 10, te_blocks=True)
+    nn.init.normal_(model.head.weight, std=0.1)  # timm begins with zeros, through which no gradient comes
+    return model
+
+
+def test_a_transformer_layer_computes_what_timms_block_does():
+    """With the same weights, under the names that an export gives them: the same function, but for GELU's tanh."""
+    model = small_vit_of_te_blocks()
+    plain = models.vit("vit_nano", 8, 1, 10)
+    plain.load_state_dict({timm_name(name): p.detach().cpu() for name, p in model.named_parameters()})
+    for block in plain.blocks:
+        block.mlp.act = nn.GELU(approximate="tanh")
+    ours.convert(None, plan(), model, None)
+    x, model = seeded(16, 1, 8, 8), model.to("cuda")
+    expected = plain.eval()(x)
+    difference = (model.eval()(x.to("cuda")).cpu() - expected).abs().max()
+    assert difference < 1e-5 * expected.abs().max(), difference
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_transformer_layer_trains_in_fp8(recipe):
+    model = small_vit_of_te_blocks()
+    exact = copy.deepcopy(model).to("cuda")
+    ours.convert(None, plan(f"backend: TE, recipe: {recipe}"), model, None)
+    assert counted(plan(), model) == (4 * 4, 2 * 4 + 1)
+    x, grad = seeded(16, 1, 8, 8).to("cuda"), seeded(16, 10, seed=1).to("cuda")
+    model.to("cuda")
+    for _ in range(2):  # the scales of delayed scaling begin with 1
+        found = dict(zip(["out", "x", *dict(model.named_parameters())], results(model, x, grad), strict=True))
+    exact = dict(zip(["out", "x", *dict(exact.named_parameters())], results(exact, x, grad), strict=True))
+    for name, value in exact.items():
+        apart = (found[name] - value).norm() / value.norm()
+        assert apart < 0.3 and (apart > 1e-4 or "blocks" not in name), (name, apart)
+    with pytest.raises(Refused, match="multiples of 8.*batch size"):
+        model(seeded(3, 1, 8, 8).to("cuda"))
