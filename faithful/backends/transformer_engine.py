@@ -124,7 +124,7 @@ def compute_in_fp8(te, plan, model):
             if "FP8 execution requires" not in str(error):
                 raise
             raise Refused(
-                f"TransformerEngine's blocks take samples x tokens in multiples of 8 in FP8: choose another "
+                f"TransformerEngine's blocks take samples x tokens in multiples of {ROWS} in FP8: choose another "
                 f"batch size ({error})"
             ) from None
 
