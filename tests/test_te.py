@@ -16,7 +16,7 @@ import yaml
 from conftest import CONFIGS, ROOT, metrics, record, train, weights
 from safetensors.torch import load_file
 from test_plan import CPU, GPU, exported_by_accelerate
-from test_pretend import SHORT, resumed
+from test_pretend import SHORT, processes, resumed
 
 from faithful import rules
 from faithful.config import asked, exported
@@ -198,31 +198,58 @@ def test_the_extra_names_every_library_that_is_loaded():
         assert missing == [], extra
 
 
+FILES = [pytest.param(path.stem, marks=() if path.stem == "single_fp8_te" else pytest.mark.slow) for path in TE_FILES]
+B200_HERE = {"capability": (10, 0), "name": "NVIDIA B200 (pretended)"}
+
+
 @needs_te
-def test_a_run_on_one_gpu_goes_on_as_if_it_had_never_stopped(gpu, tmp_path):
-    """A recipe that resumes from its middle ends with the same bits. Its checkpoint holds no pickle."""
-    run = resumed(gpu, "single_fp8_te", tmp_path, imports=["fake_tex"])
-    evidence = record(run)["evidence"]
+@pytest.mark.parametrize("config", FILES)
+def test_every_file_trains_and_goes_on(gpu, config, tmp_path):
+    """The recipe from end to end; the second half, from its checkpoint, bit for bit. A checkpoint holds no pickle.
+
+    Delayed scaling's scales are in it, once: amaxes are the largest of all processes. Other recipes have no state.
+    """
+    job = processes(config) | ({"wear": B200_HERE} if config.endswith("mxfp8") else {})
+    run = resumed(gpu, config, tmp_path, imports=["fake_tex"], **job)
+    evidence, plan = record(run)["evidence"], record(run)["plan"]
     assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
     assert evidence["optimizer_owns_all"] and evidence["eval_precision"] == "bf16"
-    truth = "single | fp8 TransformerEngine delayed | 16 of 17 Linear in FP8, 9 LayerNorm, skipped head (10 is not a"
-    assert evidence["truth"].startswith(truth)
+    assert evidence["sharded"] == (plan["strategy"] not in ("single", "ddp"))
+    truth = f"fp8 TransformerEngine {plan['level']} | 16 of 17 Linear in FP8, 9 LayerNorm, skipped head (10 is not a"
+    assert truth in evidence["truth"] and record(run)["final"]["metrics"]["eval_loss"] < 2.29  # by chance: 2.303
     assert weights(run).keys() == models.vit("vit_nano", 8, 1, 10).state_dict().keys()
     held = load_file(run / "checkpoint-2" / "rank0.safetensors")
     scales = {name: tensor for name, tensor in held.items() if name.startswith("0:te/")}
-    assert len(scales) == 4 * 16 and not any("extra_state" in name for name in held)
-    assert (scales["0:te/blocks.0.attn.qkv.scaling_fwd.scale"][:2] != 1).all()
+    assert len(scales) == (4 * 16 if plan["level"] == "delayed" else 0)
+    assert not any("extra_state" in name for name in held)
+    if scales:
+        assert (scales["0:te/blocks.0.attn.qkv.scaling_fwd.scale"][:2] != 1).all()
+    if plan["strategy"] == "ddp":
+        other = load_file(run / "checkpoint-2" / "rank1.safetensors")  # nothing of the model
+        assert all(name.startswith(("random/", "loader/")) for name in other)
 
 
 @needs_te
 @pytest.mark.slow
-def test_ddp_goes_on_with_amaxes_of_all_processes(gpu, tmp_path):
-    """Under DDP amaxes are the maximum over all processes, so one set of saved scales is right for all of them."""
-    run = resumed(gpu, "ddp_fp8_te", tmp_path, imports=["fake_tex"], processes=2)
+def test_whole_blocks_train_and_go_on(gpu, tmp_path):
+    run = resumed(gpu, "single_fp8_te", tmp_path, "--te_blocks", imports=["fake_tex"])
     evidence = record(run)["evidence"]
     assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
-    other = load_file(run / "checkpoint-2" / "rank1.safetensors")  # its random state alone
-    assert all(name.startswith("random/") for name in other)
+    assert record(run)["final"]["metrics"]["eval_loss"] < 2.29
+    held = load_file(run / "checkpoint-2" / "rank0.safetensors")
+    # four tensors each of attention's two Linear and of the MLP, and of attention itself, which has none in use
+    assert len([name for name in held if name.startswith("0:te/")]) == 4 * 4 * 4
+
+
+@needs_te
+@pytest.mark.slow
+def test_fsdp_offloaded_to_the_host(gpu, tmp_path):
+    mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
+    mapping["fsdp_config"]["fsdp_offload_params"] = True
+    path = tmp_path / "fsdp_fp8_te_offload.yml"
+    path.write_text(yaml.dump(mapping))
+    run = resumed(gpu, str(path), tmp_path, imports=["fake_tex"], processes=2)
+    assert "offloaded to the host" in record(run)["evidence"]["truth"]
 
 
 @needs_te
