@@ -529,7 +529,6 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
             "synchronize": lambda *_: queue.synchronize(), "max_memory_allocated": lambda *_: 1 << 20, "reset_peak_memory_stats": nothing,
         },
         torch: {"compile": compile, "tensor": moved(torch.tensor), "as_tensor": moved(torch.as_tensor), "_has_compatible_shallow_copy_type": lambda tensor, other: True},
-        torch.nn.Module: {"compile": nothing},
         torch.Tensor: {"data": property(lambda self: torch._C.TensorBase.data.__get__(self), move)},
         # Both time themselves by CUDA's events.
         dist.Reducer: {"prepare_for_forward": nothing},

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, distance, metrics, record, train
+from conftest import CONFIGS, ROOT, distance, metrics, record, train
 
 SHORT = ("--max_steps", 4, "--logging_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
          "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
@@ -30,26 +30,47 @@ MORE = {
     "single_fp8_ao_rowwise_with_gw_hp": "single | fp8 torchao rowwise_with_gw_hp | 15 of 17 Linear in FP8",
     "single_fp8_msamp_o1": f"single | fp8 MS-AMP O1 {MSAMP}",
     "single_fp8_msamp_o3": f"single | fp8 MS-AMP O3 {MSAMP}",
+    "single_bf16_compile": "single | bf16 compute, compiled |",
+    "single_fp8_compile": "single | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
+    "single_fp8_ao_rowwise_compile": "single | fp8 torchao rowwise | 15 of 17 Linear in FP8",
+    "ddp_fp32": "ddp x2 nccl | fp32 |",
     "ddp_bf16": "ddp x2 nccl | bf16 compute |",
     "ddp_fp16": "ddp x2 nccl | fp16 compute, gradient scaler |",
     "ddp_fp8": "ddp x2 nccl | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
+    "ddp_fp8_ao_rowwise": "ddp x2 nccl | fp8 torchao rowwise | 15 of 17 Linear in FP8",
+    "ddp_fp8_compile": "ddp x2 nccl | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
     "ddp_fp8_msamp_o1": f"ddp x2 nccl | fp8 MS-AMP O1 {MSAMP}",
     "ddp_fp8_msamp_o2": f"ddp x2 nccl | fp8 MS-AMP O2 {MSAMP}",
     "ddp_fp8_msamp_o2_te": "ddp x2 nccl | fp8 MS-AMP O2 (amp8, not Microsoft's package) with TE's delayed scaling | 16 of",
+    "fsdp_fp32": "fsdp x2 nccl, sharded by Block | fp32 |",
     "fsdp_bf16": "fsdp x2 nccl, sharded by Block | bf16 compute |",
     "fsdp_fp16": "fsdp x2 nccl, sharded by Block | fp16 compute, gradient scaler |",
     "fsdp_bf16_ckpt": "fsdp x2 nccl, sharded by Block | bf16 compute, activations computed again |",
     "fsdp_bf16_noreshard": "fsdp x2 nccl, sharded by Block | bf16 compute",
     "fsdp_bf16_offload": "fsdp x2 cuda:nccl,cpu:gloo, sharded by Block | bf16 compute, offloaded to the host |",
+    "fsdp_fp8_compile": "fsdp x2 nccl, sharded by Block | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
     "fsdp_fp8_msamp_o1": f"fsdp x2 nccl, sharded by Block | fp8 MS-AMP O1 {MSAMP}",
+    "hsdp_bf16": "hsdp x4 nccl, sharded by Block | bf16 compute |",
     "hsdp_fp8_msamp_o2": f"hsdp x4 nccl, sharded by Block | fp8 MS-AMP O2 {MSAMP}",
     "fsdp_fp8_ao_rowwise": "fsdp x2 nccl, sharded by Block | fp8 torchao rowwise | 15 of 17 Linear in FP8",
     "zero1_bf16": "zero1 x2 nccl, 50% of the optimizer state each | bf16 compute |",
     "zero2_bf16": "zero2 x2 nccl, 50% of the optimizer state each | bf16 compute |",
     "zero3_bf16": "zero3 x2 nccl, 50% of the optimizer state each | bf16 compute |",
+    "zero3_bf16_offload": "zero3 x2 nccl, 50% of the optimizer state each | bf16 compute, offloaded to the host |",
+    "zero1_fp16": "zero1 x2 nccl, 50% of the optimizer state each | fp16 compute, gradient scaler |",
+    "zero2_fp16": "zero2 x2 nccl, 50% of the optimizer state each | fp16 compute, gradient scaler |",
+    "zero3_fp16": "zero3 x2 nccl, 50% of the optimizer state each | fp16 compute, gradient scaler |",
+    "zero2_fp8": "zero2 x2 nccl, 50% of the optimizer state each | fp8 torchao tensorwise |",
+    "zero3_fp8": "zero3 x2 nccl, 50% of the optimizer state each | fp8 torchao tensorwise |",
 }
-# DeepSpeed's engine waits by itself; FSDP2 waits for gradients that it has sent to the host.
-WAITS = {"zero1_bf16": 9, "zero2_bf16": 9, "zero3_bf16": 9}
+
+
+def most_waits(config):
+    """How often the host may wait for the device in an optimizer step: once, for the losses and the norm. DeepSpeed's
+    engine waits by itself, and for each parameter on the host; FSDP2 waits for each gradient that it sends there."""
+    if Path(config).stem.endswith("offload"):
+        return 70
+    return 9 if config.startswith("zero") else 1
 
 
 def processes(config):
@@ -58,7 +79,8 @@ def processes(config):
 
 def waits(run, rank=0):
     """Where the host waited for the device from the third optimizer step, which is neither logged nor saved, to the fourth."""
-    return json.loads(Path(f"{run}.rank{rank}.json").read_text())[3]["waits"]
+    found = json.loads(Path(f"{run}.rank{rank}.json").read_text())[3]["waits"]
+    return [wait for wait in found if not str(wait[1]).startswith("tests/")]  # fake_tex.py's, in the place of a kernel
 
 
 def resumed(gpu, config, folder, *argv, **job):
@@ -67,6 +89,8 @@ def resumed(gpu, config, folder, *argv, **job):
     part = gpu.train(config, folder / "part", *SHORT, *argv, "--resume_from_checkpoint", whole / "checkpoint-2", **job)
     rows = [row for row in metrics(whole) if row["step"] > 2]
     assert len(rows) == 2 and metrics(part) == rows and distance(whole, part) == 0
+    for rank in range(record(whole)["plan"]["num_processes"]):
+        assert len(waits(whole, rank)) <= most_waits(config), waits(whole, rank)
     return whole
 
 
@@ -78,8 +102,6 @@ def test_vit(gpu, config, tmp_path):
     assert made["plan"]["device"] == "cuda" and not made["plan"]["rehearsal"] and not made["plan"]["emulated"]
     assert made["evidence"]["truth"].startswith((TRUTH | MORE)[config])
     assert made["final"]["metrics"]["eval_loss"] < 2.29  # ten classes by chance: 2.303
-    for rank in range(made["plan"]["num_processes"]):
-        assert len(waits(run, rank)) <= WAITS.get(config, 1), waits(run, rank)
 
 
 GPT = ("--dataset", ROOT / "launch.sh", "--sequence_length", 32)
@@ -88,12 +110,17 @@ GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1"
                "fsdp_fp8", "fsdp_fp8_msamp_o2", "tp_bf16")  # fmt: skip
 
 
+def test_every_config_is_run_here():
+    """Those of TransformerEngine are in tests/test_te.py."""
+    configs = {path.stem for path in CONFIGS.glob("*.yml") if "_fp8_te" not in path.stem}
+    assert configs == {*TRUTH, *MORE, *GPT_CONFIGS}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", GPT_CONFIGS)
 def test_gpt(gpu, config, tmp_path):
     run = resumed(gpu, config, tmp_path, *GPT, name="gpt", **processes(config))
     assert record(run)["final"]["loss"] < 5.2  # 256 bytes by chance: 5.545
-    assert config == "tp_bf16" or len(waits(run)) <= 1, waits(run)
 
 
 def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
@@ -170,6 +197,9 @@ def adam(step_device):
     weight, grad, m, v = (torch.ones(4, **here) for _ in range(4))
     torch_adam([weight], [grad], [m], [v], [], [torch.zeros((), device=step_device)], fused=True, amsgrad=False,
                           beta1=0.9, beta2=0.99, lr=0.1, weight_decay=0.0, eps=1e-8, maximize=False)
+def sgd(momentum):
+    torch._fused_sgd_([torch.ones(4, **here)], [torch.ones(4, **here)], [momentum], weight_decay=0.0, momentum=0.9, lr=0.1,
+                      dampening=0.0, nesterov=False, maximize=False, is_first_step=False)
 for name, program in CASES.items():
     try:
         exec(program)
@@ -186,6 +216,7 @@ BAD = {  # program -> a part of what the device says
     "torch.nn.Linear(4, 4)(torch.ones(2, 4, **here))": "on the CPU are",
     "torch.ones(2, **here).numpy()": "can't convert cuda:0 device type tensor to numpy",
     "adam('cpu')": "a fused optimizer reads device memory",
+    "sgd(torch.ones(4))": "a fused optimizer reads device memory",
     "product(fp8(16, 32), fp8(32, 16))": "mat2 must be col_major",
     "product(fp8(32, 16).t(), fp8(16, 32).t())": "self must be row_major",
     "product(fp8(16, 24), fp8(16, 24).t())": "divisible by 16",
@@ -205,6 +236,7 @@ GOOD = (
     "torch.ones(4, **here) + torch.ones(())",
     "torch.ones(4, **here)[torch.tensor([0])]",
     "adam('cuda')",
+    "sgd(torch.ones(4, **here))",
     "product(fp8(16, 32), fp8(16, 32).t())",
     "product(fp8(17, 32, E5M2), fp8(16, 32).t(), use_fast_accum=True)",
     "product(fp8(16, 32), fp8(16, 32).t(), torch.ones(16, 1, **here), torch.ones(1, 16, **here))",
