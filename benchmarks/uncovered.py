@@ -1,0 +1,70 @@
+"""Which lines of faithful/, shared/ and amp8/ no test executes, and why.
+
+    coverage run -m pytest -m "" && coverage combine -q && coverage json -q -o coverage.json
+    python benchmarks/uncovered.py coverage.json --output results/uncovered.json
+
+Statements that follow one another and were not executed are one entry, and REASONS says by the first of them why. An
+entry without a reason is an error, and so is a reason that no entry needs any more.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from provenance import ROOT, save
+
+REASONS = {}
+
+
+def entries(data):
+    """[file, [line numbers]] of statements that follow one another and were not executed."""
+    for file, found in sorted(data["files"].items()):
+        missing, run = set(found["missing_lines"]), []
+        for line in sorted(missing | set(found["executed_lines"])):
+            if line in missing:
+                run.append(line)
+            elif run:
+                yield file, run
+                run = []
+        if run:
+            yield file, run
+
+
+def explained(data, reasons, root=ROOT):
+    """(the rows of the list, what is wrong with it, a line each)."""
+    rows, wrong, used = [], [], set()
+    for file, lines in entries(data):
+        text = (root / file).read_text().splitlines()[lines[0] - 1].strip()
+        reason = reasons.get(file, {}).get(text)
+        used.add((file, text))
+        rows.append({"file": file, "lines": lines, "first": text, "reason": reason})
+        if reason is None:
+            wrong.append(f"{file}:{lines[0]}: no test executes `{text}`: write one, or a reason into REASONS")
+    for file, texts in reasons.items():
+        wrong += [
+            f"{file}: `{text}` is executed now, or gone: remove its reason"
+            for text in texts
+            if (file, text) not in used
+        ]
+    return rows, wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("coverage", type=Path, help="what `coverage json` wrote")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "uncovered.json")
+    args = parser.parse_args()
+    data = json.loads(args.coverage.read_text())
+    rows, wrong = explained(data, REASONS)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    statements = data["totals"]["num_statements"]
+    save(
+        args.output,
+        {"statements": statements, "not_executed": data["totals"]["missing_lines"], "entries": rows},
+        ["coverage"],
+    )
+
+
+if __name__ == "__main__":
+    main()
