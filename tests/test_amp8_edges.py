@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import amp8
@@ -149,6 +150,13 @@ def sharded_by_columns(rank, world):
     return model.amp8_state.skipped
 
 
+def by_tensor_parallel_too(rank, world):
+    model, mesh = layers(32, 32, 32), init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model[0], mesh["tensor"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["data"])
+    return start(model)[0].amp8_state.skipped
+
+
 def on_two_meshes(rank, world):
     model = layers(32, 32, 32)
     fully_shard(model[0], mesh=init_device_mesh("cpu", (world,)))
@@ -161,5 +169,57 @@ def on_two_meshes(rank, world):
 def test_what_fully_shard_has_cut_otherwise_stays():
     for found in run_ranks(2, sharded_by_columns):
         assert found == [("0", "its weight is not sharded by rows")]
+    for found in run_ranks(2, by_tensor_parallel_too):
+        assert found == [("0", "its weight is sharded by something else than fully_shard too")]
     for skipped, shown in run_ranks(2, on_two_meshes):
         assert skipped == ("1", "its weight is on another mesh") and shown.startswith("RowShard((16, 32)")
+
+
+def read_as_values(rank, world):
+    model = layers(32, 32)
+    fully_shard(model)
+    model, _ = start(model)
+    out = model(torch.ones(16, 32)).sum() + model[0].weight.float().sum()
+    try:
+        out.backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_gathered_weight_has_no_gradient_of_its_own():
+    for said in run_ranks(2, read_as_values):
+        assert said.startswith("0.weight was used without calling 0, as if its codes were values")
+
+
+def cast_after_initialize(rank, world):
+    model = layers(32, 32)
+    fully_shard(model)
+    model, optimizer = start(model)
+    try:
+        model.bfloat16()
+        model(torch.ones(16, 32)).sum().backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_sharded_model_that_is_cast_is_refused():
+    for said in run_ranks(2, cast_after_initialize):
+        assert said.startswith("a converted weight is plain again: don't cast")
+
+
+def moments_of_the_owner(rank, world):
+    model, optimizer = start(layers(32, 32, 32), "O3")
+    plain = torch.optim.AdamW(layers(32, 32, 32).parameters(), 1e-2).state_dict()
+    plain["state"] = {i: {"step": torch.tensor(3.0), "exp_avg": torch.full(shape, 0.5), "exp_avg_sq": torch.full(shape, 0.25)}
+                      for i, shape in enumerate([(32, 32), (32,), (32, 32), (32,)])}  # fmt: skip
+    optimizer.load_state_dict(plain)
+    owned = [name for name, layer in model.named_children() if layer.gradient.owner == rank]
+    held = [name for name, layer in model.named_children() if layer.weight in optimizer.state]
+    return [owned, held]
+
+
+def test_under_o3_each_rank_loads_the_moments_that_it_owns():
+    found = run_ranks(2, moments_of_the_owner)
+    assert sorted(name for owned, _ in found for name in owned) == ["0", "1"]
+    assert all(owned == held for owned, held in found), found
