@@ -54,9 +54,6 @@ class WeightGradient:
         self.piece = self.sharding = None
         self.clear()
 
-    def __deepcopy__(self, memo):
-        return None  # copies of a model are for evaluation only; see FP8Linear.forward
-
     def clear(self):
         self.codes = self.scale = self.high = self.own = self.kept = None
         self.reduced = self.spent = False

@@ -194,18 +194,52 @@ def test_a_gathered_weight_has_no_gradient_of_its_own():
 def cast_after_initialize(rank, world):
     model = layers(32, 32)
     fully_shard(model)
-    model, optimizer = start(model)
+    model, _ = start(model)
     try:
-        model.bfloat16()
-        model(torch.ones(16, 32)).sum().backward()
-        optimizer.step()
+        model.bfloat16()(torch.ones(16, 32))
     except RuntimeError as error:
         return str(error)
 
 
 def test_a_sharded_model_that_is_cast_is_refused():
     for said in run_ranks(2, cast_after_initialize):
-        assert said.startswith("a converted weight is plain again: don't cast")
+        assert said.startswith("a converted weight is plain again: don't cast the model")
+
+
+def loaded_from_a_whole_weight(rank, world):
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    fully_shard(model)
+    model, _ = start(model)
+    whole = torch.randn(32, 32, generator=torch.Generator().manual_seed(5))
+    model.load_state_dict({**model.state_dict(), "0.weight": whole})
+    return (model[0].sharding.values().full_tensor() - whole).abs().max().item()
+
+
+def test_a_sharded_layer_takes_its_rows_of_a_whole_weight():
+    assert max(run_ranks(2, loaded_from_a_whole_weight)) < 2**-10 * 4  # fp16 of values up to 4
+
+
+def without_zero_grad(rank, world):
+    found = []
+    for clear in (True, False):
+        model = layers(32, 32)
+        fully_shard(model)
+        model, optimizer = start(model)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+            if clear:
+                optimizer.zero_grad()
+            else:
+                model[0].bias.grad = None
+        found.append(model[0].sharding.values().full_tensor())
+    return torch.equal(*found)
+
+
+def test_a_gradient_that_a_step_has_used_is_not_used_again():
+    """The levels' own: what a loop that forgets zero_grad would add to the next step."""
+    assert run_ranks(2, without_zero_grad) == [True, True]
 
 
 def moments_of_the_owner(rank, world):
@@ -223,3 +257,21 @@ def test_under_o3_each_rank_loads_the_moments_that_it_owns():
     found = run_ranks(2, moments_of_the_owner)
     assert sorted(name for owned, _ in found for name in owned) == ["0", "1"]
     assert all(owned == held for owned, held in found), found
+
+
+def one_layer_rests(rank, world):
+    """Two steps; the second layer has no part in the second one, and no gradient to be used."""
+    model = layers(32, 32, 32)
+    for part in (*model, model):
+        fully_shard(part)
+    model, optimizer = start(model)
+    model(torch.ones(16, 32)).square().mean().backward()
+    optimizer.step()
+    before = model[1].sharding.values().full_tensor()
+    model[0](torch.ones(16, 32)).square().mean().backward()
+    optimizer.step()
+    return torch.equal(before, model[1].sharding.values().full_tensor())
+
+
+def test_a_layer_that_rests_keeps_its_weight():
+    assert run_ranks(2, one_layer_rests) == [True, True]
