@@ -75,6 +75,17 @@ def overhead(made):
     return text
 
 
+def launches(made):
+    rows = []
+    for case, counts in made["cases"].items():
+        recipe, config = case.split()
+        compiled = f" + {counts['compiled_calls']} compiled" if counts["compiled_calls"] else ""
+        by_hand = f"{counts['by_hand']}, {counts['ratio']:.2f}x" if "by_hand" in counts else ""
+        rows.append([f"`{config}`, `{recipe}`", f"{counts['launches']}{compiled}", by_hand, str(counts["waits"])])
+    heads = ["config, recipe", "kernels launched", "by hand, ratio", "waits for the device"]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
 def estimates(made):
     heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off",
              "peak as glibc leaves it"]  # fmt: skip
@@ -304,6 +315,7 @@ def kills(made):
 TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
+    "results/launches.json": launches,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
     "results/demo.json": demo,

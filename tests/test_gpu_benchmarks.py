@@ -104,3 +104,14 @@ def test_a_recipe_launches_hardly_more_than_a_loop_by_hand(gpu, tmp_path):
     cases = json.loads((tmp_path / "launches.json").read_text())["cases"]
     assert cases.keys() == set(only)
     assert all(1 <= counts["ratio"] <= 1.05 and counts["waits"] <= 1 for counts in cases.values()), cases
+
+
+def test_the_counts_that_are_shown_are_of_this_code():
+    cases = json.loads((ROOT / "results" / "launches.json").read_text())["cases"]
+    assert {
+        f"{recipe} single_{precision}" for recipe in ("vit", "gpt") for precision in ("fp32", "bf16")
+    } <= cases.keys()
+    assert all(1 <= counts["ratio"] <= 1.05 for counts in cases.values() if "ratio" in counts)
+    assert all(counts["waits"] == 1 or "zero" in case for case, counts in cases.items())
+    places = {place.split(":")[0] for counts in cases.values() for place in counts["places"]}
+    assert places and all((ROOT / place).exists() for place in places), places
