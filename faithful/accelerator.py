@@ -131,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
         mine = self.strategy.owned(optimizer)
         for evidence in self.evidence:
             if mine & set(map(id, evidence.parameters.values())) and optimizer not in evidence.optimizers:
-                self.backend.another_optimizer(self.plan)
+                self.backend.another_optimizer(self.plan, evidence.model, optimizer)
                 evidence.optimizers.append(optimizer)
         for waiting in list(self.waiting):
             model, layers, skipped = waiting

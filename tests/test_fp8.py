@@ -381,3 +381,32 @@ def test_compiles_without_breaks_or_recompiles(tmp_path, name):
     eager = train(name.replace("_compile", ""), tmp_path / "eager", *STEPS)
     a, b = ([row["loss"] for row in metrics(r) if "loss" in row] for r in (run, eager))
     assert a == pytest.approx(b, rel=0.01)
+
+
+def test_scales_of_gathered_weights_are_made_after_each_step_and_after_a_restore(tmp_path):
+    """In one all-reduce for all weights. They are those of the weights as they are, also of a checkpoint's."""
+    short = ("--max_steps", 3, "--logging_steps", 3, "--save_steps", 2, "--eval_steps", 0)
+
+    def before(rank):
+        import torchao.float8
+
+        made = torchao.float8.precompute_float8_dynamic_scale_for_fsdp
+
+        def seen(model):
+            made(model)
+            weights = [layer.weight for layer in model.modules() if hasattr(layer, "scaling_type_weight")]
+            right = [
+                torch.equal(
+                    weight._local_tensor._precomputed_scale, (448 / weight.full_tensor().abs().max().double()).float()
+                )
+                for weight in weights
+            ]
+            with open(tmp_path / f"rank{rank}", "a") as file:
+                file.write(f"{len(right)} {all(right)}\n")
+
+        torchao.float8.precompute_float8_dynamic_scale_for_fsdp = seen
+
+    run = train("fsdp_fp8", tmp_path / "whole", *short, before=before)
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text() == 3 * "15 True\n"
+    rest = train("fsdp_fp8", tmp_path / "rest", *short, "--resume_from_checkpoint", run / "checkpoint-2", before=before)
+    assert (tmp_path / "rank0").read_text() == 5 * "15 True\n" and distance(run, rest) == 0

@@ -60,7 +60,7 @@ def after_prepare(accelerator, plan, model, optimizer):
     return skipped
 
 
-def another_optimizer(plan):
+def another_optimizer(plan, model, optimizer):
     raise Refused("MS-AMP's levels take one optimizer for a model, the script has several: one torch.optim.AdamW, with "
                   "param_groups")  # fmt: skip
 

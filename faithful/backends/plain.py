@@ -23,7 +23,7 @@ def after_prepare(accelerator, plan, model, optimizer):
     alone, or nothing."""
 
 
-def another_optimizer(plan):
+def another_optimizer(plan, model, optimizer):
     """Called where a second optimizer updates a part of a model that already has one. Raises Refused if it must not."""
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from accelerate.utils import AORecipeKwargs
 
 from faithful.backends.linear import in_bf16, kind, left_alone, wanted
+from faithful.strategies.plain import inner
 
 KINDS = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
 
@@ -66,6 +67,28 @@ def after_prepare(accelerator, plan, model, optimizer):
     for module in model.modules():
         if kind(module) == "torchao.Float8Linear":
             module.__class__ = evaluating(type(module))
+    scale_after_each_step(plan, model, optimizer)
+
+
+def scale_after_each_step(plan, model, optimizer):
+    """The scales with which weights are gathered in FP8, all in one all-reduce: without it each weight has its own, in
+    the forward pass. Accelerate would do it for the optimizer that it gets with the model; see strategies/fsdp.py."""
+    if plan.fp8_options["enable_fsdp_float8_all_gather"]:
+        inner(optimizer).register_step_post_hook(lambda *_: scale(model))
+
+
+another_optimizer = scale_after_each_step
+
+
+def scale(model):
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def restore(strategy, model, optimizer, parts):
+    strategy.restore(model, optimizer, parts)
+    scale(model)  # where weights are gathered in FP8; of others torchao leaves everything as it is
 
 
 def name(plan):
