@@ -13,6 +13,8 @@ stage  partitioned                              parameters
 
 import logging
 import math
+import sys
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,7 @@ def arguments(plan, scaling):
     from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
 
     quiet()
+    leave_precision_to_the_config()
     made = DeepSpeedPlugin(gradient_clipping=0.0)  # the script's `clip_grad_norm_` decides, see `after_prepare`
     # Whatever zero3_init_flag says, transformers would hear of stage 3 from it, and build its models in parts and in 16
     # bit: not from the weights that the other strategies start from, and offloaded of a dtype of its own.
@@ -66,6 +69,21 @@ def arguments(plan, scaling):
         config["fp16"] = {"enabled": True, "initial_scale_power": int(power), "hysteresis": 1}
         config["fp16"]["loss_scale_window"] = scaling.growth_interval
     return {"deepspeed_plugin": made}
+
+
+def leave_precision_to_the_config():
+    """transformers' Trainer compares DeepSpeed's config with TrainingArguments, whose bf16 and fp16 are False where a
+    script leaves the precision to the config. What they do ask for reaches us as `Accelerator(mixed_precision=...)`."""
+    trainers = sys.modules.get("transformers.integrations.deepspeed")
+    if trainers is None or hasattr(trainers.HfTrainerDeepSpeedConfig, "compares"):
+        return
+
+    def fill_match(self, key, *args, **kwargs):
+        if key not in ("bf16.enabled", "fp16.enabled"):
+            self.compares(key, *args, **kwargs)
+
+    trainers.HfTrainerDeepSpeedConfig.compares = trainers.HfTrainerDeepSpeedConfig.fill_match
+    trainers.HfTrainerDeepSpeedConfig.fill_match = fill_match
 
 
 def quiet():
@@ -114,14 +132,14 @@ def after_prepare(accelerator, plan, model, optimizer):
         engine.set_gradient_accumulation_boundary(sync_gradients)
         engine.backward(loss, **kwargs)
 
-    def step(*_, **__):
+    def step(self, *_, **__):
         if accelerator.sync_gradients:
             accelerator.before_update(optimizer)
             engine.step()
             accelerator.after_update(optimizer)
 
     accelerator.deepspeed_engine_wrapped.backward = backward
-    optimizer.step = step
+    optimizer.step = MethodType(step, optimizer)  # a schedule that is built now wants a method
     if zero.dtype == torch.float16:
         accelerator.scaler = Scaler(zero)
     zero.seen_gradients = {}
