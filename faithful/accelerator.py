@@ -14,12 +14,11 @@ from pathlib import Path
 import accelerate
 import accelerate.optimizer
 import torch
-from accelerate.state import PartialState
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from faithful import arguments, backends, checkpoint, config, launcher, loaders, process, state, strategies
+from faithful import arguments, backends, checkpoint, clipping, launcher, loaders, process, state, strategies
 from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
@@ -27,7 +26,7 @@ from faithful.errors import Refused, Stopped
 from faithful.evidence import Evidence, Layers, notes
 from faithful.machine import Memory
 from faithful.plan import describe, resolve
-from faithful.record import Record, default_folder, described, now
+from faithful.record import Record, described, now
 from faithful.steps import Steps
 from faithful.strategies import plain
 from faithful.tensors import named, nudge
@@ -59,11 +58,15 @@ class Accelerator(accelerate.Accelerator):
         self.plan = resolve()
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
-        merged["project_config"] = self.project_folder(merged)
+        earlier, run = [], Accelerator.current  # a script may make several
+        while run:
+            earlier, run = [*earlier, str(run.project_dir)], run.before
+        merged["project_config"], self.named_folder = arguments.project(self.plan, merged, earlier)
         super().__init__(**merged)
         # Accelerate searches the whole path for this package twice in every optimizer step.
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
         self.backend.started(self, self.plan)
+        clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.evidence, self.waiting, self.first_batch = [], [], None  # waiting: models whose optimizer is to come
         self.linear_names = []  # of all models, as they came
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
@@ -71,27 +74,9 @@ class Accelerator(accelerate.Accelerator):
         self.resumed = self.between_steps = self.stopping = self.closed = False
         self.norm = self.wire = None
         self.epochs, self.known = [], set()  # of the prepared loaders; ids of all prepared models' parameters
-        self.before, Accelerator.current = Accelerator.current, self  # a script may make several
+        self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.folder}")
-
-    def project_folder(self, merged):
-        """The script's ProjectConfiguration, with a new folder of its own where the script names none."""
-        project = merged.pop("project_config", None) or ProjectConfiguration()
-        folder = merged.pop("project_dir", None) or config.default_project_dir()
-        self.named_folder = bool(project.project_dir or folder)
-        if project.project_dir is None and folder is None:
-            handlers = [one for one in merged["kwargs_handlers"] if isinstance(one, InitProcessGroupKwargs)]
-            PartialState(**(handlers[0].to_kwargs() if handlers else {}))
-            [folder] = broadcast_object_list([default_folder(self.plan)])
-        if project.project_dir is None:
-            project.set_directories(folder)
-        taken, run = [], Accelerator.current
-        while run:  # those that this script has made before
-            taken, run = [*taken, str(run.project_dir)], run.before
-        if str(project.project_dir) in taken:
-            project.set_directories(f"{project.project_dir}-{len(taken) + 1}")
-        return project
 
     # ---- preparing ----
 
@@ -209,19 +194,34 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """The norm over all processes is kept: it tells whether the step is finite."""
-        own = getattr(self.backend, "clip_grad_norm_", None) or getattr(self.strategy, "clip_grad_norm_", None)
+        own, parameters = clipping.own(self), list(parameters)
         if own is None:
             self.norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         else:
-            self.norm = own(list(parameters), max_norm, self._optimizers[0])
+            clipping.check(self, parameters, norm_type)
+            self.norm = own(parameters, max_norm, self._optimizers[0])
         self.norm = self.norm.full_tensor() if isinstance(self.norm, DTensor) else self.norm
         return self.norm
+
+    def clip_grad_value_(self, parameters, clip_value):
+        clipping.check_value(self)
+        self.unscale_gradients()  # from here on as Accelerate does it, which leaves out FSDP2
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables, even_batches=None):
+        self.steps.uneven = not (self.even_batches if even_batches is None else even_batches) and self.num_processes > 1
+        try:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+        finally:
+            self.steps.uneven = False
 
     def before_update(self, optimizer):
         """All gradients of the step are there. Nothing that is not finite gets into the weights."""
         self.begin()  # a script may call loss.backward()
         if self.norm is None:  # the script does not clip
-            own = getattr(self.backend, "clip_grad_norm_", None) or getattr(self.strategy, "clip_grad_norm_", None)
+            own = clipping.own(self)
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self.norm = own(parameters, math.inf, optimizer) if own else torch.nn.utils.get_total_norm(gradients)

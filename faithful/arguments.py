@@ -6,12 +6,20 @@ Where the two contradict each other the run is refused, with both sides named. N
 import inspect
 
 from accelerate.accelerator import Accelerator as Original
-from accelerate.state import AcceleratorState
-from accelerate.utils import DynamoBackend, GradScalerKwargs, InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (
+    DynamoBackend,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+)
 
 from faithful import backends, config, strategies
 from faithful.errors import Refused
 from faithful.plan import patience
+from faithful.record import default_folder
 
 FP8_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
 OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
@@ -55,6 +63,23 @@ def merged(plan, script):
     if plan.compile:  # each block is compiled in place: Accelerate would compile DDP's wrapper, hooks and all
         arguments["dynamo_backend"] = "no"
     return {**script, **arguments, "kwargs_handlers": handlers}
+
+
+def project(plan, merged, earlier):
+    """(the script's ProjectConfiguration, whether it names a folder). Where it names none the run gets a new one.
+    earlier: folders of the Accelerators that this script has made before."""
+    made = merged.pop("project_config", None) or ProjectConfiguration()
+    folder = merged.pop("project_dir", None) or config.default_project_dir()
+    named = bool(made.project_dir or folder)
+    if not named:
+        handlers = [one for one in merged["kwargs_handlers"] if isinstance(one, InitProcessGroupKwargs)]
+        PartialState(**(handlers[0].to_kwargs() if handlers else {}))
+        [folder] = broadcast_object_list([default_folder(plan)])
+    if made.project_dir is None:
+        made.set_directories(folder)
+    if str(made.project_dir) in earlier:
+        made.set_directories(f"{made.project_dir}-{len(earlier) + 1}")
+    return made, named
 
 
 def contradictions(plan, script):

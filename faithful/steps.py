@@ -1,8 +1,8 @@
 """The steps of a run: are they finite, was any process told to stop, how long do they take?
 
-The gradient norm is that of the mean gradients, so all processes see the same one and stop at the same step. Losses and
-requests to stop are exchanged while a backward computes: at most every AGREE_SECONDS or every step, whichever is
-longer. At each step of 8 ms an exchange would take a tenth of it.
+The gradient norm is that of the mean gradients, so all processes see the same one and stop at the same step. Losses,
+the norm before and requests to stop are exchanged while a backward computes: at most every AGREE_SECONDS or every step,
+whichever is longer. At each step of 8 ms an exchange would take a tenth of it.
 """
 
 import math
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from faithful import process
-from faithful.errors import Diverged
+from faithful.errors import Diverged, Refused
 
 AGREE_SECONDS = 0.1
 WARMUP_STEPS = 3  # not timed: allocation, compilation, counting
+SAME_NORM = 1 + 1e-5  # of the same gradients: machines of two kinds may add up in another order
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it an overflow is no longer a matter of the scale
 
 
@@ -28,6 +29,7 @@ class Steps:
         self.loss_is_of_all = False  # else it is this process's alone
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
+        self.uneven = False  # inside `join_uneven_inputs`: processes may run out of batches
         self.checked = 0  # updates that were looked at: of every optimizer, tried and taken are of the first
         self.next_exchange, self.paced, self.everyone = 0, (time.perf_counter(), 0), None
 
@@ -38,11 +40,12 @@ class Steps:
             self.everyone = self.exchange() if self.checked >= self.next_exchange else None
 
     def exchange(self):
-        """Begins to collect losses, whether told to stop, seconds per step of all ranks: (flat tensor, its work)."""
+        """Begins to collect losses, whether told to stop, seconds per step and the norm of the step before, of all
+        ranks: (flat tensor, its work)."""
         now, (before, steps) = time.perf_counter(), self.paced
         self.paced = now, self.checked
         seconds = (now - before) / max(1, self.checked - steps)
-        rest = torch.tensor([process.told_to_stop(), seconds], dtype=torch.float64)
+        rest = torch.tensor([process.told_to_stop(), seconds, self.norm or 0.0], dtype=torch.float64)
         losses = torch.stack(self.losses).double().flatten()
         mine = torch.cat([losses, to_device(rest, losses.device)])
         if self.num_processes == 1:
@@ -52,6 +55,9 @@ class Steps:
 
     def check(self, norm, scaler, newest_checkpoint):
         """Before the optimizer step, on all ranks: raises Diverged unless everything is finite."""
+        if self.uneven:
+            raise Refused("optimizer steps inside join_uneven_inputs: a process without batches would miss them, and "
+                          "its optimizer's state would be another. Leave even_batches at True")  # fmt: skip
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.detach().double()
@@ -86,13 +92,18 @@ class Steps:
         if work is not None:
             work.wait()
         *values, self.norm = torch.cat([everyone, norm.view(1)]).tolist()  # the step's one wait for the device
-        width = len(self.losses) + 2
+        width = len(self.losses) + 3
         rows = [values[at : at + width] for at in range(0, len(values), width)]
-        self.stopping = self.stopping or any(row[-2] for row in rows)
-        pace = max(row[-1] for row in rows)
+        self.stopping = self.stopping or any(row[-3] for row in rows)
+        pace, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
+        if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
+            each = ", ".join(f"{one:.4g}" for one in norms)
+            raise Refused(f"the gradients were not averaged over the processes, their norms are {each}: each would "
+                          "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
+                          "single config")  # fmt: skip
         timed = self.excluded >= WARMUP_STEPS and pace > 0
         self.next_exchange = self.checked + max(1, int(timed and AGREE_SECONDS / pace))
-        return [row[:-2] for row in rows]
+        return [row[:-3] for row in rows]
 
     def done(self, skipped):
         """After the optimizer step."""

@@ -1,0 +1,87 @@
+"""Clipping gradients, also where a script calls torch.nn.utils.clip_grad_norm_ instead of the Accelerator's.
+
+Torch clips what is in `.grad`. MS-AMP's levels keep FP8 gradients beside it, and DeepSpeed keeps none there: torch
+would clip a part of the gradients, or nothing. Under tensor parallel it cannot compute with parts and wholes together.
+"""
+
+import functools
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from faithful.errors import Refused
+
+
+def own(accelerator):
+    """The `clip_grad_norm_` of the run's backend or strategy, or None where torch's is right."""
+    found = getattr(accelerator.backend, "clip_grad_norm_", None)
+    return found or getattr(accelerator.strategy, "clip_grad_norm_", None)
+
+
+def check(accelerator, parameters, norm_type):
+    """Raises Refused for what `own` cannot clip."""
+    plan = accelerator.plan
+    if norm_type != 2:
+        raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {elsewhere(plan)} are clipped by their 2-norm, leave "
+                      "norm_type out")  # fmt: skip
+    given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    if plan.strategy.startswith("zero") and given != accelerator.strategy.owned(accelerator._optimizers[0]):
+        raise Refused(f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one norm: "
+                      "pass model.parameters()")  # fmt: skip
+
+
+def check_value(accelerator):
+    """Raises Refused where gradients cannot be clipped by value."""
+    if own(accelerator):
+        raise Refused(f"clip_grad_value_: {elsewhere(accelerator.plan)} cannot be clipped by value, use "
+                      "accelerator.clip_grad_norm_")  # fmt: skip
+
+
+def elsewhere(plan):
+    return "DeepSpeed's gradients" if plan.strategy.startswith("zero") else "MS-AMP's FP8 gradients"
+
+
+def instead_of_torch(accelerator, current):
+    """From now on torch's own functions call those of current(), the newest Accelerator, for parameters of its models.
+
+    A script may have imported them under any name, so their inside is exchanged: torch wraps each in a `no_grad`.
+    """
+    if not own(accelerator) and accelerator.plan.strategy != "tp":
+        return
+    for function, ours in ((torch.nn.utils.clip_grad_norm_, norm), (torch.nn.utils.clip_grad_value_, value),
+                           (torch.nn.utils.clip_grads_with_norm_, with_norm)):  # fmt: skip
+        [inside] = function.__closure__
+        if not isinstance(inside.cell_contents, functools.partial):
+            inside.cell_contents = functools.partial(ours, current, inside.cell_contents)
+
+
+def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):
+    accelerator, parameters = current(), listed(parameters)
+    parted = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
+    if is_own(accelerator, parameters) or parted:
+        return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
+    return torchs(parameters, max_norm, norm_type, *args, **kwargs)
+
+
+def with_norm(current, torchs, parameters, *args, **kwargs):
+    parameters = listed(parameters)
+    if is_own(current(), parameters):
+        raise Refused(f"clip_grads_with_norm_: {elsewhere(current().plan)} are not in .grad, use "
+                      "accelerator.clip_grad_norm_")  # fmt: skip
+    return torchs(parameters, *args, **kwargs)
+
+
+def value(current, torchs, parameters, *args, **kwargs):
+    accelerator, parameters = current(), listed(parameters)
+    if is_own(accelerator, parameters):
+        check_value(accelerator)
+    for kind in (True, False):  # torch takes parts or wholes, not both
+        torchs([one for one in parameters if isinstance(one.grad, DTensor) is kind], *args, **kwargs)
+
+
+def is_own(accelerator, parameters):
+    return bool(own(accelerator)) and any(id(parameter) in accelerator.known for parameter in parameters)
+
+
+def listed(parameters):
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
