@@ -208,14 +208,11 @@ class Accelerator(accelerate.Accelerator):
         self.unscale_gradients()  # from here on as Accelerate does it, which leaves out FSDP2
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    @contextlib.contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        self.steps.uneven = not (self.even_batches if even_batches is None else even_batches) and self.num_processes > 1
-        try:
-            with super().join_uneven_inputs(joinables, even_batches):
-                yield
-        finally:
-            self.steps.uneven = False
+        if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
+            raise Refused("join_uneven_inputs without even batches: a process that has none left would miss optimizer "
+                          "steps, and its optimizer's state would be another. Leave even_batches at True")  # fmt: skip
+        return super().join_uneven_inputs(joinables, even_batches)
 
     def before_update(self, optimizer):
         """All gradients of the step are there. Nothing that is not finite gets into the weights."""

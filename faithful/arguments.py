@@ -87,7 +87,7 @@ def contradictions(plan, script):
     precision = {"fp32": "no"}.get(plan.precision, plan.precision)
     asked = script.get("mixed_precision")
     if asked is not None and str(asked) != precision:
-        both = f"the script passes mixed_precision={str(asked)!r}, the config says {precision}"
+        both = f"the script passes mixed_precision={str(asked)!r}, the config says {plan.precision}"
         yield "mixed_precision", both, "leave it out"
     if script.get("cpu") and not plan.rehearsal:
         yield "cpu", "the script passes cpu=True, the config asks for an accelerator", "leave it out"

@@ -29,7 +29,6 @@ class Steps:
         self.loss_is_of_all = False  # else it is this process's alone
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
-        self.uneven = False  # inside `join_uneven_inputs`: processes may run out of batches
         self.checked = 0  # updates that were looked at: of every optimizer, tried and taken are of the first
         self.next_exchange, self.paced, self.everyone = 0, (time.perf_counter(), 0), None
 
@@ -55,9 +54,6 @@ class Steps:
 
     def check(self, norm, scaler, newest_checkpoint):
         """Before the optimizer step, on all ranks: raises Diverged unless everything is finite."""
-        if self.uneven:
-            raise Refused("optimizer steps inside join_uneven_inputs: a process without batches would miss them, and "
-                          "its optimizer's state would be another. Leave even_batches at True")  # fmt: skip
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.detach().double()

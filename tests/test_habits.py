@@ -153,7 +153,7 @@ UNEVEN = [(FOR, f"with accelerator.join_uneven_inputs([model], even_batches=Fals
     [
         ("ddp_fp32", LOCAL, "the gradients were not averaged over the processes"),
         ("ddp_fp8_msamp_o2", LOCAL, "holds MS-AMP's codes: it can't be changed by data"),  # by LocalSGD's average
-        ("ddp_fp32", UNEVEN, "optimizer steps inside join_uneven_inputs: a process without batches"),
+        ("ddp_fp32", UNEVEN, "join_uneven_inputs without even batches: a process that has none left would miss"),
     ],
 )
 def test_what_would_train_a_model_in_each_process_is_refused(tmp_path, config, habit, line):

@@ -1,4 +1,4 @@
-"""Two models, two optimizers, each prepared by itself; gradients clipped by value; a frozen third model."""
+"""Two models, two optimizers, each prepared by itself; a frozen third model."""
 
 import sys
 
