@@ -1,11 +1,13 @@
 """What a run does when training goes wrong, and what it prints."""
 
 import functools
+import io
 import json
 import math
 import re
 import shutil
 import sys
+import time
 
 import pytest
 import torch
@@ -140,6 +142,52 @@ def test_pure_half_precision_runs_and_is_named(tmp_path):
     evidence = record(run)["evidence"]
     assert list(evidence["dtypes"]["parameters"]) == ["bfloat16"] and evidence["bytes_per_parameter"]["total"] == 8.0
     assert "parameters bfloat16" in (tmp_path / "run.log").read_text()
+
+
+def test_the_progress_bar_shows_loss_and_samples_per_second(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    bar = args.bar(10, 4, 64, True)
+    for _ in range(6):
+        time.sleep(0.12)  # longer than it waits between two drawings
+        bar.update()
+        bar.set_postfix(loss=1.23456)
+    bar.close()
+    drawn = re.findall(r"(\d+)/10 \[[^]]*, (\d+) samples/s, loss=1.23\]", terminal.getvalue())
+    assert {step for step, _ in drawn} >= {"5", "10"}
+    assert 100 < int(drawn[-1][1]) <= 64 / 0.12 and 100 < int(drawn[len(drawn) // 2][1]) <= 64 / 0.12
+    assert args.bar(10, 0, 64, False).disable
+
+
+def test_a_recipe_tells_its_bar_each_logged_loss(tmp_path):
+    """Without a wait for the device in other steps: the bar gets what was logged."""
+
+    def before(rank):
+        class Bar:
+            def __init__(self, *given):
+                self.said = [given]
+
+            def update(self):
+                self.said.append("step")
+
+            def set_postfix(self, **values):
+                self.said.append(values)
+
+            def close(self):
+                (tmp_path / f"bar{rank}").write_text(json.dumps(self.said))
+
+        args.bar = Bar
+
+    run = train("ddp_fp32", tmp_path / "run", *QUICK, "--logging_steps", 2, before=before)
+    losses = [{"loss": row["loss"]} for row in metrics(run) if "loss" in row]
+    for rank in (0, 1):
+        first, *said = json.loads((tmp_path / f"bar{rank}").read_text())
+        assert first == [6, 0, 64, rank == 0] and said == [x for loss in losses for x in ("step", "step", loss)]
 
 
 def test_trackers_get_what_metrics_get(tmp_path):
