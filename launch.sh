@@ -175,6 +175,7 @@ case ${1-} in
         [[ " $*" != *" --output"?dir* ]] || die "demo names its own folder: ./launch.sh ddp_bf16 vit $*"
         need_python
         out="$root/runs/demo-$(date +%Y%m%d-%H%M%S)"
+        [ "$PWD" != "$root" ] || out=${out#"$root/"}
         exec "$root/launch.sh" ddp_bf16 vit --output_dir "$out" "$@"
         ;;
     advise | compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;

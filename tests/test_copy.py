@@ -81,8 +81,8 @@ def test_what_it_refuses(tmp_path):
     bad = tmp_path / "bad.yml"
     bad.write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
     for recipe, config, folder, reason in (
-        ("vitt", "ddp_bf16", "new", "no recipe .*vitt.py"),
-        ("vit", "ddp_bf17", "new", "no config .*ddp_bf17.yml"),
+        ("vitt", "ddp_bf16", "new", "no recipe vitt: did you mean vit[?]"),
+        ("vit", "ddp_bf17", "new", "no config ddp_bf17: did you mean ddp_bf16[?]"),
         ("vit", "ddp_bf16", "full", "not empty"),
         ("vit", str(bad), "new", "did you mean mixed_precision"),
     ):

@@ -110,6 +110,7 @@ def test_launch_sh_lines():
     assert "./launch.sh demo" in found and "./launch.sh test" in found
     for command in found:
         first, *rest = shlex.split(command.removeprefix("./launch.sh "))
+        rest = [word for word in rest if word != "--help"]
         if first == "setup":
             assert rest[::2] == ["--extra"] * len(rest[::2]) and set(rest[1::2]) <= EXTRAS.keys(), command
         elif first == "check":
@@ -119,7 +120,7 @@ def test_launch_sh_lines():
         elif first == "copy":
             name, config, _ = rest
             assert config in NAMES and (ROOT / "recipes" / f"{name}.py").is_file(), command
-        elif first in ("predict", "export") and len(rest) > 1:
+        elif first in ("predict", "export", "show") and len(rest) > 1:
             options = [word for word in rest if word.startswith("--")]
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
         elif first == "formats":

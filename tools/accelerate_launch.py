@@ -81,13 +81,13 @@ def what_next(folder):
     lines = []
     if (folder / "data.json").exists() and recipe in find.names("recipe"):
         what = {"gpt": '--prompt "The "', "bert": '--prompt "TEXT"'}.get(recipe, "FILE")
-        lines.append((f"predict {folder} {what}", "apply the model"))
+        lines.append((f"predict {folder} {what}", "use the model"))
     if (folder / "model").exists():
         lines.append((f"export {folder}", "the weights as plain fp32 safetensors"))
     other = f"{record['plan']['strategy']}_{'bf16' if record['plan']['precision'] == 'fp8' else 'fp8'}"
     if recipe in find.names("recipe") and {config, other} <= {*find.names("config")}:
-        lines.append((f"compare {config} {other} -- {recipe}", "does the other precision change the loss?"))
-    lines.append((f"show {folder} --html", "the curves, as a page"))
+        lines.append((f"compare {config} {other} -- {recipe}", "whether FP8 changes the loss"))
+    lines.append((f"show {folder} --html", "the run as a page, with its curves"))
     width = max(len(command) for command, _ in lines)
     print("next:\n" + "\n".join(f"  ./launch.sh {command:<{width}}  {what}" for command, what in lines))
 
