@@ -2,6 +2,7 @@
 
     ./launch.sh estimate single_bf16 fsdp_fp8 -- vit --model vit_huge --dataset synthetic
     ./launch.sh estimate --memory 80GB --num_processes 8 -- vit --model vit_huge      which of all configs would fit
+    ./launch.sh estimate single_bf16 single_fp8 -- train.py --epochs 1                a script of your own
 
 The recipe's own `main` runs through one optimizer step on fake tensors (shapes and dtypes, no storage), on the batch
 it would begin with, converted to FP8 as in a rehearsal. So model, loss and optimizer are the recipe's, whatever they
@@ -86,13 +87,14 @@ def tracings(asked):
 
 def traced_once(module, argv, key):
     """What `tracing.trace` finds, or the error that says why it finds nothing."""
-    from tools.tracing import trace
+    from tools.tracing import Script, trace
 
     options = dict(key)
-    dtype = options.pop("dtype")
+    dtype = options["dtype"]
     options["fp8_options"] = dict(options.get("fp8_options", ()))
+    recipes = [] if not dtype or isinstance(module, Script) else ["--dtype", dtype]  # else it is cast in `prepare`
     try:
-        return trace(module, [*argv, "--dtype", dtype] if dtype else argv, **options)
+        return trace(module, [*argv, *recipes], **options)
     except (Refused, faithful.Refused, ValueError) as reason:  # nothing in the model that FP8 could be
         return Refused(str(reason).splitlines()[0])
 

@@ -1,12 +1,15 @@
 """One optimizer step of a recipe on fake tensors: what it holds at each moment, without holding it.
 
 The recipe's own `main` runs with another `Accelerator`, whose `prepare` takes the storage away and converts the model
-to FP8 as in a rehearsal. `accumulate` watches what is born and dies, and ends the run after the first step.
+to FP8 as in a rehearsal. `accumulate` watches what is born and dies, and ends the run after the first step. A script of
+one's own is run as it is; it is watched from `prepare` on, and its optimizer's step ends it.
 """
 
 import contextlib
 import importlib.util
 import io
+import re
+import runpy
 import sys
 import tempfile
 import weakref
@@ -18,20 +21,23 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from faithful import backends
+import faithful
+from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
 from faithful.evidence import converted
 from faithful.plan import Plan
-from faithful.strategies import tp
+from faithful.strategies import tp, zero
 from shared import args as options
 from shared import data, text
 from shared.args import Refused
+
+ORIGINAL = accelerate.Accelerator
 
 
 class Enough(Exception):
@@ -111,14 +117,16 @@ def without_storage():
         torch.set_grad_enabled(True)
 
 
-def make_fake(model, optimizer):
-    """From `meta` to fake tensors of this CPU: autocast and kernels choose as they would for real ones."""
+def make_fake(model, optimizer, dtype=None):
+    """From `meta` to fake tensors of this CPU: autocast and kernels choose as they would for real ones. dtype: that of
+    the parameters, where it is not the model's own."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and id(old) not in made:  # else it is tied to one that came before
                 with mode:
-                    made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
+                    fake = torch.empty_like(old, device="cpu", dtype=dtype or old.dtype)
+                    made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
             module._parameters[name] = old if old is None else made[id(old)]
     for group in optimizer.param_groups:
         group["params"] = [made[id(old)] for old in group["params"]]
@@ -154,8 +162,53 @@ def without_values():
         yield
 
 
+@contextlib.contextmanager
+def without_reading():
+    """Inside, a script that looks at its loss, to log it say, sees 0 where there is no value."""
+    item, number, truth = torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__
+
+    def instead(real, value):
+        return lambda tensor: value if isinstance(tensor, FakeTensor) else real(tensor)
+
+    with (
+        mock.patch.object(torch.Tensor, "item", instead(item, 0.0)),
+        mock.patch.object(torch.Tensor, "__float__", instead(number, 0.0)),
+        mock.patch.object(torch.Tensor, "__bool__", instead(truth, False)),
+    ):
+        yield
+
+
+class Script:
+    """A script of one's own, with the words after it."""
+
+    def __init__(self, path):
+        self.path = self.__file__ = path
+
+    def run(self, argv, accelerator):
+        """As `python -m faithful` does, with another Accelerator in place of Accelerate's."""
+        for name, module in list(sys.modules.items()):
+            there = getattr(module, "Accelerator", None)
+            ours = isinstance(there, type) and there.__module__ == __name__  # of a tracing before this one
+            if (there is ORIGINAL or ours) and not name.startswith(("faithful", "tools")):
+                module.Accelerator = accelerator
+        before, faithful.Accelerator = (sys.argv, sys.path[0]), accelerator
+        sys.argv, sys.path[0] = [str(self.path), *argv], str(self.path.resolve().parent)
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        except (Enough, Refused, faithful.Refused):
+            raise
+        except (Exception, SystemExit) as problem:
+            what = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
+            raise Refused(f"{self.path.name} cannot be run on tensors without values ({what})") from None
+        finally:
+            sys.argv, sys.path[0] = before
+            del faithful.Accelerator  # its own comes with the next import
+
+
 def load(recipe):
-    """The module of a recipe's file."""
+    """The module of a recipe's file, or the `Script` that anyone's own is."""
+    if not re.search(r"^class Arguments\b", recipe.read_text(), re.M):
+        return Script(recipe)
     spec = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -183,26 +236,48 @@ def remembered(function):
     return call
 
 
-def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False, skip=(), split=1):
+def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False, skip=(), split=1,
+          dtype=None):  # fmt: skip
     """What the first steps of a recipe hold, on fake tensors, in one process. All sizes in bytes. split: processes that
     would compute one batch together (tensor parallel), or 1."""
     plan = Plan(config=None, strategy="single", num_processes=1, precision=precision, device="cpu", backend=backend,
                 level=level, fp8_options=fp8_options or {}, skip=list(skip), rehearsal=True, emulated=bool(backend),
                 implementation=backends.implementation(backend, "single", rehearsal=True))  # fmt: skip
     fp8 = backends.of(plan) if backend else None
-    memory, found = Memory(), {}
+    memory, found, watching = Memory(), {}, contextlib.ExitStack()
+    script = isinstance(module, Script)
 
     class Accelerator(accelerate.Accelerator):
         """Accelerate's own, on the CPU; stops at the end of the first optimizer step."""
 
-        def __init__(self, **kwargs):
+        def __init__(self, *args, **kwargs):
+            kwargs = {name: value for name, value in arguments.given(args, kwargs).items()
+                      if name not in (*arguments.OF_THE_CONFIG, "project_dir")}  # fmt: skip
             kwargs |= {"cpu": True, "mixed_precision": "no" if precision == "fp32" else "bf16"}
             super().__init__(**kwargs | {"log_with": None, "project_config": ProjectConfiguration(folder)})
 
-        def prepare(self, model, optimizer, *loaders):
+        def prepare(self, *args, **kwargs):
+            models = [one for one in args if isinstance(one, nn.Module)]
+            optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+            rest = [one for one in args if not isinstance(one, nn.Module | torch.optim.Optimizer)]
+            if len(models) > 1 or len(models) != len(optimizers) or (models and "blocks" in found):
+                raise Refused(f"{Path(module.__file__).name} prepares {len(models)} models and {len(optimizers)} "
+                              "optimizers in one call: estimate wants one of each, once")  # fmt: skip
+            made = {id(one): one for one in rest}
+            if models:
+                made |= zip((id(models[0]), id(optimizers[0])), self.pair(models[0], optimizers[0]), strict=True)
+            if script:  # a recipe's loaders and schedulers do nothing that matters here
+                for one in rest:
+                    made[id(one)] = super().prepare(one)
+            prepared = tuple(made[id(one)] for one in args)
+            return prepared if len(prepared) > 1 else prepared[0]
+
+        def pair(self, model, optimizer):
             names = set(getattr(model, "_no_split_modules", None) or ())
             blocks = [module for module in model.modules() if type(module).__name__ in names]
-            make_fake(model, optimizer)
+            make_fake(model, optimizer, script and dtype and getattr(torch, dtype))
+            if script and dtype:
+                zero.cast_inputs(model, getattr(torch, dtype))
             if split > 1:
                 tp.check(model, split)  # raises Refused where it cannot be
             names_of_linear = linear_names(model)
@@ -222,18 +297,24 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(memory.is_gradient)
-            return self.model, self.optimizer, *loaders
+            if script:
+                self.optimizer.optimizer.register_step_post_hook(self.enough)
+                watching.enter_context(memory.watch())
+            return self.model, self.optimizer
 
         def load_state(self, *args, **kwargs):
             pass
 
         @contextlib.contextmanager
         def accumulate(self, *models):
-            with super().accumulate(*models), memory.watch():
+            with super().accumulate(*models), contextlib.nullcontext() if script else memory.watch():
                 yield
             if self.sync_gradients:
-                found.update(counted(self.model, self.optimizer.optimizer))
-                raise Enough
+                self.enough()
+
+        def enough(self, *_):
+            found.update(counted(self.model, self.optimizer.optimizer))
+            raise Enough
 
         def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
             if hasattr(fp8, "clip_grad_norm_"):
@@ -251,7 +332,8 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
         GradientState._reset_state()
 
     reset()
-    args, module.Accelerator = options.parse(module.Arguments, argv), Accelerator
+    if not script:
+        args, module.Accelerator = options.parse(module.Arguments, argv), Accelerator
     said = io.StringIO()  # of the recipe; its progress bar writes to stderr
     try:
         with (
@@ -260,8 +342,10 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             contextlib.redirect_stderr(said),
             without_storage(),
             without_values(),
+            without_reading(),
+            watching,
         ):
-            module.main(args)
+            module.run(argv, Accelerator) if script else module.main(args)
     except Enough:
         return found | {"moments": memory.moments, "precision": precision}
     finally:
