@@ -164,13 +164,23 @@ def without_values():
 
 @contextlib.contextmanager
 def without_reading():
-    """Inside, a script that looks at its loss, to log it say, sees 0 where there is no value."""
+    """Inside, a script that looks at its loss, to log it say, sees 0 where there is no value, and one that moves its
+    model to a device moves nothing."""
     item, number, truth = torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__
 
     def instead(real, value):
         return lambda tensor: value if isinstance(tensor, FakeTensor) else real(tensor)
 
+    move = nn.Module.to
+
+    def stay(module, *args, **kwargs):
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            return move(module, *args, **kwargs)
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        return module if dtype is None else move(module, dtype)
+
     with (
+        mock.patch.object(nn.Module, "to", stay),
         mock.patch.object(torch.Tensor, "item", instead(item, 0.0)),
         mock.patch.object(torch.Tensor, "__float__", instead(number, 0.0)),
         mock.patch.object(torch.Tensor, "__bool__", instead(truth, False)),
