@@ -8,6 +8,7 @@ import torch
 from conftest import CONFIGS, ROOT, record, train
 from torch import nn
 
+from faithful import __main__ as door
 from shared.args import Refused
 from tools import estimate, tracing
 
@@ -190,11 +191,67 @@ def test_sizes(text, size):
     assert estimate.in_bytes(text) == size
 
 
-def test_a_recipe_of_another_kind_is_refused(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("def main(): pass\n")
-    with pytest.raises(Refused, match="mine.py has no Accelerator, Arguments"):
-        tracing.load(file)
+OWN = """
+import sys
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="no", project_dir=sys.argv[2])
+width = int(sys.argv[3])
+model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+loader = torch.utils.data.DataLoader(torch.randn(64, 64), 8)
+optimizer, loader, model = accelerator.prepare(optimizer, loader, model)
+schedule = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(optimizer))
+for x in loader:
+    loss = model(x.to(accelerator.device)).float().square().mean()
+    accelerator.backward(loss)
+    if loss.item() > 1e9 or float(loss) > 1e9 or torch.isnan(loss):
+        sys.exit("diverged")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+accelerator.end_training()
+"""
+
+
+def test_a_script_of_ones_own_is_traced_as_it_is(tmp_path):
+    """One that knows nothing of this project, reads its loss, and asks for a precision that the config overrules."""
+    (tmp_path / "mine.py").write_text(OWN)
+    mine, argv = tracing.load(tmp_path / "mine.py"), ["--output_dir", str(tmp_path / "run"), "256"]
+    seen, states = {}, {}
+    for config in ("single_bf16", "fsdp_bf16", "single_fp8_msamp_o2"):
+        states[config] = of(mine, seen, config, *argv)
+    parameters = 64 * 256 + 256 + 256 * 256 + 256
+    assert states["single_bf16"]["weights"] == states["single_bf16"]["gradients"] == 4 * parameters
+    assert states["single_bf16"]["optimizer"] == 8 * parameters == 2 * states["fsdp_bf16"]["optimizer"]
+    assert states["fsdp_bf16"]["activations"] > 0, "traced in bf16, inputs too"
+    other = of(mine, {}, "single_fp32", *argv[:2], "512")
+    assert other["activations"] > states["single_bf16"]["activations"]
+    env = {"FAITHFUL_CONFIG_WINS": "1"}
+    script = {"script": tmp_path / "mine.py", "before": lambda rank: door.take_its_place(), "env": env}
+    evidence = record(train("single_fp8_msamp_o2", tmp_path / "run", 256, **script))["evidence"]
+    parts = {"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"}
+    for ours, theirs in parts.items():
+        counted = evidence["bytes_per_parameter"][theirs] * evidence["parameters"]
+        assert states["single_fp8_msamp_o2"][ours] == pytest.approx(counted, rel=0.02), ours
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ("optimizer, loader, model = accelerator.prepare(optimizer, loader, model)",
+         "other = accelerator.prepare(torch.nn.Linear(2, 2))", "mine.py prepares 1 models and 0 optimizers in one call"),
+        ("    accelerator.backward(loss)", "    loss.detach().numpy()", "mine.py cannot be run on tensors without values"),
+        ("    optimizer.step()", "", "mine.py came to its end without an optimizer step"),
+    ],
+)  # fmt: skip
+def test_a_script_that_cannot_be_traced_is_refused(tmp_path, before, after, why):
+    assert before in OWN
+    (tmp_path / "mine.py").write_text(OWN.replace(before, after))
+    with pytest.raises(Refused, match=why):
+        of(tracing.load(tmp_path / "mine.py"), {}, "single_bf16", "--output_dir", str(tmp_path), "64")
 
 
 def test_the_committed_validation():
