@@ -1,6 +1,6 @@
-"""How a model is spread over processes. `plain.py` says what each function of a strategy does.
+"""The strategies: how a model is distributed over processes. `plain.py` documents each function of a strategy.
 
-A new strategy is one new file, with the functions in which it differs from `plain`, and one line of this table.
+A new strategy is one file with the functions in which it differs from `plain.py`, and one line of this table.
 """
 
 from faithful.tables import functions
@@ -18,5 +18,5 @@ TABLE = {
 
 
 def of(plan):
-    """The functions of the plan's strategy."""
+    """The functions of the plan's strategy, as attributes."""
     return functions("strategies", TABLE[plan.strategy])

@@ -1,4 +1,4 @@
-"""FSDP2, and HSDP: each process holds a shard of every parameter, gathered block by block for its use."""
+"""FSDP2 and HSDP: each process holds a shard of every parameter. Parameters are gathered block by block when used."""
 
 import warnings
 import weakref
@@ -11,7 +11,7 @@ from faithful.errors import Refused
 from faithful.strategies import plain
 from faithful.tensors import named
 
-REHEARSED_AS = "MULTI_GPU"  # the only type that Accelerate's AcceleratorState turns into FSDP
+REHEARSED_AS = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
 
 
 def types(plan):
@@ -22,13 +22,13 @@ def arguments(plan, scaling):
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    if plan.strategy == "hsdp":  # Accelerate's own way to its mesh; once per process on the console
+    if plan.strategy == "hsdp":  # hide a warning about how Accelerate makes its mesh
         warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
-    # Accelerate alone would reduce gradients in 16 bit, and pin host memory where there is no accelerator.
+    # By default Accelerate reduces gradients in 16 bit, and pins host memory even without an accelerator.
     dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
     offload = CPUOffloadPolicy(pin_memory=not plan.rehearsal) if plan.offload else None
-    by_torch = plan.ckpt and plan.implementation != "transformer_engine"  # which has its own, in its backend
+    by_torch = plan.ckpt and plan.implementation != "transformer_engine"  # TransformerEngine has its own checkpointing
     plugin = FullyShardedDataParallelPlugin(
         mixed_precision_policy=policy, cpu_offload=offload, activation_checkpointing=by_torch
     )
@@ -36,14 +36,14 @@ def arguments(plan, scaling):
 
 
 def before_prepare(accelerator, plan, model, optimizer):
-    """FSDP2 gathers a model block by block: they must be known."""
+    """Names the blocks, which FSDP2 gathers one by one."""
     name_blocks(model)
     batch_norm.in_fp32(model)
 
 
 def prepare(accelerator, accelerates, args, device_placement):
-    """Accelerate's FSDP2 takes one model and its optimizer at a time, and scripts have their own habits: it gets each
-    model with an optimizer that is thrown away. The script's optimizers follow the weights to their shards."""
+    """Accelerate's FSDP2 takes one model and its optimizer per call, but scripts may prepare several. So each model is
+    prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters."""
     prepared, rest = list(args), []
     optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
     for at, one in enumerate(args):
@@ -62,16 +62,16 @@ def prepare(accelerator, accelerates, args, device_placement):
     return tuple(prepared)
 
 
-SHARDS = {}  # {id of a parameter: (weak reference to it, the shard that has taken its place)}
+SHARDS = {}  # {id of an original parameter: (weak reference to it, its sharded parameter)}
 
 
 def shard(accelerator, accelerates, model, optimizers):
     plugin, policy = accelerator.state.fsdp_plugin, accelerator.state.fsdp_plugin.auto_wrap_policy
     if not getattr(model, "_no_split_modules", None) and plugin.transformer_cls_names_to_wrap is None:
-        plugin.auto_wrap_policy = None  # no block is repeated: one piece
+        plugin.auto_wrap_policy = None  # no block is repeated: shard the model as one unit
     before = dict(named(model.named_parameters(remove_duplicate=False)))
     name_of = {id(parameter): name for name, parameter in before.items()}
-    places = []  # of this model's parameters in the optimizers, which would keep whole weights in memory
+    places = []  # where optimizers hold this model's parameters, and would keep the full weights alive
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):
@@ -93,7 +93,7 @@ def shard(accelerator, accelerates, model, optimizers):
 
 
 def follow(optimizer):
-    """Puts shards where an optimizer still has the parameters that were sharded without it."""
+    """Replaces parameters that were sharded before this optimizer was prepared by their sharded parameters."""
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             old, now = SHARDS.get(id(parameter), (None, None))
@@ -105,7 +105,7 @@ def follow(optimizer):
 
 
 def reshard(model):
-    """FSDP2 leaves its root gathered, in 16 bit, after a forward without a backward: an evaluation."""
+    """Frees the gathered root, which FSDP2 keeps in 16 bit after a forward pass without a backward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

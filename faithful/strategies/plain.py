@@ -1,4 +1,4 @@
-"""One device, or DDP: every process holds the whole model. The other strategies differ from this."""
+"""One device, or DDP: every process holds the whole model. Other strategies override functions of this file."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -6,31 +6,31 @@ from torch.distributed.tensor import DTensor
 from faithful.errors import Refused
 from faithful.tensors import elements, local, named
 
-REHEARSED_AS = "MULTI_CPU"  # the DistributedType that processes start as on a machine without an accelerator
+REHEARSED_AS = "MULTI_CPU"  # the DistributedType set at the start on a machine without an accelerator
 
 
 def types(plan):
-    """The DistributedTypes that Accelerate may have made of the launch."""
+    """Names of the DistributedTypes that Accelerate may use for this strategy."""
     return ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU") if plan.strategy == "ddp" else ("NO",)
 
 
 def arguments(plan, scaling):
-    """What the plan adds to the arguments of `Accelerator(...)`. scaling: the script's GradScalerKwargs, or None."""
+    """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's GradScalerKwargs, or None."""
     return {}
 
 
 def before_prepare(accelerator, plan, model, optimizer):
-    """What is done to the model before `accelerator.prepare`. optimizer: its own, or None if it comes later."""
+    """Called before `accelerator.prepare`, to change the model. optimizer: the model's, or None if it comes later."""
 
 
 def prepare(accelerator, accelerates, args, device_placement):
-    """Accelerate's own `prepare`, called as often as it must be. Returns a tuple as long as `args`."""
+    """Calls Accelerate's `prepare`, here once for all `args`. Returns a tuple as long as `args`."""
     prepared = accelerates(*args, device_placement=device_placement)
     return prepared if len(args) > 1 else (prepared,)
 
 
 def after_prepare(accelerator, plan, model, optimizer):
-    """What is done to the prepared model and optimizer."""
+    """Called with the prepared model and optimizer, to change them."""
 
 
 def inner(optimizer):
@@ -39,22 +39,22 @@ def inner(optimizer):
 
 
 def owned(optimizer):
-    """The ids of the parameters that some process updates."""
+    """The ids of the parameters that the optimizer updates, on any process."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def sharded(parameters, plan):
-    """Whether a process holds only parts of them."""
+    """Whether a process holds only shards of `parameters`."""
     return any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in parameters)
 
 
 def parted(optimizer):
-    """The classes of bytes of which a process holds only a part, where it holds only parts of the model."""
+    """What is sharded, if `sharded` is true: keys of bytes_per_parameter."""
     return ("weight", "gradient", "gathered", "master", "optimizer")
 
 
 def counted(parameters, accelerator):
-    """Those of {name: parameter} that this process counts: of what several hold whole, one of them does."""
+    """The {name: parameter} that this process counts. Parameters that several hold whole are counted by one of them."""
     return parameters
 
 
@@ -70,18 +70,18 @@ def gradient_elements(parameters, optimizer):
 
 def held(parameters, optimizer):
     """What this process holds after the first update: {"weight": [tensors], "master": [tensors], "gathered": [tensors],
-    "optimizer": {key: [tensors]}}. master: high-precision copies; gathered: weights held whole besides."""
+    "optimizer": {key: [tensors]}}. master: high-precision copies; gathered: full weights in addition to shards."""
     states = {}
     for parameter in parameters.values():
         for key, value in inner(optimizer).state.get(parameter, {}).items():
-            if torch.is_tensor(value) and value.dim():  # the step counters are not worth a line
+            if torch.is_tensor(value) and value.dim():  # without the step counters
                 states.setdefault(key, []).append(local(value))
     weights = [local(parameter) for parameter in parameters.values()]
     return {"weight": weights, "master": [], "gathered": [], "optimizer": states}
 
 
 def stored(model):
-    """{"model/<name>" or "buffer/<name>": live tensor} of everything a model is."""
+    """{"model/<name>" or "buffer/<name>": live tensor} of all parameters and persistent buffers."""
     parts = {f"model/{name}": parameter for name, parameter in named(model.named_parameters())}
     return parts | buffers(model)
 
@@ -93,7 +93,7 @@ def buffers(model):
 
 
 def tensors(model, optimizer):
-    """{"model/<name>", "buffer/<name>" and "optimizer/<name>/<state>": this rank's part}, on the CPU."""
+    """{"model/<name>", "buffer/<name>" and "optimizer/<name>/<state>": this rank's shard}, on the CPU."""
     parts = stored(model)
     for name, parameter in named(model.named_parameters()):
         for key, value in inner(optimizer).state.get(parameter, {}).items():
@@ -102,7 +102,7 @@ def tensors(model, optimizer):
 
 
 def restore(model, optimizer, parts):
-    """Puts `tensors` back in place, bit for bit. Raises Refused where names or shapes are another model's."""
+    """Loads the result of `tensors`, bit for bit. Raises Refused if names or shapes differ from the model's."""
     own = stored(model)
     same_model({name: local(tensor) for name, tensor in own.items()}, parts)
     with torch.no_grad():
@@ -125,19 +125,19 @@ def restore(model, optimizer, parts):
             }
         if values:
             state[index[id(parameter)]] = values
-    there = optimizer.state_dict()  # of another model that it also updates
+    there = optimizer.state_dict()  # keeps the state of other models that it updates
     optimizer.load_state_dict({"state": there["state"] | state, "param_groups": there["param_groups"]})
 
 
 def one_call(plan, optimizer):
-    """Raises Refused where Accelerate must see a model and its optimizer together."""
+    """Raises Refused if the optimizer is missing: this strategy needs both in one call of `prepare`."""
     if optimizer is None:
         raise Refused(f"{plan.strategy} {plan.precision} wants a model and its optimizer in one call: "
                       "accelerator.prepare(model, optimizer, ...)")  # fmt: skip
 
 
 def same_model(own, parts):
-    """Raises Refused unless the checkpoint's tensors have the names and shapes of this model's."""
+    """Raises Refused unless the checkpoint's tensors have the names and shapes of this model's tensors."""
     found = {name for name in parts if not name.startswith("optimizer/")}
     wrong = sorted(own.keys() ^ found) or [name for name in own if own[name].shape != parts[name].shape]
     if wrong:
@@ -145,5 +145,5 @@ def same_model(own, parts):
 
 
 def full_state(accelerator, model):
-    """{name: whole tensor} on process 0, or None where Accelerate's own `get_state_dict` is right."""
+    """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
     return None

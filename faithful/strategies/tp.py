@@ -1,8 +1,8 @@
-"""Tensor parallel: every process has a part of each large layer, and all compute one batch together.
+"""Tensor parallel: every process has a shard of each large layer, and all compute the same batch together.
 
-transformers knows how its models are split (`tp_plan`) and brings the collectives. Here they are split after they were
-built, so that they begin with the weights of any other run of the seed. What every process has whole, the norms, stays
-the same on all: what comes out of a split layer, forwards and backwards, is a sum over all of them.
+transformers says how its models are split (`tp_plan`) and runs the collectives. We split a model after it is built, so
+that it starts with the same weights as any other run of the seed. Parameters that are not split (norms) stay equal on
+all processes, because outputs and gradients of split layers are summed over all of them.
 """
 
 import torch
@@ -15,12 +15,12 @@ from faithful.tensors import fingerprint, named
 
 REHEARSED_AS = "MULTI_GPU"
 
-# Kinds of split whose losses, gradients and norms were compared with one process's (tests/test_tp.py).
+# The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
 
 
 def check(model, size):
-    """Raises Refused where `model` cannot be split over `size` processes."""
+    """Raises Refused if `model` cannot be split over `size` processes."""
     name, plan = type(model).__name__, getattr(model, "tp_plan", None)
     if not plan:
         raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py and llama_nano, or fsdp_bf16")
@@ -38,29 +38,29 @@ def types(plan):
 
 
 def before_prepare(accelerator, plan, model, optimizer):
-    """Leaves each process its part of the model, under the optimizer too."""
+    """Splits the model, and gives the optimizer the split parameters."""
     plain.one_call(plan, optimizer)
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = accelerator.torch_device_mesh["tp"]
     check(model, mesh.size())
-    if len(set(gather_object([fingerprint(model)]))) > 1:  # each cuts its part out of its own
+    if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
         raise Refused("the processes have built models of different weights: set_seed must come before, with one seed")
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
     splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
     apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
-    model.tie_weights(recompute_mapping=False)  # a head that shares the embedding's weight shares its part
-    for tensor in (*model.parameters(), *model.buffers()):  # Accelerate moves no model that has DTensors
+    model.tie_weights(recompute_mapping=False)  # a head tied to the embedding gets the embedding's shard
+    for tensor in (*model.parameters(), *model.buffers()):  # Accelerate does not move a model that has DTensors
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(accelerator.device)
-    model._tp_size = mesh.size()  # as if transformers had split it while loading: Accelerate asks
+    model._tp_size = mesh.size()  # transformers sets it when it splits while loading; Accelerate reads it
     now = {id(whole[name]): part for name, part in model.named_parameters()}
     for group in optimizer.param_groups:
         group["params"] = [now[id(parameter)] for parameter in group["params"]]
-        group |= {"fused": False, "foreach": False}  # torch's kernels for many tensors take parts or wholes, not both
+        group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
     [seed] = broadcast_object_list([torch.initial_seed()])
-    torch.manual_seed(seed)  # all compute one batch together: one dropout mask
+    torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
 
 
 def counted(parameters, accelerator):
@@ -77,6 +77,6 @@ def full_state(accelerator, model):
 
 
 def cuts(model):
-    """{name: the dimension in which it is cut, None of what every process has whole}, for who reads a checkpoint."""
+    """{name: dimension of the split, or None if not split}, for readers of a checkpoint."""
     parameters = named(model.named_parameters())
     return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters}

@@ -1,14 +1,13 @@
-"""ZeRO by DeepSpeed: the few things that neither its engine nor Accelerate does by itself.
+"""ZeRO by DeepSpeed: what is needed in addition to its engine and to Accelerate.
 
-Every process keeps fp32 master weights and optimizer state of its own part only: flat tensors, one per parameter group
-(stage 3: per sub-group), in which each parameter has a fragment, maybe empty. `fragments` finds it; evidence,
-checkpoints and the finished model are made of fragments. Stage 2 keeps the gradients in parts, too, stage 3 also the
-parameters. This file alone touches the engine's private state; tests look at real partitions.
+Each process keeps its partition of the fp32 master weights and the optimizer state in flat tensors, one per parameter
+group (stage 3: per sub-group). Each parameter has a fragment in them, which may be empty. `fragment` returns it;
+evidence, checkpoints and `full_state` use it. Only this file uses the engine's private state; tests check it.
 
 stage  partitioned                              parameters
-1      master, optimizer state                  16 bit (fp32 under fp32), whole
-2      and gradients                            the same
-3      and parameters, gathered for their use   the same; up to PERSISTENT elements they stay gathered
+1      master weights, optimizer state          16 bit (fp32 under fp32), whole
+2      also gradients                           as in stage 1
+3      also parameters, gathered when used      as in stage 1; those up to PERSISTENT elements stay gathered
 """
 
 import logging
@@ -24,11 +23,11 @@ from faithful.errors import Refused
 from faithful.strategies import plain
 from faithful.tensors import named
 
-BUCKET = 50_000_000  # elements of gradient summed at once. The default, ten times that, takes gigabytes of any GPU
-PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default would be 100,000.
+BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
+PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
 
 
-REHEARSED_AS = "NO"  # Accelerate itself makes DEEPSPEED of it
+REHEARSED_AS = "NO"  # Accelerate changes it to DEEPSPEED
 
 
 def types(plan):
@@ -36,7 +35,7 @@ def types(plan):
 
 
 def before_rehearsal():
-    """No compiler is needed: DeepSpeed would compile a faster all-reduce for processes of one host, for a minute."""
+    """Turns off DeepSpeed's compiled all-reduce for processes of one host: it needs a compiler and a minute."""
     quiet()
     import deepspeed
 
@@ -44,21 +43,21 @@ def before_rehearsal():
 
 
 def arguments(plan, scaling):
-    """Accelerate's DeepSpeedPlugin from the launcher's environment, with what its YAML cannot say. No `auto` is left
-    that a model without a `config.hidden_size` could not fill."""
+    """Accelerate's DeepSpeedPlugin from the launcher's environment, with settings that the YAML lacks. It leaves no
+    `auto` value that Accelerate could fill only from a model's `config.hidden_size`."""
     from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
 
     quiet()
     leave_precision_to_the_config()
-    made = DeepSpeedPlugin(gradient_clipping=0.0)  # the script's `clip_grad_norm_` decides, see `after_prepare`
-    # Whatever zero3_init_flag says, transformers would hear of stage 3 from it, and build its models in parts and in 16
-    # bit: not from the weights that the other strategies start from, and offloaded of a dtype of its own.
+    made = DeepSpeedPlugin(gradient_clipping=0.0)  # `clip_grad_norm_` sets it
+    # With this reference transformers builds its models partitioned and in 16 bit under stage 3, whatever
+    # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
     made.set_deepspeed_weakref = lambda: None
     config = made.deepspeed_config
-    config["communication_data_type"] = "fp32"  # sums of gradients over processes, as in the other strategies
-    if plan.strategy != "zero1":  # kept in parts, fp32 costs 2/N bytes more; stage 1 would keep all of it
+    config["communication_data_type"] = "fp32"  # of gradient reductions, as in the other strategies
+    if plan.strategy != "zero1":  # partitioned, fp32 costs 2/N bytes more; stage 1 would keep all in fp32
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    config["zero_force_ds_cpu_optimizer"] = False  # offloading would make every optimizer Adam, an SGD too
+    config["zero_force_ds_cpu_optimizer"] = False  # else offloading turns every optimizer into Adam, even SGD
     config["zero_optimization"] |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
     if plan.precision == "fp16":
         scaling = scaling or GradScalerKwargs()
@@ -72,8 +71,8 @@ def arguments(plan, scaling):
 
 
 def leave_precision_to_the_config():
-    """transformers' Trainer compares DeepSpeed's config with TrainingArguments, whose bf16 and fp16 are False where a
-    script leaves the precision to the config. What they do ask for reaches us as `Accelerator(mixed_precision=...)`."""
+    """Stops transformers' Trainer from comparing bf16 and fp16 of TrainingArguments with DeepSpeed's config: both are
+    False if a script leaves the precision to the config. If set, `Accelerator(mixed_precision=...)` gets them."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
     if trainers is None or hasattr(trainers.HfTrainerDeepSpeedConfig, "compares"):
         return
@@ -87,7 +86,7 @@ def leave_precision_to_the_config():
 
 
 def quiet():
-    """DeepSpeed tells the console about every decision it takes; the truth line is ours."""
+    """Silences DeepSpeed's messages, except errors."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
@@ -98,7 +97,7 @@ def of(optimizer):
 
 
 def cast_inputs(model, dtype):
-    """The engine keeps parameters in 16 bit and has no autocast: what comes in must be of their type."""
+    """Casts inputs to `dtype`, because the engine keeps parameters in 16 bit and has no autocast."""
 
     def cast(module, args, kwargs):
         def one(value):
@@ -122,9 +121,9 @@ def before_prepare(accelerator, plan, model, optimizer):
 
 
 def after_prepare(accelerator, plan, model, optimizer):
-    """Puts the optimizer step back where the script has it: after the gradient norm was looked at.
+    """Moves the optimizer step from `accelerator.backward`, where Accelerate has it, to `optimizer.step`.
 
-    Accelerate steps inside `accelerator.backward`, where a norm that is not finite has already done its harm.
+    This way the gradient norm is checked before the update.
     """
     engine, zero = model, of(optimizer)
 
@@ -139,13 +138,13 @@ def after_prepare(accelerator, plan, model, optimizer):
             accelerator.after_update(optimizer)
 
     accelerator.deepspeed_engine_wrapped.backward = backward
-    optimizer.step = MethodType(step, optimizer)  # a schedule that is built now wants a method
+    optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
     if zero.dtype == torch.float16:
         accelerator.scaler = Scaler(zero)
     zero.seen_gradients = {}
     hooks = []
 
-    def see(gradient):  # the engine frees `.grad` at once
+    def see(gradient):  # in a hook, because the engine frees `.grad` at once
         dtype = str(gradient.dtype)[6:]
         zero.seen_gradients[dtype] = zero.seen_gradients.get(dtype, 0) + gradient.numel()
 
@@ -158,14 +157,14 @@ def after_prepare(accelerator, plan, model, optimizer):
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
-    """Tells the engine to clip in its step. Returns the norm of all processes' gradients."""
+    """Makes the engine clip in its step. Returns the gradient norm over all processes."""
     zero = of(optimizer)
     zero.clip_grad = 0.0 if math.isinf(max_norm) else max_norm
     return gradient_norm(zero)
 
 
 class Scaler:
-    """The engine's dynamic loss scale with the names that torch's GradScaler has for it."""
+    """The engine's dynamic loss scale with the interface of torch's GradScaler."""
 
     def __init__(self, zero):
         self.zero = zero
@@ -186,21 +185,21 @@ def stage(zero):
 
 
 def gradient_norm(zero):
-    """L2 norm of the unscaled gradients of all processes, a tensor; infinite where any is not finite."""
+    """L2 norm of the unscaled gradients over all processes, as a tensor; infinite if any gradient is not finite."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     norm = combine_grad_norm_groups(zero._get_norm_groups()) if stage(zero) == 3 else zero.scaled_global_norm()
     norm = torch.as_tensor(norm, dtype=torch.float32)
-    return torch.where(norm < 0, math.inf, norm / float(zero.loss_scale))  # the engine says -1 for inf and nan
+    return torch.where(norm < 0, math.inf, norm / float(zero.loss_scale))  # the engine returns -1 for inf and nan
 
 
 def masters(zero):
-    """This process's flat fp32 tensors: what torch's optimizer really updates."""
+    """This process's flat fp32 master weights, which torch's optimizer updates."""
     return zero.fp32_partitioned_groups_flat if stage(zero) == 3 else zero.single_partition_of_fp32_groups
 
 
 def inner(optimizer):
-    """The torch optimizer inside DeepSpeed's inside Accelerate's."""
+    """The torch optimizer inside DeepSpeed's optimizer inside Accelerate's."""
     return of(optimizer).optimizer
 
 
@@ -215,18 +214,18 @@ def owned(optimizer):
 
 
 def shape(parameter):
-    """Of the whole parameter, also where stage 3 has released it."""
+    """The shape of the full parameter, also while stage 3 has released it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def fragment(zero, parameter, flats):
-    """This process's part of a parameter in flat tensors that are laid out like `masters`: a view, flat, maybe empty.
+    """This process's fragment of a parameter in `flats`, laid out like `masters`: a 1-D view, which may be empty.
 
-    One process after another they make the parameter, flattened.
+    The fragments of all processes, concatenated by rank, are the flattened parameter.
     """
     if stage(zero) == 3:
         group, start, length = zero.grad_position[zero.get_param_id(parameter)]
-        before = dist.get_rank() * length  # the last parts are padded
+        before = dist.get_rank() * length  # the last partitions are padded
         return flats[group].narrow(0, start, max(0, min(length, parameter.ds_numel - before)))
     mapping = parameter._hp_mapping
     if mapping is None:
@@ -236,14 +235,14 @@ def fragment(zero, parameter, flats):
 
 
 def states(zero):
-    """{key: [tensor per flat master]} of torch's optimizer; step counters, which have no fragments, under their key."""
+    """{key: [tensor per flat master]} of torch's optimizer state, with its step counters, which have no fragments."""
     each = [zero.optimizer.state.get(flat, {}) for flat in masters(zero)]
     keys = dict.fromkeys(key for state in each for key, value in state.items() if torch.is_tensor(value))
     return {key: [state[key] for state in each] for key in keys}
 
 
 def gradients(parameters, optimizer):
-    """What this process holds of gradients between backward and the optimizer step."""
+    """The gradient tensors that this process holds between the backward pass and the optimizer step."""
     zero = of(optimizer)
     zero.forget()
     lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
@@ -255,12 +254,12 @@ def gradients(parameters, optimizer):
 
 
 def gradient_elements(parameters, optimizer):
-    """{dtype: elements} of the gradients as they came, before the engine cut and freed them."""
+    """{dtype: elements} of the gradients of the backward pass, before the engine partitions and frees them."""
     return dict(of(optimizer).seen_gradients)
 
 
 def held(parameters, optimizer):
-    """As `plain.held`, without padding. gathered: weights that stage 3 keeps whole besides."""
+    """As `plain.held`, without padding. gathered: parameters that stage 3 keeps whole in addition."""
     zero, parameters = of(optimizer), parameters.values()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     flats = {key: values for key, values in states(zero).items() if values[0].dim()}
@@ -281,7 +280,7 @@ def parted(optimizer):
 
 
 def tensors(model, optimizer):
-    """{name: this process's part} for a checkpoint: fp32 masters, optimizer state, whole shapes, buffers."""
+    """{name: this process's fragment} for a checkpoint: fp32 masters, optimizer state, full shapes, buffers."""
     zero, parts = of(optimizer), plain.buffers(model)
     for name, parameter in named(model.named_parameters()):
         parts[f"shape/{name}"] = torch.tensor(shape(parameter), dtype=torch.int64)
@@ -299,7 +298,7 @@ def tensors(model, optimizer):
 
 @torch.no_grad()
 def restore(model, optimizer, parts):
-    """Puts `tensors` back, bit for bit, and makes the 16-bit weights from the masters again."""
+    """Loads the result of `tensors`, bit for bit, and computes the 16-bit weights from the masters."""
     zero, parameters = of(optimizer), list(named(model.named_parameters()))
     own = {name: part for name, part in tensors(model, optimizer).items() if not name.startswith("optimizer/")}
     plain.same_model(own, parts)
@@ -312,7 +311,7 @@ def restore_engine(zero, parameters, parts):
     from deepspeed.runtime.zero import GatheredParameters
 
     keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
-    fused = zero.optimizer.defaults.get("fused")  # its kernel reads the step counters, too, on the device
+    fused = zero.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
     for i, flat in enumerate(masters(zero)):
         for key in keys:
             counter = parts.get(f"optimizer/group{i}/{key}")
@@ -321,7 +320,7 @@ def restore_engine(zero, parameters, parts):
             zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
     for name, parameter in parameters:
         if not parameter.requires_grad:
-            with GatheredParameters([parameter], modifier_rank=0):  # nothing to gather below stage 3
+            with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
                 if dist.get_rank() == 0:
                     parameter.copy_(parts[f"model/{name}"].view_as(parameter))
                 dist.broadcast(parameter.data, 0)
@@ -344,7 +343,7 @@ def restore_engine(zero, parameters, parts):
 
 
 def gathered(parameter):
-    """The whole 16-bit value; under stage 3 every process must ask."""
+    """The full 16-bit parameter. Under stage 3 every process must call it."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
     from deepspeed.runtime.zero import GatheredParameters
@@ -354,11 +353,11 @@ def gathered(parameter):
 
 
 def full_state(accelerator, model):
-    """{name: whole fp32 tensor} of parameters and buffers, on the CPU of process 0; empty elsewhere."""
+    """{name: full fp32 tensor} of parameters and buffers, on the CPU of process 0; empty on the others."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     main, state = dist.get_rank() == 0, {}
-    for name, parameter in model.module.named_parameters():  # one at a time, so that they need not fit together
+    for name, parameter in model.module.named_parameters():  # one at a time, to save memory
         whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else gathered(parameter)
         state |= {name: whole.cpu()} if main else {}
     buffers = model.module.state_dict().keys() - {name for name, _ in model.module.named_parameters()}
