@@ -1,6 +1,6 @@
-"""What computes the products of a model. `plain.py` says what each function of a backend does.
+"""The backends: what computes a model's matrix products. `plain.py` documents each function of a backend.
 
-A new backend is one new file, with the functions in which it differs from `plain`, and one line of this table.
+A new backend is one file with the functions in which it differs from `plain.py`, and one line of this table.
 """
 
 from faithful.tables import functions
@@ -15,13 +15,13 @@ TABLE = {
 
 
 def implementation(backend, strategy, rehearsal):
-    """Which code computes: on a CPU torchao's layers run under FSDP2 and ZeRO alone, TransformerEngine's nowhere."""
+    """The code that computes. On a CPU torchao's layers run only under FSDP2 and ZeRO, TransformerEngine's never."""
     in_software = backend == "te" or (backend == "ao" and strategy in ("single", "ddp"))
     return "emulated" if rehearsal and in_software else TABLE[backend][1]
 
 
 def of(plan):
-    """The functions of the plan's backend."""
+    """The functions of the plan's backend, as attributes."""
     if plan.implementation == "emulated":
         return functions("backends", "emulated")
     if plan.precision == "fp16" and plan.rehearsal:

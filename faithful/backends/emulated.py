@@ -1,6 +1,6 @@
 """The numerics of torchao and of TransformerEngine in software (amp8/emulate.py), for a rehearsal on a CPU.
 
-An EmulatedLinear in eval() computes plain products: its own rule is `training`.
+An EmulatedLinear in eval() computes without FP8: it looks at its own `training` flag.
 """
 
 from faithful.backends.linear import in_bf16, left_alone, ours, wanted
@@ -15,13 +15,13 @@ def convert(accelerator, plan, model, optimizer):
     if names:
         options = plan.fp8_options if plan.backend == "te" else {}
         ours("amp8.emulate").convert(model, plan.level, lambda module, name: name in names, **options)
-        # Each rank records amaxes of its own; DDP would overwrite them with rank 0's before they are reduced.
+        # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
         model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers() if ".fp8_" in name]
     return skipped
 
 
 def after_backward(plan, model):
-    if plan.level == "delayed":  # TransformerEngine updates its scales at every micro-batch
+    if plan.level == "delayed":  # TransformerEngine updates its scales after every micro-batch
         ours("amp8.emulate").update_scales(model)
 
 

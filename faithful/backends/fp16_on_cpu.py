@@ -1,4 +1,4 @@
-"""fp16 on a CPU: Accelerate would train in plain fp32 there, torch itself can do it."""
+"""fp16 on a CPU, which torch supports. Accelerate would train in fp32 there."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""MS-AMP's levels O1, O2 and O3, by amp8."""
+"""MS-AMP's levels O1, O2 and O3, computed by amp8."""
 
 import contextlib
 
@@ -16,12 +16,12 @@ def fully_sharded(plan):
 
 
 def convert(accelerator, plan, model, optimizer):
-    """DDP must find the layers converted; of what FSDP2 shards amp8 converts the shards, in after_prepare."""
+    """Converts the layers before DDP wraps the model. Under FSDP2 amp8 converts the shards, in `after_prepare`."""
     return [] if fully_sharded(plan) else on_its_level(plan, model, optimizer)
 
 
 def on_its_level(plan, model, optimizer):
-    """Converts the model; [(name, reason)] of the Linear layers left alone. optimizer: only looked at, if given."""
+    """Converts the model. Returns [(name, reason)] of the Linear layers not converted. optimizer: read only."""
     amp8 = ours("amp8")
     options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
     recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
@@ -40,7 +40,7 @@ def on_its_level(plan, model, optimizer):
 
 @contextlib.contextmanager
 def refusals():
-    """One line, that says what to do."""
+    """Turns amp8's errors into Refused."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -52,7 +52,7 @@ def out_of_fp8_in_eval(module, _):
 
 
 def after_prepare(accelerator, plan, model, optimizer):
-    """Accelerate's wrapper of the optimizer stays; the one inside it is replaced."""
+    """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
     skipped = on_its_level(plan, model, inner(optimizer)) if fully_sharded(plan) else []
     with refusals():
         optimizer.optimizer = ours("amp8").optimizer_of(model, inner(optimizer))
@@ -66,7 +66,7 @@ def another_optimizer(plan, model, optimizer):
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
-    """One norm over FP8 and ordinary gradients."""
+    """Clips FP8 gradients and `.grad` by one norm, and returns it."""
     return ours("amp8").clip_grad_norm_(parameters, max_norm)
 
 
@@ -76,7 +76,7 @@ def name(plan):
 
 
 def gradients(parameters):
-    """amp8 keeps FP8 gradients beside the parameter."""
+    """The FP8 gradients, which amp8 keeps outside `.grad`."""
     layers = [layer for layer in map(ours("amp8.comm").linear_of, parameters.values()) if layer is not None]
     return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
@@ -86,18 +86,18 @@ def levels(model, optimizer):
 
 
 def tensors(strategy, model, optimizer):
-    """Codes, scales and histories are amp8's own business."""
+    """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
     exact = ours("amp8").exact_state(model, inner(optimizer))
     return {name: tensor.cpu().clone() for name, tensor in exact.items()}
 
 
 def on_any_number_of_processes(plan):
-    """All shards have the same scales, so that rows can be dealt anew."""
+    """True under FSDP2: all shards have the same scales, so rows can be sharded again."""
     return fully_sharded(plan)
 
 
 def restore(strategy, model, optimizer, parts):
-    if isinstance(parts, list):  # of all processes that saved it, in order; under hsdp the first so many have it all
+    if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
         parts = parts[: int(parts[0]["all/world"])]
     try:
         ours("amp8").load_exact_state(model, inner(optimizer), parts)

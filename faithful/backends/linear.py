@@ -1,4 +1,4 @@
-"""What the FP8 backends share: which layers are Linear, which of them can be in FP8, what Accelerate is told."""
+"""Functions that the FP8 backends share: which layers are Linear, and which of them can be in FP8."""
 
 import difflib
 import fnmatch
@@ -9,25 +9,25 @@ from torch import nn
 
 from faithful.errors import Refused
 
-ENDS = ("first", "last")  # words of a skip list for the first and the last Linear in the order of the model's modules
+ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
 
 
 def in_bf16(plan):
-    """Accelerate is asked for bf16 and knows nothing of FP8. Its own FP8 paths would orphan torchao's weights outside
-    FSDP2, stop TransformerEngine's conversion at the first odd shape and drop its options, and scale MS-AMP's loss
-    without scaling it back."""
-    os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # it would convert all the same
+    """Makes Accelerate run in bf16, without its own FP8 code. That would take torchao's weights out of the optimizer
+    outside FSDP2, stop TransformerEngine's conversion at the first shape that does not fit and drop its options, and
+    scale MS-AMP's loss without unscaling the gradients."""
+    os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate converts nevertheless
     return {"mixed_precision": "bf16"}
 
 
 def kind(module):
-    """`torchao.Float8Linear`. FSDP2 gives a module that is sharded by itself a class FSDP<Name> of its own."""
+    """`<package>.<class>` of a module, such as torchao.Float8Linear. Skips the class FSDP<Name> that FSDP2 adds."""
     cls = next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
     return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
 
 
 def is_linear(module):
-    """torch's Linear, or transformers' Conv1D (GPT-2), which is one with its weight transposed."""
+    """Whether a module is torch's Linear or transformers' Conv1D (GPT-2), a Linear with transposed weight."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
@@ -36,7 +36,7 @@ def linear_names(model):
 
 
 def asked_to_skip(model, skip):
-    """{name: reason} of the Linear layers that the config's `skip` leaves out. skip: patterns of their names (fnmatch's
+    """{name: reason} of the Linear layers that the config's `skip` excludes. skip: patterns of their names (fnmatch's
     `*`, `?` and `[...]`), and the words `first` and `last`."""
     names = linear_names(model)
     ends = (names[:1] if "first" in skip else []) + (names[-1:] if "last" in skip else [])
@@ -50,7 +50,7 @@ def matches(name, pattern):
 
 
 def refuse_unknown(skip, names):
-    """Refuses a config whose `skip` has a pattern that matches none of these Linear layers."""
+    """Raises Refused if a pattern of `skip` matches none of the Linear layers `names`."""
     lines = []
     for pattern in skip:
         if pattern in ENDS or any(matches(name, pattern) for name in names):
@@ -64,8 +64,8 @@ def refuse_unknown(skip, names):
 
 
 def left_alone(model, skip=(), multiple=16):
-    """[(name, reason)] of the Linear layers that the config leaves out (`skip`), or that torchao and TransformerEngine
-    cannot take or must not."""
+    """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
+    cannot convert: wrong size, a subclass, a shared weight. multiple: of the sizes."""
     users, asked = {}, asked_to_skip(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name.removesuffix(".weight"))
@@ -77,7 +77,7 @@ def left_alone(model, skip=(), multiple=16):
         others = [user for user in users[module.weight] if user != name]
         if asked.get(name) == "skip":
             skipped.append((name, "skip"))
-        elif type(module) is not nn.Linear:  # a subclass has a forward of its own, which would be lost
+        elif type(module) is not nn.Linear:  # a subclass has its own forward, which would be lost
             skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
         elif odd:
             skipped.append((name, f"{odd[0]} is not a multiple of {multiple}"))
@@ -92,7 +92,7 @@ def wanted(model, skipped):
 
 
 def ours(name):
-    """The folder `amp8`, which a copied project has only if it needs it."""
+    """Imports a module of amp8. Raises Refused if the folder is missing: a copied project may not have it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

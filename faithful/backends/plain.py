@@ -1,66 +1,66 @@
-"""fp32, bf16, and fp16 on a GPU: torch and Accelerate do it. The FP8 backends differ from this."""
+"""fp32, bf16, and fp16 on a GPU, by torch and Accelerate. Other backends override functions of this file."""
 
-KINDS = {}  # {"package.Class": (Linear, LayerNorm) layers in one such layer} of what computes in FP8
+KINDS = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
 
 
 def arguments(plan):
-    """What the plan adds to the arguments of `Accelerator(...)`."""
+    """Arguments that the plan adds to `Accelerator(...)`."""
     return {}
 
 
 def started(accelerator, plan):
-    """What is done right after `Accelerator(...)`."""
+    """Called after Accelerate's `Accelerator.__init__`."""
 
 
 def convert(accelerator, plan, model, optimizer):
-    """Before `accelerator.prepare`: makes the model's layers what the plan says. optimizer: its own, or None if it is
-    prepared later. Returns [(name, reason)] of the Linear layers left alone."""
+    """Called before `accelerator.prepare`, to convert layers in place. optimizer: the model's, or None if it comes
+    later. Returns [(name, reason)] of the Linear layers not converted."""
     return []
 
 
 def after_prepare(accelerator, plan, model, optimizer):
-    """What is done to the prepared model and optimizer. Returns what `convert` could not know yet: more layers left
-    alone, or nothing."""
+    """Called with the prepared model and optimizer, to change them. Returns more [(name, reason)] of layers not
+    converted, or None."""
 
 
 def another_optimizer(plan, model, optimizer):
-    """Called where a second optimizer updates a part of a model that already has one. Raises Refused if it must not."""
+    """Called for a further optimizer of the same model. Raises Refused if the backend does not support it."""
 
 
 def after_backward(plan, model):
-    """What is done after the backward pass of each micro-batch."""
+    """Called after the backward pass of each micro-batch."""
 
 
 def name(plan):
-    """For the truth line."""
+    """The backend's name in the line printed after the first step."""
     return {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
 
 
 def eval_precision(plan):
-    """What a model in eval() computes in."""
+    """The precision of a model in eval()."""
     return "bf16" if plan.precision == "fp8" else plan.precision
 
 
 def gradients(parameters):
-    """Gradients that are kept beside `.grad`."""
+    """Gradient tensors that are kept outside `.grad`."""
     return []
 
 
 def levels(model, optimizer):
-    """amp8's own count of bytes, or None."""
+    """amp8's report of dtypes and bytes, or None."""
     return None
 
 
 def tensors(strategy, model, optimizer):
-    """What a checkpoint holds of model and optimizer: {name: this rank's part}, on the CPU."""
+    """Model and optimizer state for a checkpoint: {name: this rank's shard}, on the CPU."""
     return strategy.tensors(model, optimizer)
 
 
 def on_any_number_of_processes(plan):
-    """Whether `restore` also takes what another number of processes saved: a list, of each the mapping."""
+    """Whether `restore` also takes a checkpoint of another number of processes: a list of their mappings."""
     return False
 
 
 def restore(strategy, model, optimizer, parts):
-    """Puts `tensors` back in place, bit for bit."""
+    """Loads the result of `tensors`, bit for bit."""
     strategy.restore(model, optimizer, parts)

@@ -13,7 +13,7 @@ KINDS = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
 
 
 def sharded(plan):
-    """Under FSDP2 Accelerate's own conversion is sound, and only Accelerate finds the optimizer's weights again."""
+    """Whether Accelerate converts the model: its conversion is correct under FSDP2 only."""
     return plan.strategy in ("fsdp", "hsdp")
 
 
@@ -46,7 +46,7 @@ def config(plan):
 
 
 def evaluating(cls):
-    """torchao's layer class, with plain products of the weights as they are while the layer is in eval()."""
+    """A subclass of torchao's layer `cls` that computes without FP8 in eval()."""
 
     def forward(self, x):
         return cls.forward(self, x) if self.training else plain_linear(self, x)
@@ -56,7 +56,7 @@ def evaluating(cls):
 
 def plain_linear(module, x):
     weight = module.weight
-    for name in ("to_original_precision", "_tensor"):  # gathered in FP8 by FSDP2; wrapped, but not gathered
+    for name in ("to_original_precision", "_tensor"):  # a weight gathered in FP8; a wrapped weight
         if hasattr(weight, name):
             weight = getattr(weight, name)
             weight = weight() if callable(weight) else weight
@@ -71,8 +71,8 @@ def after_prepare(accelerator, plan, model, optimizer):
 
 
 def scale_after_each_step(plan, model, optimizer):
-    """The scales with which weights are gathered in FP8, all in one all-reduce: without it each weight has its own, in
-    the forward pass. Accelerate would do it for the optimizer that it gets with the model; see strategies/fsdp.py."""
+    """Computes the scales of weights gathered in FP8 after each step, in one all-reduce; else each weight needs its own
+    in the forward pass. Accelerate does this only for the optimizer that it gets, see strategies/fsdp.py."""
     if plan.fp8_options["enable_fsdp_float8_all_gather"]:
         inner(optimizer).register_step_post_hook(lambda *_: scale(model))
 
@@ -88,7 +88,7 @@ def scale(model):
 
 def restore(strategy, model, optimizer, parts):
     strategy.restore(model, optimizer, parts)
-    scale(model)  # where weights are gathered in FP8; of others torchao leaves everything as it is
+    scale(model)  # changes only weights that are gathered in FP8
 
 
 def name(plan):

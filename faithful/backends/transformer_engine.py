@@ -1,8 +1,8 @@
-"""TransformerEngine's Linear and LayerNorm, on a GPU, around the very same Parameters: the optimizer keeps them.
+"""TransformerEngine's Linear and LayerNorm, on a GPU. They take over the Parameters, so the optimizer need not change.
 
-The recipe gets every option of the config, unchanged. A model computes in FP8 inside TransformerEngine's autocast, and
-only while it trains. Delayed scaling keeps a scale and a history of amaxes per tensor, outside the modules' buffers;
-TransformerEngine writes them to a checkpoint as a pickle, this file hands them out as the plain tensors they are.
+The recipe gets every option of the config, unchanged. A model computes in FP8 inside TransformerEngine's autocast, only
+in train(). Delayed scaling keeps a scale and an amax history per tensor, which are not buffers of the modules.
+TransformerEngine saves them as a pickle; this file saves them as tensors.
 """
 
 import functools
@@ -20,25 +20,25 @@ from faithful.tensors import named
 KINDS = {
     "transformer_engine.Linear": (1, 0),
     "transformer_engine.LayerNorm": (0, 1),
-    "transformer_engine.LayerNormLinear": (1, 1),  # of blocks that the model itself brought
+    "transformer_engine.LayerNormLinear": (1, 1),  # in models that use these classes themselves
     "transformer_engine.LayerNormMLP": (2, 1),
 }
-ROWS = 16  # TransformerEngine asks for multiples of 8; where cuBLASLt sums over the rows, for multiples of 16
+ROWS = 16  # TransformerEngine needs multiples of 8, or of 16 where cuBLASLt sums over the rows
 arguments = in_bf16
 
 
 def package():
-    """`transformer_engine.pytorch`, or Refused in one line."""
+    """The module `transformer_engine.pytorch`. Raises Refused if it cannot be imported."""
     try:
         return importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:  # the last two where a CUDA library is missing
+    except (ImportError, OSError, RuntimeError) as error:  # the last two if a CUDA library is missing
         raise Refused(
             f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te (docs/fp8.md)"
         ) from None
 
 
 def multiple(plan):
-    """What the sizes of a Linear must be a multiple of. MXFP8 has one scale per 32 values, along both dimensions."""
+    """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions."""
     return 32 if plan.level == "mxfp8" else 16
 
 
@@ -61,8 +61,8 @@ def convert(accelerator, plan, model, optimizer):
 
 
 def in_whole_rows(layer, rows, x):
-    """`layer(x)` for any number of rows (samples times tokens): FP8 products take multiples of `rows`. Rows of zeros
-    are added and cut off again; they change no amax, no other row and no gradient."""
+    """`layer(x)` for any number of rows (samples times tokens). FP8 products need multiples of `rows`, so rows of zeros
+    are appended and removed again. They change no amax, no other row and no gradient."""
     forward = functools.partial(type(layer).forward, layer)
     missing = -x.shape[:-1].numel() % rows
     if not (layer.training and missing):
@@ -72,8 +72,8 @@ def in_whole_rows(layer, rows, x):
 
 
 def last_dimension_norm(module):
-    """Whether a module is torch's LayerNorm or timm's of that name, with weight and bias over the last dimension: all
-    that te.LayerNorm can be. Other subclasses (LayerNorm2d) normalize something else."""
+    """Whether a module is torch's LayerNorm, or timm's of that name, with weight and bias over the last dimension, as
+    te.LayerNorm is. Other subclasses (LayerNorm2d) normalize other dimensions."""
     named = isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm"
     return named and module.bias is not None and len(module.normalized_shape) == 1
 
@@ -85,7 +85,7 @@ def adopt(parent, name, old, new):
 
 
 def recipe(plan):
-    """The recipe object that TransformerEngine gets: every option of the config, unchanged."""
+    """TransformerEngine's recipe object, with every option of the config, unchanged."""
     from transformer_engine.common import recipe
 
     options = dict(plan.fp8_options)
@@ -97,17 +97,16 @@ def recipe(plan):
 
 
 def compute_in_fp8(te, plan, model):
-    """`model.forward` inside TransformerEngine's autocast, FP8 while it trains.
+    """Wraps `model.forward` in TransformerEngine's autocast, with FP8 in train() only.
 
-    Activations that are computed again in the backward pass have left that autocast. TransformerEngine's own
-    checkpointing enters it again, with the scales that the first pass had; torch's, which Accelerate would use, does
-    not.
+    Activation checkpointing computes activations again outside of it. TransformerEngine's own checkpointing enters the
+    autocast again, with the scales of the first pass; torch's, which Accelerate would use, does not.
     """
     made = recipe(plan)
     products = {te.Linear: 1, te.LayerNormLinear: 1, te.LayerNormMLP: 2}
     if plan.level == "delayed":
         for module in model.modules():
-            if type(module) in products:  # what TransformerEngine does in the first forward pass
+            if type(module) in products:  # as TransformerEngine does in the first forward pass
                 module.fp8_meta |= {"recipe": made, "num_gemms": products[type(module)]}
                 module.init_fp8_meta_tensors(made)
     if plan.ckpt:
@@ -128,11 +127,11 @@ def compute_in_fp8(te, plan, model):
                 f"batch size ({error})"
             ) from None
 
-    model.forward = types.MethodType(in_fp8, model)  # a method: a copy of the model gets one of its own
+    model.forward = types.MethodType(in_fp8, model)  # a method, so that it is bound anew in a copy of the model
 
 
 def state(model):
-    """{name: live tensor} of delayed scaling: the next step's scales and the amaxes that they come from."""
+    """{name: live tensor} of delayed scaling: the scales of the next step and the amax histories behind them."""
     return {
         f"{name}.{way}.{kind}": getattr(module.fp8_meta[way], kind)
         for name, module in model.named_modules()
