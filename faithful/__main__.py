@@ -1,10 +1,10 @@
-"""Runs an Accelerate script as it is, with faithful's Accelerator in place of Accelerate's.
+"""Runs an unchanged Accelerate script with faithful's Accelerator in place of Accelerate's.
 
     accelerate launch --config_file accelerate_configs/fsdp_fp8.yml -m faithful train.py --epochs 3
     accelerate launch --config_file accelerate_configs/ddp_bf16.yml -m faithful -m trl.scripts.sft --max_steps 100
 
---config_wins, before the script: where the script's arguments of Accelerator(...) contradict the config, the config is
-followed and a line says so. Without it the run is refused.
+The option --config_wins, given before the script, drops arguments of the script's Accelerator(...) that contradict
+the config, and prints a line for each. Without it such a run is refused.
 """
 
 import os
@@ -38,13 +38,13 @@ def main(words):
 
 
 def take_its_place():
-    """From now on, whoever asks Accelerate for its Accelerator gets faithful's."""
+    """Replaces `Accelerator` by faithful's in every module that has imported it from Accelerate."""
     import accelerate.accelerator
 
     from faithful import plan
     from faithful.accelerator import Accelerator
 
-    plan.resolve()  # before a script asks torch or transformers what this machine is
+    plan.resolve()  # before the script asks torch or transformers for the device
     original = accelerate.accelerator.Accelerator
     for name, module in list(sys.modules.items()):
         if getattr(module, "Accelerator", None) is original and not name.startswith("faithful"):
@@ -52,7 +52,7 @@ def take_its_place():
 
 
 if __name__ == "__main__":
-    from faithful.accelerator import Accelerator  # from here on a mistake is one line
+    from faithful.accelerator import Accelerator  # the import installs the hooks that print errors as one line
 
     try:
         main(sys.argv[1:])

@@ -1,7 +1,7 @@
-"""Accelerate's Accelerator, made to do what its config says.
+"""A subclass of Accelerate's Accelerator that does what its config says.
 
-A run goes through it from top to bottom: the launch, preparing, steps, saving, the record. What a strategy or a
-precision backend does differently stands in its own module (faithful/strategies, faithful/backends).
+Its methods follow the order of a run: the launch, preparing, steps, saving, the record. Each strategy and each
+precision backend has a module of its own (faithful/strategies, faithful/backends).
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from faithful.strategies import plain
 from faithful.tensors import named, nudge
 from faithful.wire import Wire
 
-# torchao registers enums in a way that torch warns of, in every process. Nothing depends on it, no user can mend it.
+# torchao registers enums in a way that makes torch warn in every process. The warning is harmless.
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
 
 
 class Optimizer(accelerate.optimizer.AcceleratedOptimizer):
-    """Accelerate's optimizer, whose Accelerator looks before and after each update."""
+    """Accelerate's optimizer, which calls its Accelerator before and after each update."""
 
     def step(self, closure=None):
         if not self.gradient_state.sync_gradients:
@@ -45,12 +45,12 @@ class Optimizer(accelerate.optimizer.AcceleratedOptimizer):
         self.accelerator.before_update(self)
         super().step(closure)
         if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):
-            self._is_overflow = True  # a fused optimizer, as on a GPU, skips inside its kernel: Accelerate can't see it
+            self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
         self.accelerator.after_update(self)
 
 
 class Accelerator(accelerate.Accelerator):
-    current = None  # the one whose record `process` closes
+    current = None  # the newest one; faithful/process.py closes its record at exit
 
     # ---- the launch ----
 
@@ -58,22 +58,22 @@ class Accelerator(accelerate.Accelerator):
         self.plan = resolve()
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
-        earlier, run = [], Accelerator.current  # a script may make several
+        earlier, run = [], Accelerator.current  # a script may create several Accelerators
         while run:
             earlier, run = [*earlier, str(run.project_dir)], run.before
         merged["project_config"], self.named_folder = arguments.project(self.plan, merged, earlier)
         super().__init__(**merged)
-        # Accelerate searches the whole path for this package twice in every optimizer step.
+        # Accelerate searches sys.path for this package twice in every optimizer step: cache the answer.
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
         self.backend.started(self, self.plan)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
-        self.evidence, self.waiting, self.first_batch = [], [], None  # waiting: models whose optimizer is to come
-        self.linear_names = []  # of all models, as they came
+        self.evidence, self.waiting, self.first_batch = [], [], None  # waiting: models without a prepared optimizer
+        self.linear_names = []  # of all models, before conversion
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, self.project_dir, self.is_main_process)
         self.resumed = self.between_steps = self.stopping = self.closed = False
         self.norm = self.wire = None
-        self.epochs, self.known = [], set()  # of the prepared loaders; ids of all prepared models' parameters
+        self.epochs, self.known = [], set()  # epochs: one per prepared loader; known: ids of all prepared parameters
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.folder}")
@@ -94,13 +94,13 @@ class Accelerator(accelerate.Accelerator):
         return prepared if len(args) > 1 else prepared[0]
 
     def convert(self, model, optimizers):
-        """Makes `model` what the plan says. Returns (its layers as they were, those left alone)."""
+        """Converts `model` in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
         optimizer = next((one for one in optimizers if owns(one, model)), None)
         dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
         if dtype != torch.float32 and self.plan.precision != "fp32":
             raise Refused(f"the model comes in {str(dtype)[6:]}, which stays the dtype of its parameters: use an fp32 "
                           f"config, not {self.plan.precision}")  # fmt: skip
-        if os.environ.get("FAITHFUL_TWIN"):  # compare's control: what does a change of one rounding do to this run?
+        if os.environ.get("FAITHFUL_TWIN"):  # compare's control run: how much does a change in the last bit matter?
             nudge(model)
             self.record.seen["nudged"] = True
         layers = Layers(self.plan, model, set().union(*map(plain.owned, optimizers)))
@@ -112,7 +112,7 @@ class Accelerator(accelerate.Accelerator):
         return layers, skipped
 
     def belongs(self, optimizer):
-        """A prepared optimizer: to the models that it updates, and their evidence is begun."""
+        """Assigns a prepared optimizer to the models that it updates, and begins the evidence of each."""
         mine = self.strategy.owned(optimizer)
         for evidence in self.evidence:
             if mine & set(map(id, evidence.parameters.values())) and optimizer not in evidence.optimizers:
@@ -134,7 +134,7 @@ class Accelerator(accelerate.Accelerator):
         return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
 
     def skip_first_batches(self, dataloader, num_batches=0):
-        """The loader of the epoch that a resumed run goes on with."""
+        """The loader of the rest of an epoch, watched like the loader that it comes from."""
         left = super().skip_first_batches(dataloader, num_batches)
         mine = next((epoch for epoch in self.epochs if any(one is dataloader for one in epoch.loaders)), None)
         return mine.watch(left) if mine else left
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
     # ---- steps ----
 
     def begin(self):
-        """Everything is prepared: open the record, once."""
+        """Opens the record at the first call, when everything is prepared."""
         if self.record.opened:
             return
         if not self.evidence:
@@ -162,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
         self.write_record()
 
     def note(self, line):
-        """Something that a user should know, said once and kept in the record."""
+        """Prints a note for the user and keeps it in the record."""
         self.record.notes.append(line)
         self.print(f"note: {line}", flush=True)
 
@@ -178,8 +178,8 @@ class Accelerator(accelerate.Accelerator):
             self.wire = None
 
     def counts_wire(self):
-        """Whether the next step's collectives are counted: the first one after everything exists. Compiled blocks would
-        not run as such under a dispatch mode."""
+        """Whether to count the next step's collectives: once, after the first step. A dispatch mode, which counts them,
+        would switch compiled blocks off."""
         evidence = self.evidence[0] if self.evidence and not self.plan.compile else None
         return evidence is not None and evidence.complete and evidence.record["wire_bytes_per_step"] is None
 
@@ -193,7 +193,7 @@ class Accelerator(accelerate.Accelerator):
             self.backend.after_backward(self.plan, evidence.model)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        """The norm over all processes is kept: it tells whether the step is finite."""
+        """Clips, and keeps the norm over all processes: `before_update` checks that it is finite."""
         own, parameters = clipping.own(self), list(parameters)
         if own is None:
             self.norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -205,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_value_(self, parameters, clip_value):
         clipping.check_value(self)
-        self.unscale_gradients()  # from here on as Accelerate does it, which leaves out FSDP2
+        self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join_uneven_inputs(self, joinables, even_batches=None):
@@ -215,8 +215,8 @@ class Accelerator(accelerate.Accelerator):
         return super().join_uneven_inputs(joinables, even_batches)
 
     def before_update(self, optimizer):
-        """All gradients of the step are there. Nothing that is not finite gets into the weights."""
-        self.begin()  # a script may call loss.backward()
+        """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
+        self.begin()  # here too, as a script may call loss.backward() itself
         if self.norm is None:  # the script does not clip
             own = clipping.own(self)
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -252,8 +252,8 @@ class Accelerator(accelerate.Accelerator):
         return self.record.seen["samples_per_step"]
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
-        """Evaluation can be long: here, too, all processes ask each other whether one was told to stop."""
-        alike = self.plan.split > 1  # tp: every process has seen every sample
+        """Also asks all processes whether one was told to stop, because an evaluation can be long."""
+        alike = self.plan.split > 1  # tp: every process has every sample already
         data = input_data if alike else super().gather_for_metrics(input_data, use_gather_object)
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
@@ -266,7 +266,7 @@ class Accelerator(accelerate.Accelerator):
             self.stop()
 
     def stop(self):
-        """SIGTERM or Ctrl-C: a checkpoint of the last whole step, on all processes at once."""
+        """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
         folder = Path(self.project_dir, f"checkpoint-{self.steps.taken}")
         sound = self.is_main_process and folder.exists() and checkpoint.unsound(folder) is None
         [there] = broadcast_object_list([sound])
@@ -279,7 +279,7 @@ class Accelerator(accelerate.Accelerator):
         raise KeyboardInterrupt if process.interrupted else Stopped
 
     def how_to_go_on(self):
-        """What of this run is saved, in words, and how to resume it."""
+        """A sentence for the user: what was saved, and how to resume it."""
         newest = self.newest_checkpoint()
         if newest is None:
             return "no checkpoint was saved"
@@ -289,8 +289,8 @@ class Accelerator(accelerate.Accelerator):
     # ---- saving ----
 
     def save_state(self, output_dir=None, safe_serialization=True, **kwargs):
-        """A checkpoint in `output_dir`, whole or not there. Where it cannot be written, training goes on, and the
-        process ends with an error."""
+        """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. If it cannot be written,
+        training goes on, and the process exits with an error at the end."""
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
             output_dir = self.checkpoints_folder() / f"checkpoint_{project.iteration}"
@@ -321,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
         return str(folder)
 
     def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
-        """Goes on from a checkpoint: the folder, or where none is given the newest complete one of the project."""
+        """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
         if input_dir is None and not self.named_folder:
             raise Refused("resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
                           "folder of the run to go on with")  # fmt: skip
@@ -345,12 +345,12 @@ class Accelerator(accelerate.Accelerator):
         return next(iter(checkpoint.list_checkpoints(self.checkpoints_folder())), None)
 
     def checkpoints_folder(self):
-        """Where checkpoints are whose folder the script does not name."""
+        """The folder of checkpoints that the script saves without a path."""
         automatic = self.project_configuration.automatic_checkpoint_naming
         return Path(self.project_dir, "checkpoints") if automatic else Path(self.project_dir)
 
     def get_state_dict(self, model, unwrap=True):
-        """Whole, plain weights under the names of the unconverted model, without FP8's own state."""
+        """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
         if self.strategy.sharded(model.parameters(), self.plan) and not launcher.all_come("get_state_dict"):
             raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
                           "get_state_dict or save_model on all of them")  # fmt: skip
@@ -360,8 +360,8 @@ class Accelerator(accelerate.Accelerator):
         return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization=True):
-        """The weights alone, as `model.safetensors`; a tensor that is shared stands under its first name."""
-        self.peak = self.peak or self.memory.peak()  # of training: this gathers and copies the weights once more
+        """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
+        self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
         weights = self.get_state_dict(model)
         if not self.is_main_process:
             return
@@ -374,13 +374,13 @@ class Accelerator(accelerate.Accelerator):
 
     def init_trackers(self, project_name, config=None, init_kwargs=None):
         self.record.arguments = config
-        if self.evidence:  # else it is too early
+        if self.evidence:  # without a prepared optimizer there is nothing to record yet
             self.begin()
             self.write_record()
         super().init_trackers(project_name, config, init_kwargs or {})
 
     def log(self, values, step=None, log_kwargs=None):
-        """To the trackers, and to metrics.jsonl."""
+        """Logs to the trackers and to metrics.jsonl."""
         if self.evidence:
             self.begin()
         super().log(values, step=step, log_kwargs=log_kwargs)
@@ -396,7 +396,7 @@ class Accelerator(accelerate.Accelerator):
             self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self):
-        """The run has done its steps: the record is closed while processes can still talk to each other."""
+        """Closes the record, while the processes can still communicate."""
         if not self.closed and self.record.opened and self.record.status == "running":
             self.closed, self.record.status = True, "finished"
             if self.record.failed_saves:
@@ -408,17 +408,17 @@ class Accelerator(accelerate.Accelerator):
                 self.peak = max(peak for _, peak in everyone)
             self.write_record(now())
             self.print(f"{self.record.status}: {self.record.folder}", flush=True)
-            self.wait_for_everyone()  # nobody leaves while another still reads what it sent
+            self.wait_for_everyone()  # no process may exit while another still receives from it
         super().end_training()
 
     def close(self, error, code):
-        """However the process ends: writes the record, returns the exit code."""
+        """Writes the final record, however the process ends. Returns the exit code."""
         record, stopped = self.record, self.record.status == "preempted"
         if self.closed:
             pass
         elif error is None and record.opened:
             self.closed = True
-            record.status = "preempted" if stopped else "finished"  # a script need not call end_training
+            record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
             self.write_record(now())
             self.print(f"{record.status}: {record.folder}", flush=True)
         elif error is not None and (record.opened or (code != 2 and not (record.folder / "run.json").exists())):
@@ -434,11 +434,11 @@ class Accelerator(accelerate.Accelerator):
         return (self.before.close(error, code) or code) if self.before else code
 
 
-process.guard(lambda: Accelerator.current)  # from the import on: mistakes that come before an Accelerator, too
+process.guard(lambda: Accelerator.current)  # at import, so that errors before the first Accelerator() are caught too
 
 
 def trains(one):
-    """Whether an argument of `prepare` is a model that is new here and has something to train."""
+    """Whether an argument of `prepare` is a model that is not prepared yet and has trainable parameters."""
     fresh = isinstance(one, nn.Module) and not getattr(one, "_is_accelerate_prepared", False)
     return fresh and any(parameter.requires_grad for parameter in one.parameters())
 

@@ -1,6 +1,6 @@
-"""The arguments of `Accelerator(...)`: those of the script, and those that the config's plan adds.
+"""The arguments of `Accelerator(...)`: the script's, and those that the config adds.
 
-Where the two contradict each other the run is refused, with both sides named. Nothing is overruled in silence.
+If the two contradict each other, the run is refused with a message that names both.
 """
 
 import inspect
@@ -27,7 +27,7 @@ OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatr
 
 
 def given(args, kwargs):
-    """What a script passed to `Accelerator(*args, **kwargs)`, by name, without what equals Accelerate's defaults."""
+    """{name: value} of what a script passed to `Accelerator(*args, **kwargs)`, without Accelerate's defaults."""
     parameters = list(inspect.signature(Original.__init__).parameters.values())[1:]
     named = dict(zip([p.name for p in parameters], args, strict=False)) | kwargs
     defaults = {p.name: p.default for p in parameters}
@@ -35,7 +35,7 @@ def given(args, kwargs):
 
 
 def merged(plan, script):
-    """Arguments for accelerate's Accelerator: the script's and the plan's. Raises Refused with all contradictions."""
+    """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
     script = dict(script)
     found = list(contradictions(plan, script))
     if found and not config.config_wins():
@@ -57,17 +57,17 @@ def merged(plan, script):
         script.pop(name, None)
     arguments = strategies.of(plan).arguments(plan, scaling) | backends.of(plan).arguments(plan)
     handlers += arguments.pop("kwargs_handlers", [])
-    if AcceleratorState._shared_state:  # a second Accelerator: the first has set them for both
+    if AcceleratorState._shared_state:  # a second Accelerator shares the state of the first
         for name in OF_THE_CONFIG:
             arguments.pop(name, None)
-    if plan.compile:  # each block is compiled in place: Accelerate would compile DDP's wrapper, hooks and all
+    if plan.compile:  # blocks are compiled one by one; Accelerate would compile DDP's wrapper with its hooks
         arguments["dynamo_backend"] = "no"
     return {**script, **arguments, "kwargs_handlers": handlers}
 
 
 def project(plan, merged, earlier):
-    """(the script's ProjectConfiguration, whether it names a folder). Where it names none the run gets a new one.
-    earlier: folders of the Accelerators that this script has made before."""
+    """Returns (the run's ProjectConfiguration, whether the script names a folder). A run without one gets a new folder.
+    earlier: folders of the Accelerators that this script has created before."""
     made = merged.pop("project_config", None) or ProjectConfiguration()
     folder = merged.pop("project_dir", None) or config.default_project_dir()
     named = bool(made.project_dir or folder)
@@ -83,7 +83,7 @@ def project(plan, merged, earlier):
 
 
 def contradictions(plan, script):
-    """(argument, what it says and what the config says, what to do) where the script asks for something else."""
+    """Yields (argument, what script and config say, what to do) for each argument that contradicts the config."""
     precision = {"fp32": "no"}.get(plan.precision, plan.precision)
     asked = script.get("mixed_precision")
     if asked is not None and str(asked) != precision:
@@ -104,13 +104,13 @@ def contradictions(plan, script):
     plugin = script.get("gradient_accumulation_plugin")
     steps = plugin.num_steps if plugin else script.get("gradient_accumulation_steps", 1)
     launched = config.exported_accumulation()
-    if launched not in (None, steps):  # Accelerate lets the environment win, silently
+    if launched not in (None, steps):  # in Accelerate the environment wins without a message
         both = f"the script's gradient_accumulation_steps is {steps}, the launcher exports {launched}"
         yield "gradient_accumulation_steps", both, "say it in one place"
 
 
 def as_planned(plan, plugin):
-    """Whether a plugin says what the config says: transformers' TrainingArguments make them from the environment."""
+    """Whether a plugin agrees with the config. transformers' TrainingArguments make plugins from the environment."""
     if isinstance(plugin, TorchDynamoPlugin):
         return plan.compile or plugin.backend == DynamoBackend.NO
     return plan.strategy == f"zero{getattr(plugin, 'zero_stage', None)}"

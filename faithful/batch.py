@@ -1,4 +1,4 @@
-"""What the model saw in its first optimizer step: how many samples, and which."""
+"""Counts and hashes the samples of the first optimizer step."""
 
 import torch
 from accelerate.utils import gather_object
@@ -8,7 +8,7 @@ from faithful.tensors import sum_of_sample_hashes
 
 
 class FirstBatch:
-    """Watches the forwards of a prepared model until `result` is asked for."""
+    """Watches the forward passes of a prepared model until `result` is called."""
 
     def __init__(self, model):
         self.samples = self.hashes = 0
@@ -23,7 +23,7 @@ class FirstBatch:
         self.hashes += sum_of_sample_hashes([tensor for tensor in tensors if len(tensor) == samples])
 
     def result(self, plan):
-        """(samples per optimizer step, one hash of all of them) over all processes, which all must call it."""
+        """(samples per optimizer step, one hash of them all), over all processes. Every process must call it."""
         self.hook.remove()
-        seen = gather_object([(self.samples, self.hashes)])[:: plan.split]  # tp: several compute one batch
+        seen = gather_object([(self.samples, self.hashes)])[:: plan.split]  # tp: a group computes one batch
         return sum(samples for samples, _ in seen), f"{sum(hashes for _, hashes in seen) % 2**256:064x}"

@@ -1,13 +1,13 @@
 """Batch norm for FSDP2 and DeepSpeed, which cast its weight to 16 bit and leave its running averages in fp32.
 
-torch's own layer does not take the two together.
+torch's own layer does not accept this mix of dtypes.
 """
 
 import torch
 
 
 def in_fp32(model):
-    """Makes the model's BatchNorm2d layers, in place, compute in fp32 when their weight is in 16 bit."""
+    """Changes the model's BatchNorm2d layers in place, to compute in fp32 when their weight is in 16 bit."""
     for module in model.modules():
         if type(module) is torch.nn.BatchNorm2d and module.affine and module.track_running_stats and module.momentum:
             module.__class__ = BatchNorm

@@ -1,4 +1,4 @@
-"""The blocks of a model: what FSDP2 gathers and what is compiled one by one."""
+"""The blocks of a model: the layers that FSDP2 gathers, and torch.compile compiles, one by one."""
 
 from collections import Counter
 
@@ -11,18 +11,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def name_blocks(model):
-    """Leaves in `model._no_split_modules` the names of its block classes: those that it names itself and has, else its
-    repeated layers."""
+    """Sets `model._no_split_modules` to the names of its block classes: those that the model lists there itself, or its
+    repeated layers if it lists none."""
     classes = {type(module).__name__ for module in model.modules()}
     named = [name for name in getattr(model, "_no_split_modules", None) or () if name in classes]
-    # Accelerate shards the embedding by itself: a block that holds it (BertEmbeddings) would be sharded twice.
+    # Accelerate shards the embedding separately: a block that contains it (BertEmbeddings) would be sharded twice.
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     holders = {type(m).__name__ for m in model.modules() if embedding is not None and embedding in m.modules()}
     model._no_split_modules = [name for name in named if name not in holders] or repeated(model)
 
 
 def repeated(model):
-    """Names of the classes of layers that stand at least twice in a model's lists, outermost first."""
+    """Names of the layer classes that occur at least twice in the model's lists. Does not look inside such layers."""
     found = Counter()
 
     def look(module, listed):
@@ -39,9 +39,8 @@ def repeated(model):
 
 
 def compile_blocks(model, eager_in_eval):
-    """Compiles each block in place, as the file's dynamo_config says; the first one's code serves them all. In place,
-    because DDP, FSDP2 and checkpointing go on finding the modules they know. eager_in_eval: a block in eval() runs as
-    it is written."""
+    """Compiles each block as dynamo_config says; blocks of one class share the compiled code. Compiling in place keeps
+    the modules that DDP, FSDP2 and checkpointing look for. eager_in_eval: blocks in eval() run uncompiled."""
     name_blocks(model)
     options, names = TorchDynamoPlugin().to_kwargs(), model._no_split_modules
     blocks = [module for module in model.modules() if type(module).__name__ in names]

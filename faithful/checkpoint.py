@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints.
 
 `checkpoint-<optimizer step>/` holds the tensors as safetensors (one file per rank), the rest as `trainer_state.json`,
-and `manifest.json` with size and sha256 of every file, written last. It is written as `checkpoint-<step>.tmp`, fsynced
-and renamed: what has its name is complete. Nothing here is a pickle.
+and `manifest.json` with size and sha256 of every file, written last. The folder is written as `checkpoint-<step>.tmp`,
+fsynced and renamed, so a folder with the final name is complete. No file is a pickle.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from faithful.errors import Refused
 from faithful.tensors import local
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
-FORMAT = 3  # of trainer_state.json; 1 had no number and derived random states from the step, 2 had no skip list
+FORMAT = 3  # of trainer_state.json. Format 1 had no number and no random states, format 2 no skip list
 
 
 def sha256(path):
@@ -30,7 +30,7 @@ def sha256(path):
 
 
 def sync(path):
-    """Past the page cache: a file, or a folder's list of names."""
+    """Writes a file, or a folder's entries, from the page cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -39,7 +39,7 @@ def sync(path):
 
 
 def write_json(path, value):
-    """Whole or not at all, also for whoever reads it meanwhile."""
+    """Writes a file atomically: a reader sees the old content or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n")
     sync(temporary)
@@ -51,12 +51,12 @@ def entry(path):
 
 
 def write(accelerator, folder, parts, state, keep=None, write_more=lambda temporary: None):
-    """Write `folder`; the error as text, or None if it is there and whole. Called by all ranks.
+    """Writes the checkpoint `folder`. Returns the error as text, or None. Every rank calls it.
 
-    parts: {name: tensor} of this rank. state: JSON values, of rank 0; if "alone", only the main process calls it.
-    keep: how many complete checkpoints stay beside each other, the new one included; older ones go only afterwards;
-    None keeps all. write_more: writes a script's own files into the folder. A failure (a full disk, say) on any rank
-    leaves the earlier checkpoints as they were.
+    parts: {name: tensor} of this rank. state: JSON values, of rank 0; if state["alone"], only the main process calls.
+    keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
+    keeps all. write_more: writes a script's own files into the folder. After an error on any rank (a full disk, say)
+    the earlier checkpoints are still there.
     """
     main, temporary = accelerator.is_main_process, folder.with_name(folder.name + ".tmp")
     error, written, alone = None, {}, state["alone"]
@@ -88,7 +88,7 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
             write_json(temporary / MANIFEST, files)
             sync(temporary)
             shutil.rmtree(replaced(folder), ignore_errors=True)
-            if folder.exists():  # an unsound one of the same step, or a script that saves to one folder again and again
+            if folder.exists():  # an incomplete one of the same step, or a script that always saves to one folder
                 os.rename(folder, replaced(folder))
             os.rename(temporary, folder)
             sync(folder.parent)
@@ -105,24 +105,24 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
 
 
 def replaced(folder):
-    """Where an earlier checkpoint of the same name is until the new one is there."""
+    """The path of an earlier checkpoint of the same name while the new one takes its place."""
     return folder.with_name(folder.name + ".old")
 
 
 def number(folder):
-    """Of `checkpoint-<number>`, or as Accelerate's automatic names have it `checkpoint_<number>`; else None."""
+    """The number in `checkpoint-<number>`, or in Accelerate's automatic name `checkpoint_<number>`; else None."""
     match = re.fullmatch(r"checkpoint[-_](\d+)", folder.name)
     return match and int(match[1])
 
 
 def list_checkpoints(output_dir):
-    """Folders that have a number, newest first."""
+    """The checkpoint folders in `output_dir`, newest first."""
     found = [path for path in Path(output_dir).glob("checkpoint*") if number(path) is not None]
     return sorted(found, key=number, reverse=True)
 
 
 def unsound(folder):
-    """Why a checkpoint cannot be trusted, or None. Reads every byte."""
+    """Why a checkpoint is incomplete or damaged, or None. Reads every byte."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -137,11 +137,11 @@ def unsound(folder):
 
 
 def find(accelerator, wanted, output_dir):
-    """The checkpoint to resume from, agreed by all ranks: the folder `wanted`, or where that is None the newest sound
-    one in output_dir, or None where there is none."""
+    """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
+    in output_dir, or None if there is none. Raises Refused if `wanted` is damaged."""
     candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
     if wanted is not None and not candidates[0].exists() and replaced(candidates[0]).exists():
-        candidates = [replaced(candidates[0])]  # killed while the one was put in the place of the other
+        candidates = [replaced(candidates[0])]  # the process was killed between the two renames of `write`
     [candidates] = broadcast_object_list([candidates])
     for folder in candidates:
         reasons = [reason for reason in gather_object([unsound(folder)]) if reason]
@@ -168,7 +168,7 @@ def read_state(folder):
 
 
 class Part:
-    """{name: tensor} of one rank's file, of the names that begin with `prefix`, each read when it is asked for."""
+    """A mapping {name: tensor} of one rank's file: the names that begin with `prefix`, without it. Reads lazily."""
 
     def __init__(self, folder, rank, prefix):
         self.file = safe_open(folder / f"rank{rank}.safetensors", "pt")
@@ -190,7 +190,7 @@ def read_tensors(folder, rank):
 
 
 def write_weights(weights, folder, max_shard_size, safe_serialization):
-    """A finished model: {name: tensor} as `model.safetensors`, in several files where it is large."""
+    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
     temporary = folder.with_name(folder.name + ".tmp")
     temporary.mkdir(parents=True, exist_ok=True)
     plain = {name: alone(weight) for name, weight in weights.items()}
@@ -203,6 +203,6 @@ def write_weights(weights, folder, max_shard_size, safe_serialization):
 
 
 def alone(tensor):
-    """On the CPU, in memory of its own: FSDP2 gathers several tensors in one piece."""
+    """The tensor on the CPU, in memory of its own: FSDP2 gathers several tensors into one storage."""
     tensor = local(tensor.detach()).cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

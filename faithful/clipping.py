@@ -1,7 +1,7 @@
-"""Clipping gradients, also where a script calls torch.nn.utils.clip_grad_norm_ instead of the Accelerator's.
+"""Gradient clipping, also for scripts that call torch.nn.utils.clip_grad_norm_ instead of the Accelerator's.
 
-Torch clips what is in `.grad`. MS-AMP's levels keep FP8 gradients beside it, and DeepSpeed keeps none there: torch
-would clip a part of the gradients, or nothing. Under tensor parallel it cannot compute with parts and wholes together.
+torch clips only `.grad`. MS-AMP's levels keep FP8 gradients elsewhere, and DeepSpeed keeps all gradients elsewhere, so
+torch would clip a part of them, or none. Under tensor parallel torch fails on a mix of DTensors and tensors.
 """
 
 import functools
@@ -13,13 +13,13 @@ from faithful.errors import Refused
 
 
 def own(accelerator):
-    """The `clip_grad_norm_` of the run's backend or strategy, or None where torch's is right."""
+    """The `clip_grad_norm_` of the run's backend or strategy, or None if torch's is right."""
     found = getattr(accelerator.backend, "clip_grad_norm_", None)
     return found or getattr(accelerator.strategy, "clip_grad_norm_", None)
 
 
 def check(accelerator, parameters, norm_type):
-    """Raises Refused for what `own` cannot clip."""
+    """Raises Refused for arguments that `own(accelerator)` does not support."""
     plan = accelerator.plan
     if norm_type != 2:
         raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {elsewhere(plan)} are clipped by their 2-norm, leave "
@@ -42,9 +42,9 @@ def elsewhere(plan):
 
 
 def instead_of_torch(accelerator, current):
-    """From now on torch's own functions call those of current(), the newest Accelerator, for parameters of its models.
+    """Makes torch's clipping functions call those of current(), the newest Accelerator, for parameters of its models.
 
-    A script may have imported them under any name, so their inside is exchanged: torch wraps each in a `no_grad`.
+    A script may have imported them under any name, so the function inside torch's `no_grad` wrapper is replaced.
     """
     if not own(accelerator) and accelerator.plan.strategy != "tp":
         return
@@ -75,7 +75,7 @@ def value(current, torchs, parameters, *args, **kwargs):
     accelerator, parameters = current(), listed(parameters)
     if is_own(accelerator, parameters):
         check_value(accelerator)
-    for kind in (True, False):  # torch takes parts or wholes, not both
+    for kind in (True, False):  # torch takes DTensors or tensors, not both in one call
         torchs([one for one in parameters if isinstance(one.grad, DTensor) is kind], *args, **kwargs)
 
 

@@ -1,8 +1,8 @@
-"""What a config asks for: one mapping, read from the launcher's environment or from a file.
+"""What a config asks for, as one mapping, read from the launcher's environment or from a file.
 
-`accelerate launch` turns a YAML file into environment variables. `asked(environment)` reads them into one mapping.
-`exported(config)` says which environment a file would become, so that a file and a launch go through the same rules
-(faithful/rules.py). Nothing here imports torch or Accelerate: a check takes a fraction of a second.
+`accelerate launch` turns a YAML file into environment variables. `asked(env)` reads these into one mapping.
+`exported(config)` returns the variables that a file would become, so that files and launches go through the same rules
+(faithful/rules.py). This module imports neither torch nor Accelerate, so that a check takes a fraction of a second.
 """
 
 import os
@@ -17,10 +17,10 @@ LEVELS = {  # the first is the default
     "te": ("delayed", "current", "block", "mxfp8"),
     "msamp": ("o2", "o1", "o3"),
 }
-SKIP = {"ao": "first, last"}  # what a backend's own recipes leave out, where a file has no `skip`
+SKIP = {"ao": "first, last"}  # the default of `skip`, as in the backend's own recipes
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
-# What accelerate 1.15 reads of a file; tests compare it with the installed launcher. Missing on purpose: keys it
-# accepts and then does nothing with (FSDP1's under version 2), and engines that these recipes don't use.
+# The keys of a config file that accelerate 1.15 reads; tests compare them with the installed launcher. Left out: keys
+# that it accepts and ignores (FSDP1's under version 2), and engines that these recipes don't use.
 KEYS = {
     "": "compute_environment debug distributed_type downcast_bf16 dynamo_config enable_cpu_affinity fp8_config "
     "fsdp_config gpu_ids machine_rank main_process_ip main_process_port main_training_function mixed_precision "
@@ -28,7 +28,7 @@ KEYS = {
     "fsdp_config": "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy "
     "fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_reshard_after_forward fsdp_state_dict_type "
     "fsdp_transformer_layer_cls_to_wrap fsdp_version",
-    # fp8_recipe and fp8_skip are ours: the launcher hands any key of this section on
+    # fp8_recipe and fp8_skip are ours: the launcher exports any key of this section
     "fp8_config": "fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_enable_fsdp_float8_all_gather fp8_format "
     "fp8_interval fp8_margin fp8_opt_level fp8_override_linear_precision fp8_pad_inner_dim fp8_recipe "
     "fp8_skip fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
@@ -39,7 +39,7 @@ KEYS = {
     "parallelism_config": "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
     "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size",
 }
-PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # whose keys may leave out `fsdp_`, `fp8_`, `dynamo_`
+PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # their keys may omit `fsdp_`, `fp8_`, `dynamo_`
 SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # dimensions of a device mesh, parallelism_config_<name>_size
 FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
@@ -51,12 +51,12 @@ STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
 def on(value):
-    """The launcher writes booleans as True, true, 1; YAML as true."""
+    """Whether a boolean is true, as the launcher (True, true, 1) or YAML (true) writes it."""
     return str(value).lower() in ("true", "1", "yes", "on")
 
 
 def asked(env):
-    """What the launcher's environment variables ask for, under one name each."""
+    """The mapping of what the launcher's environment variables ask for."""
     version = env.get("FSDP_VERSION", "1")
     sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
@@ -97,8 +97,8 @@ def asked(env):
 
 
 def asked_of_fp8(env, precision):
-    """The FP8 part of `asked`. `skip`: patterns of the Linear layers that stay in high precision. `dead` holds knobs
-    that nothing reads any more, where they were turned."""
+    """The FP8 part of `asked`. `skip`: patterns of the Linear layers that stay in high precision. `dead`: options that
+    are set but have no effect any more, each with the reason."""
     asked = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": []}
     if precision != "fp8":
         return asked
@@ -133,7 +133,7 @@ def asked_of_fp8(env, precision):
 
 
 def exported(config):
-    """The environment that `accelerate launch` makes of a config file's mapping, as far as `asked` reads it."""
+    """The environment variables that `accelerate launch` makes of a config file's mapping: those that `asked` reads."""
     sections = {
         name: {
             key if key.startswith(prefix) else prefix + key: value for key, value in (config.get(name) or {}).items()
@@ -148,7 +148,7 @@ def exported(config):
         section = FP8_DEFAULTS | sections["fp8_config"]
         override = section.pop("fp8_override_linear_precision", (False, False, False))
         env |= {f"ACCELERATE_{key.upper()}": str(value) for key, value in section.items()}
-        if isinstance(override, bool):  # the launcher takes a list, and a string letter by letter
+        if isinstance(override, bool):  # the launcher indexes it: a list, or the letters of a string
             override = [override] * 3
         gemms = zip(("FPROP", "DGRAD", "WGRAD"), override, strict=False)
         env |= {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
@@ -160,7 +160,7 @@ def exported(config):
         env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local)}
     if kind == "DEEPSPEED":
         section = config.get("deepspeed_config") or {}
-        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DYNAMO_BACKEND": "NO"}  # it hands no dynamo_config on
+        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DYNAMO_BACKEND": "NO"}  # launcher ignores dynamo_config
         env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(section.get("zero_stage", 2))
         names = {"offload_optimizer_device": "OFFLOAD_OPTIMIZER_DEVICE", "offload_param_device": "OFFLOAD_PARAM_DEVICE",
                  "zero3_init_flag": "ZERO3_INIT"}  # fmt: skip
@@ -179,12 +179,12 @@ def exported(config):
 
 
 def rank():
-    """This process's rank; 0 where no launcher set one."""
+    """This process's rank, or 0 without a launcher."""
     return int(os.environ.get("RANK", 0))
 
 
 def seconds_of_patience():
-    """How long a collective waits for a process that does not answer. Torch's own: gloo 30 minutes, NCCL 10."""
+    """Timeout of collectives, in seconds. torch's defaults: 30 minutes for gloo, 10 for NCCL."""
     seconds = os.environ.get("COLLECTIVE_TIMEOUT", "600")
     if not seconds.isdigit() or not int(seconds):
         raise Refused(f"COLLECTIVE_TIMEOUT={seconds}: write seconds, a whole number from 1 on")
@@ -192,17 +192,17 @@ def seconds_of_patience():
 
 
 def default_project_dir():
-    """The folder of a run whose script names none, or None: `./launch.sh compare` says where its runs are."""
+    """The project folder for scripts that name none, as `./launch.sh compare` sets it, or None."""
     return os.environ.get("FAITHFUL_PROJECT_DIR")
 
 
 def tell_folder():
-    """The file in which a run writes where its record is, or None: ./launch.sh prints the table of a finished run."""
+    """The file into which a run writes its folder, so that ./launch.sh can print the run's table, or None."""
     return os.environ.get("FAITHFUL_TELL_FOLDER")
 
 
 def config_wins():
-    """Whether what a script passes against its config is left out, and said, instead of refused."""
+    """Whether script arguments that contradict the config are dropped with a note, instead of refused."""
     return "FAITHFUL_CONFIG_WINS" in os.environ
 
 

@@ -1,8 +1,8 @@
-"""The errors of a run that cannot go on. Each is printed as one line, without a traceback."""
+"""Errors that end a run. Each is printed as one line, without a traceback."""
 
 
 class Refused(Exception):
-    """The config, the script and the machine do not fit: what was asked, what is there, what to do."""
+    """Config, script and machine do not fit together. The message says what was asked, what is there, what to do."""
 
     exit_code = 2
 
@@ -14,15 +14,15 @@ class Diverged(Refused):
 
 
 class Alone(Refused):
-    """Another process of this run did not come. Every process that did come says so."""
+    """Another process of this run is missing. Unlike other errors, every process prints this one."""
 
     exit_code = 1
     of_one_process = True
 
 
 class Stopped(SystemExit):
-    """SIGTERM came, all processes agreed, and a checkpoint was written. Exits with 143, as SIGTERM itself would.
-    After Ctrl-C it is a KeyboardInterrupt, which scripts may catch."""
+    """Ends a run after SIGTERM, when its checkpoint is written. Exits with 143, as SIGTERM itself would. After Ctrl-C
+    the run raises KeyboardInterrupt instead, which scripts may catch."""
 
     def __init__(self):
         super().__init__(143)

@@ -1,8 +1,8 @@
-"""The evidence: what this run really is, counted on live tensors.
+"""The evidence: counts on live tensors that show what a run really does.
 
-`Evidence` is begun when model and optimizer are prepared and complete after the first optimizer step, when gradients
-and optimizer state exist. A run that is not what its config says raises Refused. `record` is the `evidence` of
-run.json; its counts are over the whole model.
+An `Evidence` is created when a model and its optimizer are prepared. It is complete after the first optimizer step,
+when gradients and optimizer state exist. It raises Refused if the run is not what its config says. Its `record` is the
+entry `evidence` of run.json, with counts over the whole model.
 """
 
 import torch
@@ -18,18 +18,18 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Layers:
-    """What a model is made of before it is converted: Linear layers, initial weights, what its optimizers update.
-    owned: ids of the parameters that they have, as far as they are known."""
+    """A model before its conversion: its Linear layers, a hash of its weights, the parameters that optimizers own.
+    owned: ids of the parameters of the optimizers that are known so far."""
 
     def __init__(self, plan, model, owned):
         self.names = linear_names(model)
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
-        self.linear = len(self.names) + converted(plan, model)[0]  # TE's blocks are both
+        self.linear = len(self.names) + converted(plan, model)[0]  # TE's blocks contain Linear layers too
         self.initial_weights = fingerprint(model)
 
 
 class Evidence:
-    """Of one model. `optimizers`: those that update its parameters."""
+    """The evidence of one model. `optimizers`: those that update its parameters."""
 
     def __init__(self, accelerator, plan, model, optimizer, layers, skipped):
         self.plan, self.model, self.optimizers, self.accelerator = plan, model, [optimizer], accelerator
@@ -85,8 +85,8 @@ class Evidence:
         return set().union(*(self.strategy.owned(optimizer) for optimizer in self.optimizers))
 
     def left_out(self):
-        """Names of the trainable parameters that the script gave to no optimizer. All are prepared. Raises Refused for
-        those that an optimizer had, and lost to a conversion."""
+        """Names of the trainable parameters that the script gave to no optimizer. Called when all optimizers are
+        prepared. Raises Refused if an optimizer lost parameters in the conversion."""
         owned = self.owned()
         names = [name for name, p in self.parameters.items() if p.requires_grad and id(p) not in owned]
         self.record["optimizer_owns_all"] = not names
@@ -100,7 +100,7 @@ class Evidence:
         self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
 
     def before_first_update(self, optimizer):
-        """Gradients are there, nothing is updated yet."""
+        """Counts gradients, between the backward pass and the update."""
         if self.hook:
             self.hook.remove()
         seen, asked = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
@@ -114,7 +114,7 @@ class Evidence:
         self.gradient_bytes += size(own) + size(self.strategy.gradients(mine, optimizer))
 
     def updated_by(self, optimizer):
-        """{name: parameter} of what it updates; the first one's also holds what none does."""
+        """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
         if len(self.optimizers) == 1:
             return self.counted
         owned = self.strategy.owned(optimizer)
@@ -122,8 +122,8 @@ class Evidence:
         return {name: p for name, p in self.counted.items() if id(p) in owned or id(p) not in others}
 
     def after_first_update(self, optimizer):
-        """Optimizer state is there: when the last of the optimizers has stepped, count, and add up the shards of all
-        ranks. Every rank calls it."""
+        """Counts parameters and optimizer state when each optimizer has stepped, and adds up the shards of all ranks.
+        Every rank calls it."""
         self.stepped.add(id(optimizer))
         if len(self.stepped) < len(self.optimizers):
             return
@@ -153,14 +153,14 @@ class Evidence:
     def over_all_ranks(self, counts, sizes):
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (counts, sizes))
-        everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other groups hold the same
+        everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other replicas hold the same
         whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
         parted = self.strategy.parted(self.optimizers[0])
-        for key in sizes.keys() - set(parted):  # of this every process has all
+        for key in sizes.keys() - set(parted):  # each process holds these whole
             whole[key] = sizes[key]
         if "weight" not in parted:
             whole_counts["parameters"] = counts["parameters"]
-        if self.plan.strategy.startswith("zero"):  # counted as they came, before they were cut
+        if self.plan.strategy.startswith("zero"):  # counted before DeepSpeed partitions them
             whole_counts["gradients"] = counts["gradients"]
         most = {key: max(part[1][key] for part in everyone) for key in sizes}
         self.record["share_per_process"] = {key: round(most[key] / whole[key], 4) for key in whole if whole[key]}
@@ -171,7 +171,7 @@ class Evidence:
         return self.record["bytes_per_parameter"] is not None
 
     def truth(self):
-        """The line that says what was counted."""
+        """The line printed after the first step: what was counted."""
         plan, dtypes = self.plan, self.record["dtypes"]
         group = f" {dist.get_backend()}" if dist.is_initialized() else ""
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
@@ -196,7 +196,7 @@ class Evidence:
         return " | ".join(parts)
 
     def fp8_truth(self):
-        """Two parts: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware` and `16 of 17 Linear in FP8, skipped ...`."""
+        """Two parts of the line: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware`, `16 of 17 Linear in FP8, ...`."""
         record = self.record
         fp8 = f"fp8 {self.backend.name(self.plan)}"
         fp8 += ", emulated: no FP8 hardware" if self.plan.emulated else ""
@@ -212,12 +212,12 @@ class Evidence:
 
 
 def some(words):
-    """The first three, and how many more there are."""
+    """The first three words, and the number of the others."""
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def notes(accelerator):
-    """What a user should know of what was prepared, a line each. Raises Refused for what no run must be."""
+    """Yields notes about the prepared objects, one line each. Raises Refused if processes would train apart."""
     processes, prepared = accelerator.num_processes, accelerator._optimizers
     for evidence in accelerator.evidence:
         if names := evidence.left_out():
@@ -236,25 +236,25 @@ def notes(accelerator):
 
 
 def converted(plan, model):
-    """(Linear, LayerNorm) layers of the live model that compute in FP8, by their classes."""
+    """(number of Linear, number of LayerNorm) layers of the model that compute in FP8, by their classes."""
     kinds = backends.of(plan).KINDS
     counts = [kinds[kind(module)] for module in model.modules() if kind(module) in kinds]
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
 def share(plan, model):
-    """Which part of the model's parameters is in layers that compute in FP8."""
+    """The fraction of the model's parameters in layers that compute in FP8."""
     kinds = backends.of(plan).KINDS
     inside = {p for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
 
-    def total(parameters):  # DeepSpeed's stage 3 has released them: their own size is 0
+    def total(parameters):  # ds_numel: under ZeRO-3 numel() is 0
         return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
     return total(inside) / max(1, total(model.parameters()))
 
 
 def add(parts):
-    """Adds nested dicts of numbers and lists key by key; what is neither is the same everywhere."""
+    """Adds nested dicts of integers and lists key by key. Of other values it takes the first."""
     if isinstance(parts[0], dict):
         keys = dict.fromkeys(key for part in parts for key in part)
         return {key: add([part[key] for part in parts if key in part]) for key in keys}

@@ -1,11 +1,10 @@
-"""The launcher above this process, and the processes beside it: how they find each other, and how they end.
+"""How the processes of a run find each other, and how they end with their launcher.
 
-Until a run has taken a step there is nothing to save, and SIGTERM ends its processes at once, also while they wait for
-each other in C++, where Python cannot handle a signal. From the first step on all processes write a checkpoint together
-(faithful/process.py).
+Before the first step there is nothing to save, and SIGTERM ends a process at once, even while it waits for the others
+in C++, where Python cannot handle signals. Later SIGTERM makes all processes write a checkpoint (faithful/process.py).
 
-A launcher that dies, whatever it dies of, ends its processes: they get SIGTERM, and GRACE seconds later what is left of
-them is killed. Whoever starts the run again meets none of them, and waits until they have left its folder.
+If the launcher dies, even by SIGKILL, its processes get SIGTERM, and those that still run GRACE seconds later are
+killed. A new launch of the same run waits until they have left its folder.
 """
 
 import contextlib
@@ -25,14 +24,14 @@ import psutil
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
-COMES = 10  # seconds that the main process waits for the others at what scripts may call on one process alone
+COMES = 10  # seconds that the main process waits for the others in calls that scripts may make on one process
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
-MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # how those of `python -m` begin
+MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
 
 def end_with_the_launcher():
-    """Called first, before anything waits for other processes."""
+    """Makes this process end when its launcher dies. Call it before anything waits for other processes."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parents = psutil.Process().parents()
     above = [parent for parent in parents if is_launcher(parent)]
@@ -51,34 +50,33 @@ def is_launcher(process):
 
 
 def launches(command):
-    """Whether a command line, a list, is `accelerate ...`, `python .../accelerate ...`, `python -m accelerate...`, or
-    what ./launch.sh starts (tools/accelerate_launch.py)."""
+    """Whether a command line (a list) is that of a launcher: `accelerate ...`, `python .../accelerate ...`, `python -m
+    accelerate...`, torchrun, deepspeed, or tools/accelerate_launch.py, which ./launch.sh starts."""
     if "-m" in command[1:-1] and command[command.index("-m") + 1].startswith(MODULES):
         return True
     return any(os.path.basename(part) in LAUNCHERS for part in command[:2])
 
 
 def started_by_a_launcher():
-    """The first is set by torchrun and by what uses it, the second by Accelerate also for a single process."""
+    """Whether the environment is a launcher's: torchrun sets the first variable, Accelerate the second."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
 def adopted():
-    """Whether the parent is not the one that started this process: it died, and init or another session took over."""
+    """Whether the parent died, so that init or a process of another session took over."""
     parent = os.getppid()
     return parent == 1 or os.getsid(parent) != os.getsid(0)
 
 
 def end_with_the_parent(number):
-    """The kernel will send signal `number` when the parent dies."""
+    """Makes the kernel send signal `number` when the parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def loader_process(own, worker_id):
-    """The worker_init_fn of loaders; own: the script's, or None. Slurm, Docker and Ctrl-C tell every process to stop:
-    the training process then writes a checkpoint, in steps that still need data. A loader's process ends when it does.
-    """
+    """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
+    but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_the_parent(signal.SIGKILL)
@@ -87,8 +85,8 @@ def loader_process(own, worker_id):
 
 
 def watch(launcher):
-    """Waits for the launcher's death, then sends SIGTERM, and GRACE seconds later SIGALRM, which ends the process even
-    if its main thread never gets to handle a signal."""
+    """Waits until the launcher dies, then sends SIGTERM to this process, and GRACE seconds later SIGALRM, which ends it
+    even if its main thread cannot handle signals."""
     with contextlib.suppress(psutil.NoSuchProcess):
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(1)
@@ -97,8 +95,8 @@ def watch(launcher):
 
 
 def claim(folder):
-    """Keeps every other run out of `folder` while this process lives. Waits for the processes of a run that was killed
-    to leave it; raises Refused where one goes on."""
+    """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
+    Raises Refused if another run still holds the lock after that."""
     descriptor, end = os.open(folder, os.O_RDONLY), None
     while end is None or time.monotonic() < end:
         try:
@@ -114,9 +112,9 @@ def claim(folder):
 
 
 def meet(patience):
-    """Waits until all processes of this run have come, at most `patience` (a timedelta), and raises Alone if not.
+    """Waits at most `patience` (a timedelta) for all processes of this run. Raises Alone if one is missing.
 
-    torch would wait too, but it would not say who is missing.
+    torch waits too, but its error does not say which rank is missing.
     """
     import torch.distributed as dist
 
@@ -133,7 +131,7 @@ def meet(patience):
                 f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
             )
         time.sleep(0.1)
-    meet.store = dist.TCPStore(  # kept: what rank 0 serves must live until init_process_group has joined it
+    meet.store = dist.TCPStore(  # keep rank 0's store until init_process_group has joined it
         address, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
     )
     meet.store.set(f"came/{rank}", "")
@@ -147,13 +145,13 @@ def meet(patience):
 
 @functools.cache
 def calls(what):
-    """A counter for each thing that processes may or may not call together."""
+    """A counter of calls per name `what`: each call of `all_come` needs keys of its own in the store."""
     return itertools.count()
 
 
 def all_come(what):
-    """Whether all processes call this. The main process waits COMES seconds for them; who comes later is told that it
-    went on alone."""
+    """Whether all processes call this. The main process waits COMES seconds for the others; a process that calls later
+    also gets False."""
     import torch.distributed as dist
 
     if not (dist.is_initialized() and dist.get_world_size() > 1):

@@ -1,7 +1,7 @@
-"""Data loaders: a run that is resumed in the middle of an epoch goes on with the samples that are left.
+"""Data loaders: a run resumed in the middle of an epoch goes on with the remaining samples of that epoch.
 
-A loader draws its order, and a seed for its processes, when an epoch begins. A checkpoint holds the generators as they
-were then; the first epoch after `load_state` begins from them, and then goes on with the generators of the checkpoint.
+A loader draws its order, and the seed of its workers, when an epoch begins. A checkpoint holds the states of the random
+generators at that time. The first epoch after `load_state` draws from these, and then restores those of the checkpoint.
 """
 
 import itertools
@@ -11,29 +11,29 @@ from torch.utils.data import DataLoader
 
 
 class Epoch:
-    """Of one prepared loader, and of what is left of it after `skip_first_batches`. `began`: its generators before the
-    epoch was drawn, {name: state}; `again`: those that the next one begins with."""
+    """The epoch of a prepared loader, also after `skip_first_batches`. `began`: {name: state} of its random generators
+    when the epoch began; `again`: states to begin the next epoch with, or None."""
 
     def __init__(self):
         self.loaders, self.began, self.again = [], None, None
 
     def watch(self, prepared):
-        """prepared: Accelerate's loader, which has torch's inside."""
+        """Watches `prepared`, Accelerate's loader around torch's, and returns it."""
         inside = getattr(prepared, "base_dataloader", None)
-        self.loaders = [*self.loaders[:1], prepared]  # the whole one and the newest, which a script may make each epoch
+        self.loaders = [*self.loaders[:1], prepared]  # the first and the newest: a script may make one per epoch
         if type(inside) is DataLoader:
             inside.__class__, inside.epoch = Watched, self
         return prepared
 
     def running(self, between_batches):
-        """Whether it is in the middle of an epoch. between_batches: the batch at hand is still to be trained on."""
+        """Whether an epoch is under way. between_batches: whether the newest batch is not trained on yet."""
         for loader in self.loaders:
             if any(one is loader for one in loader.gradient_state.dataloader_references):
                 return between_batches or not loader.end_of_dataloader
         return False
 
     def generator(self):
-        """Of its sampler, or None."""
+        """The generator of the loader's sampler, or None."""
         return sampler_generator(getattr(self.loaders[0], "base_dataloader", self.loaders[0]))
 
 
@@ -46,7 +46,7 @@ class Watched(DataLoader):
         epoch.began = generators(own)
         iterator = super()._get_iterator()
         if again is not None:
-            if hasattr(iterator, "_sampler_iter"):  # the order is drawn with the first batch
+            if hasattr(iterator, "_sampler_iter"):  # the sampler draws the order with its first batch
                 batches = iterator._sampler_iter
                 first = list(itertools.islice(batches, 1))
                 iterator._sampler_iter = itertools.chain(first, batches)
@@ -55,9 +55,9 @@ class Watched(DataLoader):
 
 
 def sampler_generator(loader):
-    """The generator of a loader's sampler, or None where it uses torch's."""
+    """The generator of a loader's sampler, or None if it uses torch's global one."""
     seen, sampler = 0, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while sampler is not None and seen < 8:  # samplers of samplers: Accelerate's shards, skipped batches
+    while sampler is not None and seen < 8:  # samplers wrap samplers: Accelerate's shards, skipped batches
         if isinstance(getattr(sampler, "generator", None), torch.Generator):
             return sampler.generator
         inner = getattr(sampler, "batch_sampler", None)
@@ -76,7 +76,7 @@ def set_generators(own, states):
 
 
 def collect(epochs, between_batches):
-    """({name: tensor} of this process, which loaders are in the middle of an epoch)."""
+    """({name: generator state} of this process, [whether each loader is in the middle of an epoch])."""
     parts, running = {}, [epoch.running(between_batches) and epoch.began is not None for epoch in epochs]
     for i, epoch in enumerate(epochs):
         own = epoch.generator()

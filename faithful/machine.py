@@ -1,4 +1,4 @@
-"""The machine: its accelerators, its memory, its versions. Measured here, judged elsewhere."""
+"""The machine: its accelerators, its memory and the versions of its packages."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torchao", "transformer_engine", "deepspeed")  # what a config may need beside torch and Accelerate
+PACKAGES = ("torchao", "transformer_engine", "deepspeed")  # that a config may need besides torch and Accelerate
 
 
 def packages():
@@ -17,20 +17,20 @@ def packages():
     found = [name for name in PACKAGES if importlib.util.find_spec(name)]
     if "transformer_engine" in found and "transformer_engine_torch" not in sys.modules:
         [folder] = map(Path, importlib.util.find_spec("transformer_engine").submodule_search_locations)
-        places = folder.parent, folder, folder / "wheel_lib"  # where the package itself looks
+        places = folder.parent, folder, folder / "wheel_lib"  # where TransformerEngine looks for it
         if not any(list(place.glob("transformer_engine_torch*.so")) for place in places):
             found.remove("transformer_engine")
     return found
 
 
 def cuda_of_torch():
-    """The CUDA version that torch was built for, "13.2", or None; read from its file, which takes no time."""
+    """The CUDA version that torch was built for, such as "13.2", or None. Read from a file, without importing torch."""
     file = Path(importlib.util.find_spec("torch").origin).with_name("version.py")
     return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
 
 
 def of_driver():
-    """The accelerators, asked of the driver: importing torch only to ask would take seconds."""
+    """A mapping of this machine's GPUs, from nvidia-smi: importing torch would take seconds."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     try:
         rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -48,7 +48,7 @@ def of_driver():
 
 
 def of_torch():
-    """The same mapping, as the running process sees it (any accelerator that torch knows)."""
+    """The mapping of `of_driver`, from torch, for any accelerator that torch supports."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -90,7 +90,7 @@ def versions():
 class Memory:
     """Peak memory in bytes since this object was made: allocated on an accelerator, resident on a CPU.
 
-    On a CPU it is the rise of the resident size above where it was at the beginning, before the model was built.
+    On a CPU it is the peak of the resident size minus the resident size at the beginning, before the model was built.
     """
 
     def __init__(self, device):
@@ -122,7 +122,7 @@ def resident_bytes():
 
 
 def gpu_utilization(device):
-    """Percent, of this process's GPU; None where there is none, or nothing to ask (no nvidia-ml-py, MIG, a vGPU)."""
+    """Utilization of this process's GPU in percent, or None if unknown (no GPU, no nvidia-ml-py, MIG, a vGPU)."""
     if device.type != "cuda":
         return None
     import torch

@@ -1,8 +1,8 @@
-"""The plan: what was asked, on this machine, resolved once per process.
+"""The plan: how this run trains on this machine, resolved once per process.
 
-`resolve()` reads what `accelerate launch` (or torchrun, or nothing) has left in the environment, looks at the machine,
-and refuses with every reason at once (faithful/rules.py), or returns a frozen Plan. On a machine without an accelerator
-it makes Accelerate run the same strategy on the CPU.
+`resolve()` reads the environment, as `accelerate launch` or torchrun may have set it, looks at the machine, and returns
+a frozen Plan, or raises Refused with every reason at once (faithful/rules.py). On a machine without an accelerator it
+makes Accelerate run the same strategy on the CPU.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from faithful.rules import file_problems, problems
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How this run trains. `rehearsal`: on a machine without an accelerator. `emulated`: FP8 in software."""
+    """How this run trains. `rehearsal`: the machine has no accelerator. `emulated`: FP8 is computed in software."""
 
-    config: str | None  # the file's name without .yml, where it can be known
+    config: str | None  # the file's name without .yml, if known
     strategy: str
     num_processes: int
     precision: str
@@ -33,7 +33,7 @@ class Plan:
     skip: list = dataclasses.field(default_factory=list)  # patterns of the Linear layers that stay in high precision
     compile: bool = False
     offload: bool = False
-    ckpt: bool = False  # activation checkpointing: each block's activations are computed again, not kept
+    ckpt: bool = False  # activation checkpointing: the backward pass computes each block's activations again
     noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
     replicas: int = 1  # hsdp: groups of processes that each hold the whole model
     split: int = 1  # tp: processes that compute one batch together
@@ -41,7 +41,7 @@ class Plan:
     emulated: bool = False
 
 
-# What the launch must not have changed of what its file says.
+# Fields of the config that options of `accelerate launch` must not change.
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
 
 
@@ -71,9 +71,9 @@ def resolve():
         emulated=wanted["backend"] is not None and (here["capability"] or (0, 0)) < (8, 9),
         **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
     )
-    if rehearsal:  # DeepSpeed, where it is installed, would tell every run that there is no GPU
+    if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if plan.num_processes > 1:  # the groups that FSDP2 and DeepSpeed make of processes take the defaults
+    if plan.num_processes > 1:  # FSDP2 and DeepSpeed make process groups with the default timeouts
         from torch.distributed import distributed_c10d
 
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
@@ -88,17 +88,16 @@ def patience():
 
 
 def rehearse(plan):
-    """Make Accelerate start its processes on gloo and take this CPU for a device of `plan.strategy`.
+    """Makes Accelerate run `plan.strategy` on the CPU, with gloo.
 
-    Accelerate alone would start unrelated copies of "rank 0 of 1" here (its PartialState._prepare_backend answers "no
-    backend" where there is no accelerator). Replacing that one private method is why pyproject.toml bounds Accelerate's
-    version; tests look at real shards.
+    Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
+    0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     kind = DistributedType[strategies.of(plan).REHEARSED_AS]
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would make every strategy plain DDP
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate would run every strategy as plain DDP
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", kind)
     if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
@@ -126,7 +125,7 @@ def launch_line():
 
 
 def describe(plan):
-    """`ddp x2 | bf16`, with what else was asked for."""
+    """The plan in one line: `ddp x2 | bf16`, then its other options."""
     parts = [f"{plan.strategy} x{plan.num_processes}" if plan.num_processes > 1 else plan.strategy]
     parts.append(" ".join(word for word in (plan.precision, plan.backend, plan.level) if word))
     parts += [word for word in TAILS if getattr(plan, word)]

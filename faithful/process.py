@@ -1,6 +1,6 @@
-"""The process: SIGTERM, one-line errors, exit codes.
+"""How a process ends: signals, one-line errors, exit codes.
 
-0 finished; 1 failed; 2 refused; 130 Ctrl-C; 143 stopped by SIGTERM.
+Exit codes: 0 finished; 1 failed; 2 refused; 130 Ctrl-C; 143 stopped by SIGTERM.
 """
 
 import atexit
@@ -24,24 +24,24 @@ def told_to_stop():
 
 
 def guard(current):
-    """Once per process, as early as can be. current(): the Accelerator whose record is closed however the process ends,
-    or None."""
+    """Installs the hooks that end a process. Called once, as early as possible. current(): the Accelerator whose record
+    is closed when the process ends, or None."""
     launcher.end_with_the_launcher()
     sys.excepthook = lambda kind, problem, trace: leave(problem, current())
     left = None
 
     def leave_with(status=None):
         nonlocal left
-        left = SystemExit(status if isinstance(status, int) else int(status is not None))  # Python prints the words
+        left = SystemExit(status if isinstance(status, int) else int(status is not None))  # Python prints messages
         raise SystemExit(status)
 
-    sys.exit = leave_with  # Python tells nobody at exit which code a script left with
+    sys.exit = leave_with  # an atexit handler cannot see the exit code otherwise
     atexit.register(lambda: leave(left, current()))
 
 
 def finish_steps_first():
-    """From now on SIGTERM and Ctrl-C are an agreed checkpoint. Until then they end the process at once, whatever it is
-    doing. A script's own handler of Ctrl-C stays."""
+    """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
+    handler of Ctrl-C stays."""
     if signal.getsignal(signal.SIGTERM) is not ask_to_stop:
         signal.signal(signal.SIGTERM, ask_to_stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -54,36 +54,36 @@ def ask_to_stop(*_):
 
 
 def interrupt(*_):
-    """Ctrl-C: the first asks for a checkpoint, the second ends the process at once."""
+    """Handles Ctrl-C: the first asks for a checkpoint, the second ends the process at once."""
     global stop_asked, interrupted
     now = time.monotonic()
-    if interrupted and now > interrupted + 1:  # within a second it is the same one, from the launcher too
+    if interrupted and now > interrupted + 1:  # within a second it is the same Ctrl-C, sent on by the launcher
         raise KeyboardInterrupt
-    if not interrupted and config.rank() == 0:  # print() may be what was interrupted
+    if not interrupted and config.rank() == 0:  # os.write: the signal may have interrupted a print()
         os.write(2, b"\nCtrl-C: stopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
     stop_asked, interrupted = True, interrupted or now
 
 
 def leave(problem, run):
-    """The process's last words and its exit code."""
+    """Prints the error, if any, closes the record and exits with the right code."""
     error, code = None, 0
-    if isinstance(sys.stderr, io.StringIO):  # torch.distributed's excepthook shows it after us, and there is no after
+    if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
-    if isinstance(problem, SystemExit):  # of `python -m faithful`
+    if isinstance(problem, SystemExit):  # from `python -m faithful`
         code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
         if code and not isinstance(problem.code, int):
             print(problem.code, file=sys.stderr)
         error = f"the script exited with {code}" if code not in (0, 143) else None
     elif words := sharded_and_whole(str(problem)):
         return leave(Refused(words), run)
-    elif hasattr(problem, "exit_code"):  # a user's mistake, of this package's or anyone's making
-        # A loader's process sends its error with a traceback before it.
+    elif hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
+        # An error of a loader's worker has a traceback in front.
         error, code = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
-        own = getattr(problem, "of_one_process", False)  # only the process that met it knows
+        own = getattr(problem, "of_one_process", False)  # whether only this process has it
         for line in error.splitlines() if own or may_speak() else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     elif isinstance(problem, KeyboardInterrupt) or (interrupted and problem is not None):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends another one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
         error, code = None if run and run.stopping else "interrupted", 130
         if error and config.rank() == 0:
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
@@ -92,7 +92,7 @@ def leave(problem, run):
         lost = lost_peer(problem, error)
         if lost is None:
             traceback.print_exception(problem)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":  # on each machine
+        elif os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
             print(f"error: {lost}", file=sys.stderr, flush=True)
         error = lost or error
     try:
@@ -102,14 +102,14 @@ def leave(problem, run):
         code = code or 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # torch aborts some interpreter exits after gloo ("terminate called without an active exception").
+    # After gloo, torch can abort a normal exit ("terminate called without an active exception").
     if problem is not None or code or (run and run.closed):
         os._exit(code)
 
 
 def lost_peer(problem, error):
-    """What happened, in words, where torch's error says that another process has gone; else None."""
-    # Of gloo, of a loader, of NCCL, of the launcher's store.
+    """A message for the user if torch's error means that another process is gone, else None."""
+    # Messages of gloo, of data loaders, of NCCL and of the launcher's store.
     ended = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
     if re.search(ended + "|communicator was aborted", error):
         return "another process of this run ended"
@@ -121,8 +121,7 @@ def lost_peer(problem, error):
 
 
 def sharded_and_whole(error):
-    """What happened, in words, where torch says that a script computes with FSDP2's shards and whole tensors together;
-    else None."""
+    """A message for the user if torch's error means that a script mixes DTensors with tensors, else None."""
     if "got mixed torch.Tensor and DTensor" in error:
         return ("the script computes with sharded weights and whole tensors together, in an average of weights (EMA) "
                 "perhaps, which FSDP2 cannot: use a ddp or zero2 config")  # fmt: skip
@@ -130,8 +129,8 @@ def sharded_and_whole(error):
 
 
 def may_speak():
-    """Whether this rank says why a run is refused: rank 0, or one that waited for rank 0 in vain. The others wait,
-    because torch's launcher ends all ranks, those still importing too, as soon as one of them leaves."""
+    """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait 20 s for it, because torch's
+    launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
     if config.rank() == 0:
         return True
     patience = time.monotonic() + 20

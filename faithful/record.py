@@ -1,7 +1,7 @@
 """The record of a run: `run.json` and `metrics.jsonl` in its folder.
 
-run.json says what the run was, from what was seen of it, and what it was proved to be. It is written as the run begins
-and as it ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
+run.json holds the plan of the run, what was observed, and the evidence. It is written when the run begins and when it
+ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
 """
 
 import json
@@ -23,7 +23,7 @@ LONGEST_CURVE = 1000  # points of the loss curve that run.json keeps
 
 
 class Record:
-    """`folder`: of the run. Only the main process writes."""
+    """The record of one run, in `folder`. Only the main process writes."""
 
     def __init__(self, asked, folder, main):
         self.plan, self.folder, self.main = asked, Path(folder), main
@@ -43,7 +43,7 @@ class Record:
         return (self.folder / "run.json").exists()
 
     def claim(self):
-        """Keeps other runs out of the folder, if it is there."""
+        """Locks the folder against other runs, if it exists."""
         if self.main and not self.claimed and self.folder.exists():
             launcher.claim(self.folder)
             self.claimed = True
@@ -52,7 +52,7 @@ class Record:
         return f"{self.failed_saves} checkpoints could not be written"
 
     def open(self, of_another, step):
-        """Everything is prepared, the run begins at `step`. of_another: the folder holds another run."""
+        """Begins the record of a run that starts at `step`. Raises Refused if the folder holds a run (`of_another`)."""
         if of_another:
             raise Refused(f"{self.folder} already holds a run: choose another folder for this one (recipes: "
                           "--output_dir), or resume that one (--resume_from_checkpoint latest)")  # fmt: skip
@@ -69,7 +69,7 @@ class Record:
             self.metrics_file.write_text("".join(row + "\n" for row in rows))
 
     def log(self, values, step, device):
-        """A line of metrics.jsonl."""
+        """Appends a line to metrics.jsonl."""
         self.final = values
         if self.main:
             with self.metrics_file.open("a") as file:
@@ -78,7 +78,7 @@ class Record:
             self.utilization += [utilization] if utilization is not None else []
 
     def point(self, step, loss):
-        """Of the loss curve: every step at first, fewer the longer the run is."""
+        """Adds a point to the loss curve. Drops every second point if there are more than LONGEST_CURVE."""
         curve = self.seen["loss_curve"]
         if step % self.every == 0:
             curve.append([step, loss])
@@ -126,7 +126,7 @@ class Record:
 
 
 def stays(row, step):
-    """Whether a row of an earlier part of this run will not be written again by the part resumed at `step`."""
+    """Whether to keep a row of metrics.jsonl: a run resumed at `step` does not write it again."""
     return row["step"] < step or (row["step"] == step and "loss" in row)
 
 
@@ -135,7 +135,7 @@ def now():
 
 
 def code_sha256(script):
-    """One hash over the script's file, shared/, faithful/ and amp8/: were two runs computed by the same lines?"""
+    """A hash of the script, shared/, faithful/ and amp8/. It is equal for runs of the same code."""
     root = Path(__file__).resolve().parents[1]
     ours = [path for folder in ("shared", "faithful", "amp8") for path in sorted(root.glob(f"{folder}/**/*.py"))]
     files = [path for path in (Path(script), *ours) if path.is_file()]
@@ -162,7 +162,7 @@ def default_folder(asked):
 
 
 def described(optimizer):
-    """An optimizer's class and the options of its groups, as JSON."""
+    """An optimizer's class and the options of its param_groups, as values for JSON."""
 
     def plain(value):
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,7 +1,7 @@
-"""Every reason why a config cannot run, one line each, with the fix. The same rules serve files and launches.
+"""Every reason why a config cannot run, one line each, with the fix. The same rules check files and launches.
 
-`problems(asked, machine)` names every contradiction in what a config asks (faithful/config.py);
-`file_problems(path)` adds what the launcher drops on the way. Nothing here imports torch or Accelerate.
+`problems(asked, machine)` finds the contradictions in the mapping of faithful/config.py. `file_problems(path)` finds
+problems that only the file shows, because the launcher does not pass them on. Nothing here imports torch or Accelerate.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from faithful.config import (
 )
 from faithful.errors import Refused
 
-# torch 2.15 keeps one store of addresses over all restarts, unless it is told not to and the rendezvous is c10d.
+# torch 2.15 keeps one store over all restarts, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the rendezvous is c10d.
 IN_VAIN = (
     "--max_restarts: a restarted worker would look for the one that died: add --rdzv_backend c10d and set "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (./launch.sh does both)"
@@ -32,7 +32,7 @@ IN_VAIN = (
 
 
 def problems(asked, machine):
-    """Every reason why this cannot run as asked on this machine, one line each, with the fix."""
+    """Every reason why the config cannot run on this machine, one line each, with the fix."""
     lines = []
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
     if strategy.startswith("fsdp") and strategy != "fsdp":
@@ -73,7 +73,7 @@ def problems(asked, machine):
 
 
 def problems_of_meshes(asked):
-    """Of parallelism_config: how many processes shard, repeat, or split the layers."""
+    """Problems of parallelism_config: the sizes of the device mesh."""
     strategy, processes = asked["strategy"], asked["num_processes"]
     sizes = {name: size for name, size in asked["sizes"].items() if size > 1}
     words = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -84,7 +84,7 @@ def problems_of_meshes(asked):
                 "gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"]  # fmt: skip
     if strategy == "tp" and asked["precision"] == "fp16":
         return ["tp in fp16: torch's gradient scaler does not take split and whole gradients together, use tp_bf16"]
-    if strategy == "tp" and asked["precision"] == "fp8":  # tried: torchao fails, amp8 finds none, emulated TE is bf16
+    if strategy == "tp" and asked["precision"] == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
         return ["tp in fp8: no FP8 layer here takes a weight that is split: use tp_bf16, or fsdp_fp8"]
     if sizes.keys() & {"cp", "sp"}:
         return [f"parallelism_config {words}: context and sequence parallel are not supported here, use hsdp"]
@@ -120,8 +120,8 @@ def problems_of_deepspeed(asked, machine):
 
 
 def problems_of_machines(config, env):
-    """Of a launch over one or several machines: ranks, rendezvous, port, hostfile. `config` is the file's mapping with
-    the command line's options over it; `env` the launcher's environment."""
+    """Problems of a launch on one or several machines: ranks, rendezvous, port, hostfile. config: the file's mapping,
+    updated with the command line's options. env: the launcher's environment."""
     machines, processes = config.get("num_machines") or 1, config.get("num_processes") or 1
     rank, port, lines = config.get("machine_rank") or 0, config.get("main_process_port"), []
     elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
@@ -153,7 +153,7 @@ def problems_of_machines(config, env):
 
 
 def problems_of_hostfile(section, processes):
-    """Of DeepSpeed's own launchers, pdsh and the like. `standard` is torchrun, as for every other strategy."""
+    """Problems of DeepSpeed's own launchers (pdsh and others). `standard` is torchrun, as for the other strategies."""
     launcher = section.get("deepspeed_multinode_launcher", "pdsh")
     if launcher == "standard":
         return []
@@ -255,7 +255,7 @@ def problems_of_fp8(asked, machine):
         lines.append(
             "TransformerEngine is not installed: ./launch.sh setup --extra te (docs/fp8.md says what it needs)"
         )
-    real = machine["devices"] or strategy not in ("single", "ddp")  # elsewhere its numerics are emulated
+    real = machine["devices"] or strategy not in ("single", "ddp")  # else its numerics are emulated
     if backend == "ao" and real and "torchao" not in machine["packages"]:
         lines.append("torchao is not installed: pip install torchao")
     return lines
@@ -266,10 +266,10 @@ def numbers(version):
 
 
 def grammar(name):
-    """What a config's name promises: strategy, precision, backend, level, tails; None if it promises nothing.
+    """Parses a config's name: {"strategy", "precision", "backend", "level", tails}, or None if it is not of this form.
 
-    <strategy>_<precision>[_<backend>[_<level>]][_<tail>]; raises Refused where a name begins as ours and goes on in
-    another tongue.
+    The form is <strategy>_<precision>[_<backend>[_<level>]][_<tail>]. Raises Refused if a name begins with a strategy
+    and goes on with an unknown word.
     """
     strategy, *rest = name.split("_")
     if strategy not in STRATEGIES or not rest:
@@ -285,7 +285,7 @@ def grammar(name):
         )
         rest = rest[level.count("_") + 1 :] if level else rest
         promised |= {"backend": backend, "level": level or LEVELS[backend][0]}
-        if backend == "msamp" and rest[:1] == ["te"]:  # activations scaled by TE's delayed recipe
+        if backend == "msamp" and rest[:1] == ["te"]:  # with TE's delayed scaling
             promised["recipe"] = rest.pop(0) + "_delayed"
     unknown += [tail for tail in rest if tail not in TAILS]
     if unknown:
@@ -295,9 +295,9 @@ def grammar(name):
 
 
 def file_problems(path):
-    """(problems, mapping) of a config file: what a running process cannot see, because Accelerate drops it on the way.
+    """(problems, mapping) of a config file: problems that processes cannot see, as Accelerate does not pass them on.
 
-    The mapping is None where the file cannot be read as one.
+    The mapping is None if the file cannot be read as YAML with `key: value` lines.
     """
     try:
         config = yaml.safe_load(Path(path).read_text())

@@ -1,7 +1,7 @@
-"""What a checkpoint of a run holds: everything that makes the resumed run the same run.
+"""The content of a checkpoint: all state that a resumed run needs to be the same run.
 
-Per rank: its parts of model and optimizer, its random state. Once: the optimizer's groups, schedulers, the gradient
-scaler, registered objects, and what the run is. Values become JSON, tensors beside them safetensors.
+Of each rank: its shards of model and optimizer, its random state. Once: the optimizer's param_groups, schedulers, the
+gradient scaler, registered objects, and the plan. Tensors are stored as safetensors, other values as JSON.
 """
 
 import math
@@ -18,7 +18,7 @@ PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_op
 
 
 def collect(accelerator, alone=False):
-    """(this rank's {name: tensor}, JSON values of the run). Every rank calls it; alone: the main process does."""
+    """({name: tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main process."""
     plan, main = accelerator.plan, accelerator.is_main_process
     strategy, backend = strategies.of(plan), backends.of(plan)
     parts, half_way = loaders.collect(accelerator.epochs, accelerator.stopping)
@@ -51,8 +51,8 @@ def collect(accelerator, alone=False):
 
 
 def put_back(accelerator, folder):
-    """Makes this run the one of a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns how many
-    processes saved it: mostly as many as there are."""
+    """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
+    that saved it."""
     plan, rank = accelerator.plan, accelerator.process_index
     strategy, backend = strategies.of(plan), backends.of(plan)
     state = checkpoint.read_state(folder)
@@ -74,7 +74,7 @@ def put_back(accelerator, folder):
             f"{len(accelerator._custom_objects)}: resume with the script as it was"
         )
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
-        target.load_state_dict(value)  # first: a script's own refusal leaves everything as it was
+        target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     parts = mine if holds_own_parts(accelerator) else first
     for index, evidence in enumerate(accelerator.evidence):
         own = {n.removeprefix(f"{index}:"): tensor for n, tensor in parts.items() if n.startswith(f"{index}:")}
@@ -93,19 +93,19 @@ def put_back(accelerator, folder):
     accelerator.steps.taken, accelerator.steps.tried, accelerator.step = steps["taken"], steps["tried"], steps["micro"]
     if rank < saved_by:
         loaders.put_back(accelerator.epochs, mine, state["loaders"])
-    if rank < (1 if state["alone"] else saved_by):  # the others go on with their own
+    if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
         set_random_state(mine)
     return saved_by
 
 
 def holds_own_parts(accelerator):
-    """Whether each rank has parts of its own: shards, or FP8 histories."""
+    """Whether ranks hold different tensors: shards, or FP8 histories."""
     sharded = any(evidence.sharded for evidence in accelerator.evidence)
     return sharded or (accelerator.plan.backend == "msamp" and accelerator.num_processes > 1)
 
 
 def random_state():
-    """{name: tensor} of this process's generators: Python's, numpy's, torch's on the CPU and on its accelerator."""
+    """{name: state} of this process's random generators: Python's, numpy's, torch's for CPU and accelerator."""
     version, numbers, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     state = {
@@ -135,8 +135,8 @@ def set_random_state(parts):
 
 
 def pack(value, tensors, at):
-    """`value` as JSON; its tensors go to `tensors` under names that begin with `at`. What JSON does not know becomes
-    {"!": kind, ...}. Raises Refused for what only a pickle could hold."""
+    """`value` as JSON. Its tensors go to `tensors`, under names that begin with `at`. Types that JSON lacks become
+    {"!": kind, ...}. Raises Refused for types that only a pickle could hold."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if torch.is_tensor(value):
@@ -162,7 +162,7 @@ def local_copy(tensor):
 
 
 def unpack(value, tensors):
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     if isinstance(value, list):
         return [unpack(one, tensors) for one in value]
     if not isinstance(value, dict):

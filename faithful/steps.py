@@ -1,8 +1,8 @@
-"""The steps of a run: are they finite, was any process told to stop, how long do they take?
+"""The steps of a run: checks that they are finite, asks whether any process was told to stop, and measures their time.
 
-The gradient norm is that of the mean gradients, so all processes see the same one and stop at the same step. Losses,
-the norm before and requests to stop are exchanged while a backward computes: at most every AGREE_SECONDS or every step,
-whichever is longer. At each step of 8 ms an exchange would take a tenth of it.
+All processes see the same gradient norm, that of the mean gradients, and stop at the same step. They exchange losses,
+the previous norm and requests to stop during a backward pass, every AGREE_SECONDS or every step, whichever is longer:
+with steps of 8 ms, an exchange in each of them would take a tenth of the time.
 """
 
 import math
@@ -16,31 +16,31 @@ from faithful import process
 from faithful.errors import Diverged, Refused
 
 AGREE_SECONDS = 0.1
-WARMUP_STEPS = 3  # not timed: allocation, compilation, counting
-SAME_NORM = 1 + 1e-5  # of the same gradients: machines of two kinds may add up in another order
-SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it an overflow is no longer a matter of the scale
+WARMUP_STEPS = 3  # not timed: they allocate, compile and count
+SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a different order
+SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
 
 
 class Steps:
     def __init__(self, num_processes):
         self.num_processes = num_processes
-        self.taken = self.tried = 0  # optimizer steps; with those that a gradient scaler skipped
-        self.losses, self.norm, self.loss = [], None, None  # of micro-batches since the last step; of the last step
-        self.loss_is_of_all = False  # else it is this process's alone
+        self.taken = self.tried = 0  # optimizer steps; tried includes those that a gradient scaler skipped
+        self.losses, self.norm, self.loss = [], None, None  # losses: of each micro-batch since the last step
+        self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
-        self.checked = 0  # updates that were looked at: of every optimizer, tried and taken are of the first
+        self.checked = 0  # updates of all optimizers; taken and tried count the first one's
         self.next_exchange, self.paced, self.everyone = 0, (time.perf_counter(), 0), None
 
     def backward(self, loss, last):
-        """Before each backward. `last`: of the optimizer step."""
+        """Called before each backward pass. last: whether it is the last one before the optimizer step."""
         self.losses.append(loss.detach())
         if last:
             self.everyone = self.exchange() if self.checked >= self.next_exchange else None
 
     def exchange(self):
-        """Begins to collect losses, whether told to stop, seconds per step and the norm of the step before, of all
-        ranks: (flat tensor, its work)."""
+        """Starts to gather from all ranks: losses, whether told to stop, seconds per step, previous norm. Returns (flat
+        tensor, Work or None)."""
         now, (before, steps) = time.perf_counter(), self.paced
         self.paced = now, self.checked
         seconds = (now - before) / max(1, self.checked - steps)
@@ -53,7 +53,7 @@ class Steps:
         return everyone, dist.all_gather_into_tensor(everyone, mine, async_op=True)
 
     def check(self, norm, scaler, newest_checkpoint):
-        """Before the optimizer step, on all ranks: raises Diverged unless everything is finite."""
+        """Called before each optimizer step, on all ranks. Raises Diverged if the loss or the norm is not finite."""
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.detach().double()
@@ -61,7 +61,7 @@ class Steps:
             self.losses.append(norm * 0)
         norm = to_device(norm, self.losses[0].device)
         if self.everyone is None:
-            *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # the one wait
+            *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # only sync
             ranks = [losses]
             if not math.isfinite(self.norm):
                 self.everyone = self.exchange()
@@ -75,7 +75,7 @@ class Steps:
         self.loss = sum(means) / len(means)
         finite = all(map(math.isfinite, means))
         if finite and (math.isfinite(self.norm) or (scaler is not None and scaler.get_scale() > SMALLEST_SCALE)):
-            return  # with a gradient scaler an overflow is its business: it skips the step and lowers the scale
+            return  # a gradient scaler handles an overflow: it skips the step and lowers the scale
         what = f"gradient norm {self.norm}" if finite else f"loss {means} (one per rank)"
         raise Diverged(
             f"step {self.taken + 1}: {what} is not finite; nothing was updated. Newest checkpoint: "
@@ -83,11 +83,11 @@ class Steps:
         )
 
     def collect(self, norm):
-        """The losses of each rank; learns whether any was told to stop, and when to exchange next."""
+        """Finishes an exchange, sets `stopping`. Returns each rank's losses. Raises Refused if the norms differ."""
         everyone, work = self.everyone
         if work is not None:
             work.wait()
-        *values, self.norm = torch.cat([everyone, norm.view(1)]).tolist()  # the step's one wait for the device
+        *values, self.norm = torch.cat([everyone, norm.view(1)]).tolist()  # the step's only sync with the device
         width = len(self.losses) + 3
         rows = [values[at : at + width] for at in range(0, len(values), width)]
         self.stopping = self.stopping or any(row[-3] for row in rows)
@@ -102,7 +102,7 @@ class Steps:
         return [row[:-3] for row in rows]
 
     def done(self, skipped):
-        """After the optimizer step."""
+        """Called after each optimizer step. skipped: by the gradient scaler."""
         self.tried += 1
         self.taken += not skipped
         now = time.perf_counter()
@@ -113,12 +113,12 @@ class Steps:
         self.clock = now
 
     def pause(self):
-        """Evaluation, logging and saving are no part of a step's time."""
+        """Excludes evaluation, logging and saving from the time of a step."""
         if self.clock is not None:
             self.clock = time.perf_counter()
 
     def anyone_told_to_stop(self, device):
-        """Asks all ranks, which all must call it."""
+        """Whether any rank was told to stop. Every rank must call it."""
         if not self.stopping and self.num_processes > 1:
             told = torch.tensor([float(process.told_to_stop())], device=device)
             dist.all_reduce(told, dist.ReduceOp.MAX)
@@ -128,7 +128,7 @@ class Steps:
 
 
 def to_device(tensor, device):
-    """A small tensor, of the CPU or of the device already, on the device. From pinned memory the host does not wait."""
+    """Moves a small tensor to `device`, from pinned memory, so that the host does not wait."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Strategies and backends are modules with the same functions; a module holds only those in which it differs."""
+"""Looks up a strategy or backend: a module that defines the functions in which it differs from `plain.py`."""
 
 import functools
 import importlib
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 @functools.cache
 def functions(package, name):
-    """The functions of `faithful/<package>/<name>.py`, and those of `plain.py` beside it that it does not define."""
+    """The functions of `faithful/<package>/<name>.py`; those that it lacks come from `plain.py` in the same folder."""
     default = importlib.import_module(f"faithful.{package}.plain")
     own = importlib.import_module(f"faithful.{package}.{name}")
     return SimpleNamespace(**{**vars(default), **vars(own)})

@@ -1,4 +1,4 @@
-"""Names, parts, sizes and hashes of tensors: each idea once, for evidence, checkpoints and the record."""
+"""Names, shards, sizes and hashes of tensors, for evidence, checkpoints and the record."""
 
 from hashlib import sha256
 
@@ -7,13 +7,13 @@ from torch.distributed.tensor import DTensor
 
 
 def named(pairs):
-    """(name, tensor) as the plain model names them, whatever wraps it: DDP, checkpointed blocks."""
+    """Yields (name, tensor) with the names of the unwrapped model, without those of DDP or checkpoint wrappers."""
     for name, tensor in pairs:
         yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), tensor
 
 
 def local(tensor):
-    """This rank's part of a tensor, without torchao's wrapper around it; of a weight on MS-AMP's levels its codes."""
+    """This rank's shard of a tensor, without torchao's wrapper. Of a weight of MS-AMP's levels: its codes."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", getattr(part, "codes", part))
 
@@ -28,28 +28,28 @@ def elements(tensors):
 
 
 def size(tensors):
-    """Bytes."""
+    """The bytes of all `tensors` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def fingerprint(model):
-    """A hash of the weights as they are, by name: runs of one seed begin with the same, whatever the config."""
+    """A hash of the weights and their names. Runs of one seed have the same at the start, in any config."""
     sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in model.named_parameters() if p.numel()]
     return sha256(repr(sums).encode()).hexdigest()
 
 
 @torch.no_grad()
 def nudge(model):
-    """Moves every weight to the next number of its dtype: a run from there differs by chance alone."""
+    """Changes every weight to the next larger number of its dtype, to measure the effect of rounding."""
     for parameter in model.parameters():
         parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
 
 
 def sum_of_sample_hashes(tensors):
-    """The sum, modulo 2**256, of the sha256 of every sample of a batch.
+    """The sum of the sha256 of every sample of a batch, modulo 2**256.
 
-    tensors: [batch, ...] each; a sample is one row of all of them. The sum is the same however the samples are ordered
-    and spread over processes.
+    tensors: each of shape [batch, ...]; a sample is one row of all of them. The sum does not depend on the order of the
+    samples or on how they are split over processes.
     """
     rows = [tensor.detach().cpu().contiguous() for tensor in tensors]
     total = 0

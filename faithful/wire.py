@@ -1,4 +1,4 @@
-"""Bytes on the wire, counted from the collectives that really run."""
+"""Counts the bytes that a process sends, from the collectives that really run."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from faithful.tensors import size
 
-# Ring accounting: of N processes each sends 2(N-1)/N of a tensor in an all-reduce, (N-1)/N of the full size in an
+# Ring algorithm: each of N processes sends 2(N-1)/N of a tensor in an all-reduce, and (N-1)/N of the full size in an
 # all-gather, a reduce-scatter or an all-to-all.
 FACTORS = {"allreduce_": 2, "allreduce_coalesced_": 2, "all_reduce": 2,
            "_allgather_base_": 1, "allgather_": 1, "allgather_into_tensor_coalesced_": 1, "all_gather_into_tensor": 1,
@@ -24,7 +24,7 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it goes first: its collectives come by here
+            return NotImplemented  # DTensor runs first; its collectives come back here
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.split("::")[1]
@@ -36,8 +36,8 @@ class Wire(TorchDispatchMode):
 
 
 def process_group(value):
-    """The group that a collective's boxed argument stands for, or None."""
+    """The process group in a collective's boxed argument, or None."""
     try:
         return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
     except RuntimeError:
-        return None  # a reduction's operator, say
+        return None  # another object, such as a ReduceOp
