@@ -25,7 +25,7 @@ from shared import data, models, text  # noqa: E402
 
 
 @dataclass
-class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, save_steps, resume_from_checkpoint, ...
+class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
     # what is trained
     dataset: str = "python_packages"  # python_packages, a Hub dataset (nyu-mll/glue:mrpc), or a .csv or .json file
     sequence_length: int = 128  # tokens; what is longer is cut
@@ -50,7 +50,7 @@ class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, sav
 
 
 def evaluate(accelerator, model, loader):
-    """Mean loss, accuracy and F1, the mean of the classes', over the held-out set, every sample counted once."""
+    """Mean loss, accuracy and macro F1 over the held-out set. Every sample counts once."""
     seen = []
     model.eval()
     for batch in loader:
@@ -80,7 +80,7 @@ def main(args):
     dtype = getattr(torch, args.dtype)
     shape = train_set.vocab_size, args.sequence_length, len(train_set.classes)
     model = models.bert(args.model, *shape, args.pretrained, args.dropout).to(dtype)
-    set_seed(args.seed, device_specific=True)  # each process has a dropout of its own
+    set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
     optimizers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
     optimizer = optimizers[args.optimizer](models.groups(model, args), fused=accelerator.device.type == "cuda")

@@ -24,7 +24,7 @@ from shared import data, models, text  # noqa: E402
 
 
 @dataclass
-class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, save_steps, resume_from_checkpoint, ...
+class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
     # what is trained
     dataset: str = "python_docs"  # python_docs, python_source, a text file, a folder of them, or a Hub dataset
     sequence_length: int = 128  # tokens
@@ -50,7 +50,7 @@ class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, sav
 
 
 def evaluate(accelerator, model, loader):
-    """Mean loss and perplexity over the tokens of the held-out set, every sequence counted once."""
+    """Mean loss and perplexity over the tokens of the held-out set. Every sequence counts once."""
     seen = []
     model.eval()
     for batch in loader:
@@ -79,7 +79,7 @@ def main(args):
         train_set, eval_set = text.texts(args.dataset, args.sequence_length, args.vocab_size, args.packing, known)
     dtype = getattr(torch, args.dtype)
     model = models.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained, args.dropout).to(dtype)
-    set_seed(args.seed, device_specific=True)  # each process has a dropout of its own
+    set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
     optimizers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
     optimizer = optimizers[args.optimizer](models.groups(model, args), fused=accelerator.device.type == "cuda")
@@ -102,7 +102,7 @@ def main(args):
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
-        # The mean over all tokens of an optimizer step: Accelerate and DDP take the mean over its batches.
+        # Accelerate and DDP average over batches. Dividing by this makes the loss a mean over all tokens of the step.
         tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * args.per_device_train_batch_size
         losses = []
         for _ in range(args.gradient_accumulation_steps):

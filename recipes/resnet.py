@@ -25,7 +25,7 @@ from shared import data, models  # noqa: E402
 
 
 @dataclass
-class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, save_steps, resume_from_checkpoint, ...
+class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
     # what is trained
     dataset: str = "digits"  # digits, photos, textures, synthetic, a Hub dataset, or a folder of one per class
     image_size: int | None = None  # pixels; default: the data's own, a pretrained model's, or 224
@@ -50,7 +50,7 @@ class Arguments(options.Run):  # with output_dir, logging_steps, eval_steps, sav
 
 
 def evaluate(accelerator, model, loader):
-    """Mean loss and accuracy over the held-out set, every sample counted once."""
+    """Mean loss and accuracy over the held-out set. Every sample counts once."""
     seen = []
     model.eval()
     for batch in loader:
@@ -79,7 +79,7 @@ def main(args):
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
     model = models.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
-    set_seed(args.seed, device_specific=True)  # each process has a dropout of its own
+    set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
     optimizers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
     optimizer = optimizers[args.optimizer](models.groups(model, args), fused=accelerator.device.type == "cuda")
