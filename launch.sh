@@ -28,13 +28,13 @@
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else who is restarted gets the addresses of those who died
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted worker gets the addresses of dead workers
 here="$root/.venv"
 
 help() { sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$root/launch.sh"; }
 die() { echo "error: $*" >&2; exit 2; }
 
-# The active environment, if it has torch and accelerate (people on clusters have their own); else .venv.
+# Sets $python: the active environment's if it has torch and accelerate, else .venv's, else python3 if it has both.
 find_python() {
     local has='import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("accelerate")))'
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && python -c "$has" 2>/dev/null; then
@@ -48,7 +48,7 @@ find_python() {
     fi
 }
 
-# `.complete` is written last and holds what was installed: an interrupted or outdated set-up is finished by the next.
+# Makes .venv. `.complete` is written last and holds what was installed; without it, or if it is old, setup runs again.
 setup() {
     local extras=() wanted
     while [ $# -gt 0 ]; do
@@ -66,7 +66,7 @@ setup() {
     rm -f "$here/.complete"
     "$here/bin/python" -m uv --version >/dev/null 2>&1 || "$here/bin/python" -m pip install --quiet uv
     VIRTUAL_ENV="$here" "$here/bin/python" -m uv pip install --quiet --require-hashes -r "$root/requirements.txt"
-    if [ ${#extras[@]} -gt 0 ]; then  # optional parts, within the pins' versions
+    if [ ${#extras[@]} -gt 0 ]; then  # extras, with the pinned versions as constraints
         VIRTUAL_ENV="$here" "$here/bin/python" -m uv pip install --quiet -r "$root/pyproject.toml" "${extras[@]}" \
             --constraints <(grep -oE '^[a-zA-Z0-9._-]+==[^ ;\\]+' "$root/requirements.txt")
     fi
@@ -74,14 +74,14 @@ setup() {
     echo "set up: $here"
 }
 
-# Names that are close, the list of all, options of recipes: by any Python 3, before anything is set up.
+# Suggests similar names, lists configs and recipes, prints a recipe's options. Any Python 3 will do, before setup.
 find_name() { find_python || python=python3; exec "$python" "$root/tools/find.py" "$@"; }
 
 need_python() { find_python || { setup; find_python; }; }
 
 gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; }
 
-# For bash: commands and configs first, then what each takes. Folders and files are completed too.
+# Prints bash completion: commands and configs for the first word, then each command's arguments, folders and files.
 completion() {
     local commands
     commands=$(help | sed -n 's/^  \.\/launch.sh \([a-z][a-z-]*\).*/\1/p' | tr '\n' ' ')
@@ -112,10 +112,10 @@ launch() {
     local config=$1 recipe="" options=() through=() wins=() count
     shift
     if [ ! -f "$config" ]; then
-        [ -f "$root/accelerate_configs/${config%.yml}.yml" ] || find_name config "$config"  # says which name is close
+        [ -f "$root/accelerate_configs/${config%.yml}.yml" ] || find_name config "$config"  # suggests names, exits
         config="$root/accelerate_configs/${config%.yml}.yml"
     fi
-    while [ $# -gt 0 ]; do  # what stands before the recipe is for accelerate launch
+    while [ $# -gt 0 ]; do  # options before the recipe are for accelerate launch
         case $1 in
             --config_wins) wins=("$1"); shift ;;
             -h | --help) help; exit ;;
@@ -134,7 +134,7 @@ launch() {
         if [[ " $* " == *" --help "* || " $* " == *" -h "* ]] && grep -q '^class Arguments(options' "$recipe"; then
             find_name options "$recipe"
         fi
-        # Anyone's Accelerate script gets faithful's Accelerator in place of its own.
+        # A script that does not import faithful runs with faithful's Accelerator in place of Accelerate's.
         grep -qE '^ *(from|import) faithful' "$recipe" || through=(-m faithful)
     fi
     if [ ${#through[@]} -gt 0 ]; then
@@ -150,19 +150,19 @@ launch() {
         options+=(--num_processes "$count")
     fi
     if [[ " ${options[*]-} " == *" --max_restarts"* && " ${options[*]-} " != *" --rdzv_backend"* ]]; then
-        options+=(--rdzv_backend c10d)  # torch's static one does not outlive a worker
+        options+=(--rdzv_backend c10d)  # torch's static rendezvous cannot restart workers
     fi
     if ! grep -qE "'NO'|^(main_process_ip|machine_rank):|^num_machines: *[^ 1]" "$config" \
             && ! [[ " ${options[*]-} " =~ \ --(main_process_ip|machine_rank|num_machines) ]]; then
-        # One machine: a free port, so that this run meets no other one. Several machines must name theirs.
+        # One machine: take a free port, so that runs don't collide. Several machines must name theirs.
         if ! grep -q '^main_process_port:' "$config" && [[ " ${options[*]-} " != *" --main_process_port"* ]]; then
             options+=(--main_process_port 0)
         fi
-        [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # c10d would meet others on 29400
+        [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # else c10d always uses port 29400
     fi
     "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*"
-    # The same launcher, with a plain end: exit codes and errors are the workers'.
+    # A wrapper of accelerate's launcher: it exits with the workers' code and prints no traceback of its own.
     exec "$python" "$root/tools/accelerate_launch.py" --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \
         "$recipe" "$@"
 }
@@ -180,7 +180,7 @@ case ${1-} in
         ;;
     advise | compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
-    copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would hide Python's own
+    copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would shadow Python's module
     gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;
     show | formats | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls) find_name ls ;;
