@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/fsdp_bf16.yml recipes/bert.py --model bert_small
 
-What is trained is here; how it is trained (precision, processes, sharding) is in the YAML and nowhere else.
+What is trained is here; how it is trained (precision, processes, sharding) is in the YAML only.
 """
 
 import sys
@@ -28,23 +28,23 @@ from shared import data, models, text  # noqa: E402
 class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
     # what is trained
     dataset: str = "python_packages"  # python_packages, a Hub dataset (nyu-mll/glue:mrpc), or a .csv or .json file
-    sequence_length: int = 128  # tokens; what is longer is cut
+    sequence_length: int = 128  # tokens; longer texts are truncated
     vocab_size: int = 2048  # of a byte-level BPE trained on the dataset; 0 means bytes
     model: str = "bert_nano"  # bert_nano, bert_small, bert_base
     pretrained: bool = False  # start from the weights and tokenizer of --model, a Hub name or the folder of a run
-    freeze: int = 0  # so many first blocks, and what is before them, stay as they are
-    layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
-    dropout: float = 0.0  # while training, wherever the model has dropout
+    freeze: int = 0  # number of first blocks to freeze, with all layers before them
+    layer_decay: float = 1.0  # a block's learning rate is this fraction of the next block's
+    dropout: float = 0.0  # probability, in every dropout layer of the model
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
-    learning_rate: float = 5e-4  # peak, after the warm-up; from published weights rather 5e-5
+    learning_rate: float = 5e-4  # peak, after the warm-up; about 5e-5 with --pretrained
     weight_decay: float = 0.05  # decoupled in AdamW
     warmup_steps: int = 30  # optimizer steps of linear warm-up; cosine decay to zero after it
     max_steps: int = 300  # optimizer steps
     per_device_train_batch_size: int = 32  # samples per process and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
-    max_grad_norm: float = 1.0  # clip the global gradient norm; 0 means don't
+    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 means no clipping
     grad_scaler: str = ""  # for fp16: init_scale=65536,growth_factor=2,backoff_factor=0.5,growth_interval=2000
     seed: int = 0  # of weights, sample order and dropout
 

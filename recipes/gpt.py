@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/fsdp_bf16.yml recipes/gpt.py --model gpt_small
 
-What is trained is here; how it is trained (precision, processes, sharding) is in the YAML and nowhere else.
+What is trained is here; how it is trained (precision, processes, sharding) is in the YAML only.
 """
 
 import sys
@@ -29,12 +29,12 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     dataset: str = "python_docs"  # python_docs, python_source, a text file, a folder of them, or a Hub dataset
     sequence_length: int = 128  # tokens
     vocab_size: int = 0  # of a byte-level BPE trained on the dataset; 0 means bytes
-    packing: bool = True  # documents one after another fill each sequence; else one document, padded
+    packing: bool = True  # fill each sequence with several documents; else one document each, padded
     model: str = "llama_nano"  # gpt_nano, gpt_small, gpt_medium, gpt_large, gpt_xl, llama_nano, llama_small, llama_1b
     pretrained: bool = False  # start from the weights and tokenizer of --model, a Hub name or the folder of a run
-    freeze: int = 0  # so many first blocks, and what is before them, stay as they are
-    layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
-    dropout: float = 0.0  # while training, wherever the model has dropout
+    freeze: int = 0  # number of first blocks to freeze, with all layers before them
+    layer_decay: float = 1.0  # a block's learning rate is this fraction of the next block's
+    dropout: float = 0.0  # probability, in every dropout layer of the model
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
@@ -44,7 +44,7 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     max_steps: int = 300  # optimizer steps
     per_device_train_batch_size: int = 32  # samples per process and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
-    max_grad_norm: float = 1.0  # clip the global gradient norm; 0 means don't
+    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 means no clipping
     grad_scaler: str = ""  # for fp16: init_scale=65536,growth_factor=2,backoff_factor=0.5,growth_interval=2000
     seed: int = 0  # of weights, sample order and dropout
 

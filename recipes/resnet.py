@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/fsdp_bf16.yml recipes/resnet.py --dataset photos --model resnet18
 
-What is trained is here; how it is trained (precision, processes, sharding) is in the YAML and nowhere else.
-Batch norm normalizes each process's micro-batch by itself, as DDP does; its running averages are of all processes.
+What is trained is here; how it is trained (precision, processes, sharding) is in the YAML only.
+Batch norm normalizes each process's micro-batch by itself, as DDP does; running averages are over all processes.
 """
 
 import sys
@@ -27,14 +27,14 @@ from shared import data, models  # noqa: E402
 @dataclass
 class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
     # what is trained
-    dataset: str = "digits"  # digits, photos, textures, synthetic, a Hub dataset, or a folder of one per class
+    dataset: str = "digits"  # digits, photos, textures, synthetic, a Hub dataset, or a folder with one folder per class
     image_size: int | None = None  # pixels; default: the data's own, a pretrained model's, or 224
     model: str = "resnet_nano"  # resnet_nano, resnet18, resnet50, any ResNet of timm, a run
-    pretrained: bool = False  # start from timm's weights of that name, or where --model is a run's folder, from its
-    freeze: int = 0  # so many first blocks, and what is before them, stay as they are
-    layer_decay: float = 1.0  # each block learns at this fraction of the next one's rate
-    dropout: float = 0.0  # while training, wherever the model has dropout
-    skip_broken: int = 0  # leave out up to so many images that cannot be read
+    pretrained: bool = False  # start from timm's weights for --model, or from the run whose folder it is
+    freeze: int = 0  # number of first blocks to freeze, with all layers before them
+    layer_decay: float = 1.0  # a block's learning rate is this fraction of the next block's
+    dropout: float = 0.0  # probability, in every dropout layer of the model
+    skip_broken: int = 0  # number of unreadable images to skip before it is an error
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
@@ -44,7 +44,7 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     max_steps: int = 300  # optimizer steps
     per_device_train_batch_size: int = 32  # samples per process and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
-    max_grad_norm: float = 1.0  # clip the global gradient norm; 0 means don't
+    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 means no clipping
     grad_scaler: str = ""  # for fp16: init_scale=65536,growth_factor=2,backoff_factor=0.5,growth_interval=2000
     seed: int = 0  # of weights, sample order and dropout
 
