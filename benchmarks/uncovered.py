@@ -13,7 +13,14 @@ from pathlib import Path
 
 from provenance import ROOT, save
 
-REASONS = {}
+REASONS = {  # file -> {first line: why no test can execute it here}
+    "amp8/fsdp.py": {
+        "groups = [state._fsdp_param_group] if state._fsdp_param_group else []": "torch 2.11 keeps its groups so",
+        'raise RuntimeError("a converted weight is plain again: don\'t cast or move the model after amp8.initialize")':
+            "a second guard: the forward pass refuses a cast model before it",
+    },
+    "faithful/machine.py": {"return max(0, resident_bytes() - self.before)": "a system that is not Linux"},
+}  # fmt: skip
 
 
 def entries(data):
