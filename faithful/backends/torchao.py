@@ -73,7 +73,7 @@ def after_prepare(accelerator, plan, model, optimizer):
 def scale_after_each_step(plan, model, optimizer):
     """Computes the scales of weights gathered in FP8 after each step, in one all-reduce; else each weight needs its own
     in the forward pass. Accelerate does this only for the optimizer that it gets, see strategies/fsdp.py."""
-    if plan.fp8_options["enable_fsdp_float8_all_gather"]:
+    if plan.fp8_options.get("enable_fsdp_float8_all_gather"):
         inner(optimizer).register_step_post_hook(lambda *_: scale(model))
 
 
