@@ -78,3 +78,36 @@ def test_every_fp8_config_of_a_comparison_has_an_interval():
         assert len(made["rows"][0]["seeds"]) >= 8 and str(ROOT) not in file.read_text()
         for row in made["rows"][1:]:
             assert row["measures"][made["measure"]]["interval"] and row["measures"][made["measure"]]["pairs"] >= 8
+
+
+def test_scripts_of_others_run_as_their_config_says_or_are_refused_in_one_line():
+    rows = result("clients")["rows"]
+    configs = {
+        "single_bf16",
+        "ddp_bf16",
+        "fsdp_bf16",
+        "zero2_bf16",
+        "ddp_fp8",
+        "single_fp8_msamp_o2",
+        "ddp_fp8_msamp_o3",
+    }
+    assert {row["config"] for row in rows} >= configs and len({row["client"] for row in rows}) >= 7
+    assert {row["outcome"] for row in rows} <= {"ran", "refused"}
+    assert sum(row["outcome"] == "ran" for row in rows) >= 0.9 * len(rows)
+    assert all(row["same_weights_as_under_accelerate"] for row in rows if row["config"] == "single_fp32")
+    assert all(
+        row["equal_weights"] for row in rows if row["outcome"] == "ran" and row["config"] in ("ddp_bf16", "ddp_fp8")
+    )
+
+
+def test_levels_under_fsdp_hold_a_share_and_end_no_worse():
+    """Half of O2's 6 bytes per parameter in each of two processes, and no loss that is certainly higher."""
+    found = result("fsdp_levels")
+    [ours] = [row for row in found["vit_large"] if row["config"] == "fsdp_fp8_msamp_o2"]
+    others = [row for row in found["vit_large"] if row is not ours]
+    assert 3 <= ours["bytes_per_parameter_in_each_process"] < 3.3
+    assert all(ours["peak"] < row["peak"] for row in others)
+    for task in found["parity"].values():
+        for other, apart in task["against"].items():
+            assert len(task["losses"][other]) == len(found["seeds"]) >= 6
+            assert apart["difference"] - apart["half_interval"] < 0
