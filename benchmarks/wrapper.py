@@ -76,6 +76,7 @@ def train(size, steps, file, port):
     if turns is not None:
         file.write_text(json.dumps({"ends": ends, "loss": loss.item()}))
     accelerator.end_training()
+    os._exit(0)  # gloo's threads may hang or abort a process at its ordinary exit
 
 
 def start(way, config, words, folder):
