@@ -74,8 +74,9 @@ def train(size, steps, file, port):
             if step == steps:
                 break
     if turns is not None:
-        file.write_text(json.dumps({"ends": ends, "loss": loss.item()}))
-    accelerator.end_training()
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps({"ends": ends, "loss": loss.item()}))
+        part.rename(file)
     os._exit(0)  # gloo's threads may hang or abort a process at its ordinary exit
 
 
@@ -122,6 +123,10 @@ def side_by_side(config, size, turns):
         found = {}
         for way, (child, connection) in ways.items():
             connection.close()
+            patience = time.monotonic() + 60  # for the file; a launcher may wait for a process that has nothing to do
+            while not (folder / f"{way}.json").exists() and time.monotonic() < patience:
+                time.sleep(0.1)
+            child.terminate()
             child.wait()
             if not (folder / f"{way}.json").exists():
                 failed(way, folder)
