@@ -58,10 +58,7 @@ class Accelerator(accelerate.Accelerator):
         self.plan = resolve()
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
-        earlier, run = [], Accelerator.current  # a script may create several Accelerators
-        while run:
-            earlier, run = [*earlier, str(run.project_dir)], run.before
-        merged["project_config"], self.named_folder = arguments.project(self.plan, merged, earlier)
+        merged["project_config"] = self.project_folder(merged)
         super().__init__(**merged)
         # Accelerate searches sys.path for this package twice in every optimizer step: cache the answer.
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
@@ -77,6 +74,13 @@ class Accelerator(accelerate.Accelerator):
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.folder}")
+
+    def project_folder(self, merged):
+        earlier, run = [], Accelerator.current  # a script may make several
+        while run:
+            earlier, run = [*earlier, str(run.project_dir)], run.before
+        made, self.named_folder = arguments.project(self.plan, merged, earlier)
+        return made
 
     # ---- preparing ----
 
