@@ -76,10 +76,7 @@ class Accelerator(accelerate.Accelerator):
         self.print(f"record: {self.record.folder}")
 
     def project_folder(self, merged):
-        earlier, run = [], Accelerator.current  # a script may make several
-        while run:
-            earlier, run = [*earlier, str(run.project_dir)], run.before
-        made, self.named_folder = arguments.project(self.plan, merged, earlier)
+        made, self.named_folder = arguments.project(self.plan, merged, Accelerator.current)
         return made
 
     # ---- preparing ----

@@ -65,9 +65,12 @@ def merged(plan, script):
     return {**script, **arguments, "kwargs_handlers": handlers}
 
 
-def project(plan, merged, earlier):
+def project(plan, merged, before):
     """Returns (the run's ProjectConfiguration, whether the script names a folder). A run without one gets a new folder.
-    earlier: folders of the Accelerators that this script has created before."""
+    before: the Accelerator that this script has created before, or None."""
+    earlier = []
+    while before:
+        earlier, before = [*earlier, str(before.project_dir)], before.before
     made = merged.pop("project_config", None) or ProjectConfiguration()
     folder = merged.pop("project_dir", None) or config.default_project_dir()
     named = bool(made.project_dir or folder)
