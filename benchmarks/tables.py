@@ -197,6 +197,23 @@ def clients(made):
     return text + ("\n\n" + "\n".join(refused) if refused else "")
 
 
+def wrapper(made):
+    rows = []
+    for row in made["rows"]:
+        cells = [row["size"], f"{1000 * row['step_seconds_plain']:.1f}"]
+        for way in ("faithful", "same"):
+            low, high = row[way]["quartiles"]
+            cells.append(f"{row[way]['median']:.3f} ({low:.3f} to {high:.3f})")
+        rows.append(cells)
+    heads = [
+        "model",
+        "step under Accelerate, ms",
+        "under `-m faithful`, ratio (quartiles)",
+        "Accelerate against itself",
+    ]
+    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+
+
 def diagnose(made):
     """What was found first in each recipe, and whether the planted faults were found and fixed."""
     heads = ["planted", "config", "named first", "loss with the proposed `skip`, paired"]
@@ -336,6 +353,7 @@ TABLES = {
     "results/fsdp_levels.json": fsdp_levels,
     "results/clients.json": clients,
     "results/diagnose.json": diagnose,
+    "results/wrapper.json": wrapper,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

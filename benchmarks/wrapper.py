@@ -3,14 +3,11 @@
     python benchmarks/wrapper.py --output results/wrapper.json
 
 The script is a plain Accelerate loop: a transformer, AdamW, `backward`, `clip_grad_norm_`, a prepared schedule, nothing
-logged. `accelerate launch` starts it with `-m faithful`, torchrun starts it without, because plain Accelerate takes our
-configs to be for GPUs. All ways are there at once; in turns one of them does 20 steps while the others wait, so that
-the machine is equally fast for all. A step lasts from one optimizer step to the next, by the same hook in torch. The
-first 3 steps of a turn and the first turn are not timed. A ratio is that of the median steps of one turn; reported are
-the median over the turns and their quartiles. `same` is plain Accelerate against itself: what lies within its quartiles
-is no difference. In one process the last losses must be equal.
-
-After a wait the processes under `-m faithful` exchange losses one time more than they would.
+logged, in fp32 on one device. All ways are there at once; in turns one of them does 20 steps while the others wait, so
+that the machine is equally fast for all. A step lasts from one optimizer step to the next, by the same hook in torch.
+The first 3 steps of a turn and the first turn are not timed. A ratio is that of the median steps of one turn; reported
+are the median over the turns and their quartiles. `same` is plain Accelerate against itself: what lies within its
+quartiles is no difference. The last losses must be equal.
 """
 
 import argparse
@@ -27,6 +24,7 @@ from pathlib import Path
 
 from provenance import ROOT, save
 
+CONFIG = ROOT / "accelerate_configs" / "single_fp32.yml"
 TURN, WARMUP_STEPS = 20, 3
 WAYS = ("plain", "same", "faithful")
 SIZES = {"small": (64, 2, 16), "medium": (256, 4, 64)}  # width, blocks, tokens of a sample
@@ -46,15 +44,11 @@ def train(size, steps, file, port):
     model = torch.nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
-    batch = 16 // accelerator.num_processes
-    data = torch.randn(16 * 8, tokens, width)
-    loader = torch.utils.data.DataLoader(data, batch, shuffle=True)
+    loader = torch.utils.data.DataLoader(torch.randn(16 * 8, tokens, width), 16, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    turns, ends = socket.create_connection(("127.0.0.1", port)) if accelerator.is_main_process else None, []
+    turns, ends = socket.create_connection(("127.0.0.1", port)), []
 
     def after_step(*_):
-        if turns is None:
-            return  # the other process waits for this one's gradients
         ends.append(time.perf_counter())
         if len(ends) % TURN == 0:
             turns.sendall(b".")
@@ -73,24 +67,15 @@ def train(size, steps, file, port):
             step += 1
             if step == steps:
                 break
-    if turns is not None:
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps({"ends": ends, "loss": loss.item()}))
-        part.rename(file)
-    os._exit(0)  # gloo's threads may hang or abort a process at its ordinary exit
+    file.write_text(json.dumps({"ends": ends, "loss": loss.item()}))
 
 
-def start(way, config, words, folder):
-    """The launcher of one way; its output goes into `folder`."""
+def start(way, words, folder):
+    """Launches one way; its output goes into `folder`."""
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAITHFUL_PROJECT_DIR": str(folder / f"run-{way}")}
-    script = [ROOT / "benchmarks" / "wrapper.py", "--one", *words, folder / f"{way}.json"]
-    port = [] if config.startswith("single") else ["--main_process_port", "0"]
-    if way == "faithful":
-        file = ROOT / "accelerate_configs" / f"{config}.yml"
-        start = ["-m", "accelerate.commands.launch", "--config_file", file, *port, "-m", "faithful"]
-    else:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if port else []
-    command = [sys.executable, *start, *script]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIG]
+    command = [sys.executable, *launcher, *(["-m", "faithful"] if way == "faithful" else [])]
+    command += [ROOT / "benchmarks" / "wrapper.py", "--one", *words, folder / f"{way}.json"]
     with open(folder / f"{way}.log", "w") as log:
         return subprocess.Popen(list(map(str, command)), cwd=folder, env=os.environ | env, stdout=log, stderr=log)
 
@@ -99,7 +84,7 @@ def failed(way, folder):
     raise SystemExit(f"{way} did not get to its last step:\n{(folder / f'{way}.log').read_text()[-3000:]}")
 
 
-def side_by_side(config, size, turns):
+def side_by_side(size, turns):
     """way -> {seconds: median step of each turn; loss: the last one}. The first turn is a warm-up."""
     steps = TURN * (turns + 1)
     with contextlib.ExitStack() as stack:
@@ -108,7 +93,7 @@ def side_by_side(config, size, turns):
         server.settimeout(300)
         ways = {}
         for way in WAYS:  # one after another, so that it is known who connects
-            child = start(way, config, [size, steps, server.getsockname()[1]], folder)
+            child = start(way, [size, steps, server.getsockname()[1]], folder)
             stack.callback(child.terminate)
             try:
                 ways[way] = child, stack.enter_context(server.accept()[0])
@@ -123,12 +108,7 @@ def side_by_side(config, size, turns):
         found = {}
         for way, (child, connection) in ways.items():
             connection.close()
-            patience = time.monotonic() + 60  # for the file; a launcher may wait for a process that has nothing to do
-            while not (folder / f"{way}.json").exists() and time.monotonic() < patience:
-                time.sleep(0.1)
-            child.terminate()
-            child.wait()
-            if not (folder / f"{way}.json").exists():
+            if child.wait(60) or not (folder / f"{way}.json").exists():
                 failed(way, folder)
             made = json.loads((folder / f"{way}.json").read_text())
             seconds = []
@@ -148,22 +128,20 @@ def ratio(found, way):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", nargs="+", default=["single_fp32", "ddp_fp32"])
     parser.add_argument("--sizes", nargs="+", default=["small=60", "medium=20"], help="size=turns")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     rows = []
-    for config in args.configs:
-        for size, turns in (pair.split("=") for pair in args.sizes):
-            found = side_by_side(config, size, int(turns))
-            losses = {way: found[way]["loss"] for way in WAYS}
-            if config.startswith("single") and len(set(losses.values())) > 1:
-                raise SystemExit(f"not the same training: last losses {losses}")
-            row = {"config": config, "size": size, "turns": int(turns), "steps_of_a_turn": TURN - WARMUP_STEPS}
-            row |= {"step_seconds_plain": statistics.median(found["plain"]["seconds"])}
-            rows.append(row | {way: ratio(found, way) for way in WAYS[1:]})
-            print(json.dumps(rows[-1]), flush=True)
-            save(args.output, {"rows": rows}, ("accelerate",))
+    for size, turns in (pair.split("=") for pair in args.sizes):
+        found = side_by_side(size, int(turns))
+        losses = {way: found[way]["loss"] for way in WAYS}
+        if len(set(losses.values())) > 1:
+            raise SystemExit(f"not the same training: last losses {losses}")
+        row = {"config": CONFIG.stem, "size": size, "turns": int(turns), "steps_of_a_turn": TURN - WARMUP_STEPS}
+        row |= {"step_seconds_plain": statistics.median(found["plain"]["seconds"])}
+        rows.append(row | {way: ratio(found, way) for way in WAYS[1:]})
+        print(json.dumps(rows[-1]), flush=True)
+        save(args.output, {"rows": rows}, ("accelerate",))
 
 
 if __name__ == "__main__":
