@@ -188,6 +188,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_pa
         code, out, err = run_tool(*argv)
         assert code == 2 and out == "" and err.startswith("refused: ") and len(err.splitlines()) == 1, err
         assert expected in err
+    (run / "data.json").unlink()
+    code, _, err = run_tool(run, "--to", "onnx")
+    assert code == 2 and err.startswith(f"refused: {run} has no data.json") and len(err.splitlines()) == 1, err
     assert checkpoint.unsound(run / "checkpoint-6") is None
     model = run / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-100])

@@ -215,6 +215,9 @@ def load(run, step=None):
 
     files, source = source_of(run, step)
     record = models.own_run(run)
+    if record is None:
+        raise Refused(f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
+                      "alone. ./launch.sh export RUN writes the weights as safetensors")  # fmt: skip
     tensors = plain_state_dict(files)
     try:
         model = models.as_recorded(record, run)
