@@ -86,7 +86,10 @@ def main():
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     folder, rows = Path(tempfile.mkdtemp(prefix="clients-")), []
-    for client in args.clients or CLIENTS:
+    if args.output.exists():  # with clients or configs named, their rows alone are measured anew
+        before = json.loads(args.output.read_text())["rows"]
+        rows = [row for row in before if row["client"] not in args.clients or row["config"] not in args.configs]
+    for client in args.clients:
         for config in args.configs:
             rows.append(outcome(client, config, folder))
             print(json.dumps(rows[-1]), flush=True)

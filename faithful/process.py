@@ -74,7 +74,7 @@ def leave(problem, run):
         if code and not isinstance(problem.code, int):
             print(problem.code, file=sys.stderr)
         error = f"the script exited with {code}" if code not in (0, 143) else None
-    elif words := sharded_and_whole(str(problem)):
+    elif words := weights_of_another_kind(str(problem), run):
         return leave(Refused(words), run)
     elif hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
         # An error of a loader's worker has a traceback in front.
@@ -120,11 +120,15 @@ def lost_peer(problem, error):
     return None
 
 
-def sharded_and_whole(error):
-    """A message for the user if torch's error means that a script mixes DTensors with tensors, else None."""
+def weights_of_another_kind(error, run):
+    """A message for the user if torch's error means that a script mixes weights that are sharded, or that DeepSpeed
+    holds in 16 bit, with its own copies of them; else None."""
     if "got mixed torch.Tensor and DTensor" in error:
         return ("the script computes with sharded weights and whole tensors together, in an average of weights (EMA) "
-                "perhaps, which FSDP2 cannot: use a ddp or zero2 config")  # fmt: skip
+                "perhaps, which FSDP2 cannot: use a ddp config")  # fmt: skip
+    if run and run.plan.strategy.startswith("zero") and re.search("expected dtype float for `end` but got", error):
+        return (f"DeepSpeed holds the weights in 16 bit under {run.plan.strategy}, the script averages them (EMA) into "
+                "an fp32 copy of its own, which torch cannot: use a ddp config")  # fmt: skip
     return None
 
 

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 accelerator = Accelerator()
 set_seed(0)
-model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
 averages = {
     "torch": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
     "timm": ModelEmaV3(model, decay=0.5),
