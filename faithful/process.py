@@ -126,9 +126,10 @@ def weights_of_another_kind(error, run):
     if "got mixed torch.Tensor and DTensor" in error:
         return ("the script computes with sharded weights and whole tensors together, in an average of weights (EMA) "
                 "perhaps, which FSDP2 cannot: use a ddp config")  # fmt: skip
-    if run and run.plan.strategy.startswith("zero") and re.search("expected dtype float for `end` but got", error):
-        return (f"DeepSpeed holds the weights in 16 bit under {run.plan.strategy}, the script averages them (EMA) into "
-                "an fp32 copy of its own, which torch cannot: use a ddp config")  # fmt: skip
+    other = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
+    if run and run.plan.strategy.startswith("zero") and re.search(other, error):
+        return (f"under {run.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
+                f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config")  # fmt: skip
     return None
 
 
