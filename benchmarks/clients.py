@@ -24,7 +24,8 @@ from pathlib import Path
 
 from provenance import ROOT, save
 
-CONFIGS = "single_fp32 single_bf16 ddp_bf16 fsdp_bf16 hsdp_bf16 zero2_bf16 ddp_fp8 single_fp8_msamp_o2 ddp_fp8_msamp_o3".split()
+CONFIGS = """single_fp32 single_bf16 ddp_bf16 fsdp_bf16 hsdp_bf16 zero2_bf16 ddp_fp8 single_fp8_msamp_o2
+    ddp_fp8_msamp_o3""".split()
 CLIENTS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*.py") if path.stem != "ended")
 WINS = {"diffusion"}  # scripts that pass mixed_precision="no"
 

@@ -86,8 +86,8 @@ def leave_precision_to_the_config():
 
 
 def prepare(accelerator, accelerates, args, device_placement):
-    """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if the script
-    prepares the model without a loader."""
+    """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if the
+    script prepares the model without a loader."""
     config, key = accelerator.state.deepspeed_plugin.deepspeed_config, "train_micro_batch_size_per_gpu"
     models = [one for one in args if isinstance(one, torch.nn.Module)]
     if models and config.get(key) == "auto" and not any(hasattr(one, "batch_size") for one in args):
