@@ -76,11 +76,10 @@ class WeightGradient:
         comm = self.state.comm
         if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
             self.clear()
-        if self.reduced and self.sharding is not None:  # what comes now travels alone, and its mean is added there
+        if self.reduced:  # by an earlier backward pass, perhaps on another stream still
             comm.begin(self)
-            self.keep()
-        elif self.reduced:  # by a backward pass before this one, perhaps on another stream still
-            comm.finish()
+            if self.sharding is not None:  # what comes now is sent alone, and its mean is added there
+                self.keep()
         before = self.value()
         if before is not None:
             if self.reduced and self.state.sharded:  # the owner alone still holds the mean of N ranks

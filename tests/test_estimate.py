@@ -177,7 +177,7 @@ def test_what_fits(monkeypatch, capsys, vit):
     ("argv", "why"),
     [
         (["single_bf16"], "which recipe"),
-        (["single_bf17", "--", "vit"], "single_bf17.yml"),
+        (["single_bf17", "--", "vit"], "no config single_bf17: did you mean single_bf16?"),
         (["single_bf16", "--memory", "lots", "--", "vit"], "write it as 80GB"),
     ],
 )

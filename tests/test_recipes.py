@@ -12,7 +12,7 @@ from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, train, we
 
 from faithful import config as config_module
 from faithful import rules
-from shared import data, models, text
+from shared import models, text
 from shared.args import Refused
 
 STEPS = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0)
@@ -380,15 +380,16 @@ def test_an_encoder_goes_on_from_a_run_with_another_head(tmp_path):
 
 def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
     def sixteen_classes(rank):
-        digits = data.digits
+        data = recipe("resnet").data
+        images = data.images
 
-        def with_more(*args):
-            parts = digits(*args)
+        def with_more(*args, **options):
+            parts = images(*args, **options)
             for part in parts:
                 part.num_classes = 16
             return parts
 
-        data.digits = with_more
+        data.images = with_more
 
     run = train("single_fp8_te", tmp_path / "run", *STEPS, name="resnet", before=sixteen_classes)
     assert "1 of 1 Linear in FP8, 0.3% of the parameters | parameters" in (tmp_path / "run.log").read_text()

@@ -197,9 +197,7 @@ class Script:
     def run(self, argv, accelerator):
         """As `python -m faithful` does, with another Accelerator in place of Accelerate's."""
         for name, module in list(sys.modules.items()):
-            there = getattr(module, "Accelerator", None)
-            ours = isinstance(there, type) and there.__module__ == __name__  # of a tracing before this one
-            if (there is ORIGINAL or ours) and not name.startswith(("faithful", "tools")):
+            if getattr(module, "Accelerator", None) is ORIGINAL and not name.startswith(("faithful", "tools")):
                 module.Accelerator = accelerator
         before, faithful.Accelerator = (sys.argv, sys.path[0]), accelerator
         sys.argv, sys.path[0] = [str(self.path), *argv], str(self.path.resolve().parent)
@@ -213,6 +211,9 @@ class Script:
         finally:
             sys.argv, sys.path[0] = before
             del faithful.Accelerator  # its own comes with the next import
+            for module in list(sys.modules.values()):
+                if getattr(module, "Accelerator", None) is accelerator:  # changed, or imported by the script
+                    module.Accelerator = ORIGINAL
 
 
 def load(recipe):
