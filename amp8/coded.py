@@ -39,7 +39,7 @@ class CodedWeight(nn.Parameter):
         if raw and name not in ALIASES:
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **kwargs)
-                if name.startswith("requires_grad"):
+                if name.startswith("requires_grad") and args[0] is args[0].amp8_linear.weight:  # no alias, as `.data`
                     args[0].amp8_linear.trained = args[0].requires_grad
                 return result
         first = args[0] if args else None

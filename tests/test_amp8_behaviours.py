@@ -113,6 +113,22 @@ def test_b06_weights_are_tensors_for_everyone_else(tmp_path):
     assert torch.nn.utils.parameters_to_vector(model.parameters()).numel() == 2 * (32 * 32 + 32)
 
 
+def test_b06_reading_a_weight_leaves_it_trained():
+    """An average of the weights (EMA) reads `weight.data`, whose requires_grad is False. The layer goes on training."""
+    model, optimizer = start(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    averages = [torch.zeros(p.shape) for p in model.parameters()]
+    for average, parameter in zip(averages, model.parameters(), strict=True):
+        average.lerp_(parameter.data, 0.5)
+        average.copy_(parameter.detach())
+    assert not model[0].weight.data.requires_grad and model[0].trained
+    before = model[0].weight.clone()
+    model(seeded(8, 32)).square().sum().backward()
+    optimizer.step()
+    assert not before.equal(model[0].weight.clone())
+    model[0].weight.requires_grad_(False)
+    assert not model[0].trained and model[1].trained
+
+
 def test_b07_evaluation_does_not_change_the_scaling_and_micro_batches_keep_their_maximum():
     model, optimizer = start(nn.Sequential(nn.Linear(32, 32)))
     for factor in (3.0, 1.0):
