@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import scaling
+from .coded import CodesRead
 from .comm import BUCKET, Comm, largest, partition
 from .gradients import WeightGradient
 from .linear import FP8Conv1D, FP8Linear
@@ -235,7 +236,8 @@ def misused(name):
         if parameter.grad is None:  # compiled code calls it for nothing
             return
         parameter.grad = None
-        raise RuntimeError(f"{name}.weight was used without calling {name}, as if its codes were values: skip={name!r}")
+        raise CodesRead(f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer "
+                        f"out (skip={name!r})")  # fmt: skip
 
     return hook
 

@@ -74,7 +74,7 @@ def leave(problem, run):
         if code and not isinstance(problem.code, int):
             print(problem.code, file=sys.stderr)
         error = f"the script exited with {code}" if code not in (0, 143) else None
-    elif words := weights_of_another_kind(str(problem), run):
+    elif not isinstance(problem, Refused) and (words := weights_of_another_kind(str(problem), run)):
         return leave(Refused(words), run)
     elif hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
         # An error of a loader's worker has a traceback in front.
