@@ -50,7 +50,7 @@ def of(folder):
     [
         pytest.param("causal", "ddp_bf16", marks=there("transformers")),
         pytest.param("classifier", "ddp_fp8", marks=[there("transformers"), pytest.mark.slow]),
-        pytest.param("sft", "ddp_fp8_msamp_o2", marks=[there("trl"), pytest.mark.slow]),
+        pytest.param("sft", "ddp_fp8", marks=[there("trl"), pytest.mark.slow]),
         pytest.param("classifier", "zero2_bf16", marks=there("transformers")),
         pytest.param("diffusion", "ddp_bf16", marks=[there("denoising_diffusion_pytorch"), pytest.mark.slow]),
         pytest.param("averages", "ddp_bf16", marks=[there("timm", "diffusers"), pytest.mark.slow]),

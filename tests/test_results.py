@@ -95,7 +95,9 @@ def test_scripts_of_others_run_as_their_config_says_or_are_refused_in_one_line()
     assert {row["outcome"] for row in rows} <= {"ran", "refused"} and len({row["client"] for row in rows}) >= 7
     refused = {(row["client"], row["config"]) for row in rows if row["config"] in configs and row["outcome"] != "ran"}
     sharded = {(client, config) for client in ("averages", "diffusion") for config in ("fsdp_bf16", "hsdp_bf16")}
-    assert refused <= sharded | {("averages", "ddp_fp8_msamp_o3")}  # averages of weights that are nowhere whole
+    # averages of weights that are nowhere whole; trl's loss, which computes with lm_head's weight and not its layer
+    levels = {("averages", "ddp_fp8_msamp_o3"), ("sft", "single_fp8_msamp_o2"), ("sft", "ddp_fp8_msamp_o3")}
+    assert refused <= sharded | levels
     assert all(row["same_weights_as_under_accelerate"] for row in rows if row["config"] == "single_fp32")
     assert all(
         row["equal_weights"] for row in rows if row["outcome"] == "ran" and row["config"] in ("ddp_bf16", "ddp_fp8")
