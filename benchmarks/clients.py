@@ -59,7 +59,8 @@ def outcome(client, config, folder):
     refused = re.findall(r"^refused: (.*)$", done.stderr, re.M)
     file = next(iter(sorted(out.rglob("run.json"))), None)
     made = json.loads(file.read_text()) if file else None
-    if done.returncode and refused and "Error:" not in done.stderr.split("torch/distributed/elastic")[0]:
+    of_the_script = re.split("torch/distributed/elastic|subprocess.CalledProcessError", done.stderr)[0]
+    if done.returncode and refused and "Error:" not in of_the_script:  # the rest is the launcher's own
         return row | {"outcome": "refused", "why": refused[0]}
     ranks = [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
     if done.returncode or not made or made["status"] != "finished" or not ranks:
