@@ -8,11 +8,9 @@
   trainer  transformers' Trainer
 
 All four have the same model, data, sample order, batch, AdamW, schedule and clipping, and log the loss every 10 steps.
-A step is the time from one optimizer step to the next, measured by the same hook in torch. So it includes everything in
-between: loading, moving, logging and checks, but neither evaluation nor saving. All four trainings are in memory at the
-same time, and in turns one of them does 20 steps while the others wait, so that changes of the machine's speed affect
-all of them. A ratio compares the median steps of one turn; the report has the median and quartiles over the turns. In
-one process the final fp32 losses must agree, or the trainings differ.
+They run in turns of 20 steps (benchmarks/turns.py). A step includes loading, moving, logging and checks, but neither
+evaluation nor saving. A ratio compares the median steps of one turn; the report has the median and quartiles over the
+turns. In one process the final fp32 losses must agree, or the trainings differ.
 
 One difference remains: after a wait the recipe's ranks exchange losses once more than they would otherwise.
 
@@ -20,12 +18,10 @@ Start-up is the time from the command to the end of the first optimizer step. Ne
 """
 
 import argparse
-import contextlib
+import functools
 import itertools
 import json
 import os
-import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,35 +29,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from turns import TURN, WARMUP_STEPS, failed, in_turns, ratio, watch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 WAYS = ("hand", "recipe", "fabric", "trainer")
 BATCH, SEED = 32, 0  # the batch is the global one
-TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those of its begin that are not timed, as others were in the caches
 
 
 # ----------------------------------------------------------------------------------------------------- inside a process
-
-
-def watch(file, steps, port):
-    """Records when each optimizer step ends, and writes `file` at the last one. After a turn it waits for the next."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    if int(os.environ.get("RANK", 0)):
-        return  # the other rank waits for this one's gradients
-    turns = socket.create_connection(("127.0.0.1", port)) if port else None
-    began, ends = [], []
-
-    def after_step(*_):
-        began or began.append(time.time())
-        ends.append((time.perf_counter(), time.process_time()))
-        if len(ends) == steps:
-            file.write_text(json.dumps({"first_step": began[0], "ends": ends}))
-        if turns and len(ends) % TURN == 0:
-            turns.sendall(b".")
-            turns.recv(1)
-
-    register_optimizer_step_post_hook(after_step)
 
 
 def ingredients(model, steps):
@@ -182,14 +158,8 @@ def recipe(model, precision, steps):
     world = int(os.environ.get("WORLD_SIZE", 1))
     out = tempfile.mkdtemp()
     sys.argv = [str(ROOT / "recipes" / "vit.py"), "--model", model, "--max_steps", str(steps), "--save_steps", "0"]
-    sys.argv += [
-        "--eval_steps",
-        "0",
-        "--output_dir",
-        f"{out}/run",
-        "--per_device_train_batch_size",
-        str(BATCH // world),
-    ]
+    sys.argv += ["--eval_steps", "0", "--output_dir", f"{out}/run"]
+    sys.argv += ["--per_device_train_batch_size", str(BATCH // world)]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -201,7 +171,7 @@ def as_is(batch):
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def start(way, model, precision, processes, steps, folder, port=0, command=None):
+def start(model, precision, processes, way, steps, folder, port=0, command=None):
     """Starts a process, or a launcher with two. Its output and times go into `folder`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     env["ACCELERATE_MIXED_PRECISION"] = {"fp32": "no"}.get(precision, precision)
@@ -214,61 +184,13 @@ def start(way, model, precision, processes, steps, folder, port=0, command=None)
         return subprocess.Popen([*(command or launcher), *this], cwd=ROOT, env=env, stdout=log, stderr=log)
 
 
-def failed(way, folder):
-    raise SystemExit(f"{way} did not get to its last step:\n{(folder / f'{way}.log').read_text()[-3000:]}")
-
-
-def side_by_side(model, precision, processes, turns):
-    """{way: {wall, cpu: seconds per step in each turn; losses: the printed ones}}. The first turn is a warm-up."""
-    steps = TURN * (turns + 1)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        server.settimeout(120)
-        ways = {}
-        for way in WAYS:  # one after another, so that it is known who connects
-            child = start(way, model, precision, processes, steps, folder, server.getsockname()[1])
-            stack.callback(child.kill)
-            ways[way] = child, stack.enter_context(server.accept()[0])
-        for turn in range(turns + 1):
-            for way in WAYS[turn % 4 :] + WAYS[: turn % 4]:
-                _, connection = ways[way]
-                if turn:
-                    connection.sendall(b".")
-                connection.recv(1) or failed(way, folder)
-        found = {}
-        for way, (child, connection) in ways.items():
-            connection.close()
-            child.wait()
-            if not (folder / f"{way}.json").exists():
-                failed(way, folder)
-            ends = json.loads((folder / f"{way}.json").read_text())["ends"]
-            found[way] = {key: [] for key in ("wall", "cpu")}
-            for first in range(TURN, steps, TURN):
-                for at, key in enumerate(found[way]):
-                    pairs = zip(
-                        ends[first + WARMUP_STEPS - 1 :], ends[first + WARMUP_STEPS : first + TURN], strict=False
-                    )
-                    found[way][key].append(statistics.median(after[at] - before[at] for before, after in pairs))
-            said = (folder / f"{way}.log").read_text()
-            found[way]["losses"] = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.e-]+)", said)]
-    return found
-
-
 def first_step(way, processes, command):
     """Seconds from the command to the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        start(way, "vit_nano", "fp32", processes, 5, Path(folder), command=command).wait()
+        start("vit_nano", "fp32", processes, way, 5, Path(folder), command=command).wait()
         file = Path(folder, f"{way}.json")
         return json.loads(file.read_text())["first_step"] - began if file.exists() else failed(way, Path(folder))
-
-
-def ratio(found, way, key):
-    """The ratio of a turn's median step to that of the handwritten loop: median and quartiles over the turns."""
-    ratios = [here / by_hand for here, by_hand in zip(found[way][key], found["hand"][key], strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"median": median, "quartiles": [low, high]}
 
 
 def main():
@@ -284,11 +206,12 @@ def main():
         for precision in args.precisions:
             for processes in args.processes:
                 setting = {"model": model, "precision": precision, "processes": processes}
-                found = side_by_side(model, precision, processes, int(turns))
+                found = in_turns(WAYS, int(turns), functools.partial(start, model, precision, processes))
                 by_hand = statistics.median(found["hand"]["wall"])
                 row = setting | {"turns": int(turns), "steps_of_a_turn": TURN - WARMUP_STEPS}
                 row |= {"step_seconds_by_hand": by_hand}
-                row |= {way: {key: ratio(found, way, key) for key in ("wall", "cpu")} for way in WAYS[1:]}
+                for way in WAYS[1:]:
+                    row[way] = {key: ratio(found[way][key], found["hand"][key]) for key in ("wall", "cpu")}
                 ends = {way: found[way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
                 if processes == 1 and precision == "fp32" and max(ends.values()) - min(ends.values()) > 1e-3:
                     raise SystemExit(f"not the same training: final losses {ends}")
@@ -371,14 +294,8 @@ def keep(file, result):
 if __name__ == "__main__":
     if "--one" in sys.argv:
         inside = argparse.ArgumentParser()
-        for name, kind in (
-            ("one", str),
-            ("model", str),
-            ("precision", str),
-            ("steps", int),
-            ("file", Path),
-            ("port", int),
-        ):
+        kinds = {"one": str, "model": str, "precision": str, "steps": int, "file": Path, "port": int}
+        for name, kind in kinds.items():
             inside.add_argument(f"--{name}", type=kind)
         one = inside.parse_args()
         watch(one.file, one.steps, one.port)

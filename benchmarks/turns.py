@@ -1,0 +1,98 @@
+"""Times several trainings on one machine: all are in memory at once, and in turns one runs while the others wait.
+
+So changes of the machine's speed affect all of them. A step is the time from one optimizer step to the next, measured
+by the same hook in torch, so it includes everything in between. The first turn and the first 3 steps of each are not
+timed, as other trainings were in the caches.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those at its start that are not timed
+
+
+def watch(file, steps, port=0):
+    """Records when each optimizer step of this process ends, and writes `file` at the last one. With a port it waits
+    after each turn until in_turns() lets it go on."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if int(os.environ.get("RANK", 0)):
+        return  # the other ranks wait for rank 0's gradients
+    turns = socket.create_connection(("127.0.0.1", port)) if port else None
+    began, ends = [], []
+
+    def after_step(*_):
+        began or began.append(time.time())
+        ends.append((time.perf_counter(), time.process_time()))
+        if len(ends) == steps:
+            Path(file).write_text(json.dumps({"first_step": began[0], "ends": ends}))
+        if turns and len(ends) % TURN == 0:
+            turns.sendall(b".")
+            turns.recv(1)
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def in_turns(ways, turns, start):
+    """{way: {wall, cpu: seconds of each turn's median step; losses: the printed ones}}.
+
+    start(way, steps, folder, port) returns a Popen. It calls watch(folder/way.json, steps, port) and prints to
+    folder/way.log. Raises SystemExit with the end of that log if a training does not get to its last step.
+    """
+    steps = TURN * (turns + 1)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(300)
+        running = {}
+        for way in ways:  # one after another, so that it is known who connects
+            child = start(way, steps, folder, server.getsockname()[1])
+            stack.callback(child.kill)
+            try:
+                running[way] = child, stack.enter_context(server.accept()[0])
+            except TimeoutError:
+                failed(way, folder)
+        for turn in range(turns + 1):
+            first = turn % len(ways)
+            for way in ways[first:] + ways[:first]:
+                _, connection = running[way]
+                if turn:
+                    connection.sendall(b".")
+                connection.recv(1) or failed(way, folder)
+        found = {}
+        for way, (child, connection) in running.items():
+            connection.close()
+            child.wait()
+            file = folder / f"{way}.json"
+            ends = json.loads(file.read_text())["ends"] if file.exists() else failed(way, folder)
+            found[way] = {key: medians(ends, at) for at, key in enumerate(("wall", "cpu"))}
+            said = (folder / f"{way}.log").read_text()
+            found[way]["losses"] = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.e-]+)", said)]
+        return found
+
+
+def medians(ends, at):
+    """The median step of each turn but the first, in seconds, by the clock (at=0) or of CPU (at=1)."""
+    found = []
+    for first in range(TURN, len(ends), TURN):
+        timed = [end[at] for end in ends[first + WARMUP_STEPS - 1 : first + TURN]]
+        found.append(statistics.median(b - a for a, b in zip(timed, timed[1:], strict=False)))
+    return found
+
+
+def failed(way, folder):
+    raise SystemExit(f"{way} did not get to its last step:\n{(folder / f'{way}.log').read_text()[-3000:]}")
+
+
+def ratio(way, base):
+    """The ratio of a turn's median step to that of `base`, both lists of seconds: median and quartiles over turns."""
+    ratios = [here / there for here, there in zip(way, base, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"median": median, "quartiles": [low, high]}
