@@ -37,13 +37,6 @@ from shared.args import parse  # noqa: E402
 torch.ones(1, requires_grad=True).sum().backward()
 
 
-BEGAN = time.time()
-
-
-def pytest_addoption(parser):
-    parser.addoption("--minutes", type=float, help="start no more tests after so many minutes, and skip the rest")
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
     """Marks the tests that slow.txt names as slow and as CI's. Raises UsageError for a name that no test has."""
@@ -58,13 +51,6 @@ def pytest_collection_modifyitems(config, items):
     unknown = {name for name in names if name.split("::")[0] in files} - set().union(*ids.values())
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"slow.txt names tests that are not there: {', '.join(sorted(unknown))}")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    minutes = item.config.getoption("--minutes")
-    if minutes and time.time() - BEGAN > 60 * minutes:
-        pytest.skip(f"{minutes:g} minutes are over")
 
 
 @pytest.hookimpl(wrapper=True)

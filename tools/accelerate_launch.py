@@ -1,8 +1,9 @@
-"""`accelerate launch` as ./launch.sh starts it: the same launcher in this process, with a plain end.
+"""Runs `accelerate launch` for ./launch.sh, with a short ending.
 
-A worker that fails has said why: its exit code becomes the launcher's, and what Accelerate and torch would print after
-it (a traceback of the launcher, a table) is left out. A worker that was killed cannot say so; one line does. After a
-finished run come its table and what one would do next. faithful/launcher.py knows this file by its name.
+A worker that fails prints its own error. This launcher takes over its exit code and leaves out what Accelerate and
+torch would print after it: a traceback of the launcher and a table. If a worker was killed, one line says so. After a
+finished run it prints the run's table and the commands that one may want next. faithful/launcher.py recognizes this
+file by its name.
 """
 
 import logging
@@ -19,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of tools/
 from accelerate.commands import launch  # noqa: E402
 
-OWN_CODES = (1, 2, 130, 143)  # of workers that have said why they end: faithful/process.py
-# What torch's launcher logs of workers that end: each says why itself.
+OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: faithful/process.py
+# What torch's launcher logs when workers end. Each worker prints its own error.
 LOGGED = ("failed (exitcode", "Sending process", "Received %s death signal", "Got termination signal")
 
 
 def hand_on(number, frame):
-    """SIGTERM or Ctrl-C while Accelerate waits for a single worker: the worker gets it, and the launcher goes on
-    waiting. For several workers torch's launcher does the same."""
+    """Sends SIGTERM or Ctrl-C on to a single worker and goes on waiting for it. For several workers torch's launcher
+    does the same."""
     workers = psutil.Process().children()
     for worker in workers:
         worker.send_signal(number)
@@ -35,7 +36,7 @@ def hand_on(number, frame):
 
 
 def code_of(returncode, who):
-    """The exit code for a worker that ended with `returncode`; says what a killed worker could not say."""
+    """Returns the launcher's exit code for a worker's `returncode`, and prints a line if the worker could not."""
     code = 128 - returncode if returncode < 0 else returncode
     if returncode < 0 and returncode not in (-signal.SIGTERM, -signal.SIGINT):
         killed = ", perhaps because memory ran out" if returncode == -signal.SIGKILL else ""
@@ -46,7 +47,7 @@ def code_of(returncode, who):
 
 
 def run():
-    """Accelerate's launcher with this process's command line; the exit code."""
+    """Runs Accelerate's launcher with this process's command line and returns the exit code."""
     for name in ("multiprocessing", "agent.server"):
         logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
         logger.addFilter(lambda record: not str(record.msg).startswith(LOGGED))
@@ -67,7 +68,7 @@ def run():
 
 
 def what_next(folder):
-    """The table of a finished run, and commands for what comes after it."""
+    """Prints the table of a finished run and the commands that one may want next."""
     import json
 
     from tools import find, show

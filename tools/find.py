@@ -1,4 +1,4 @@
-"""Configs and recipes by name: which there are, and what a mistyped name may mean. Imports no torch, so it is quick.
+"""Finds configs and recipes by name, and suggests one for a mistyped name. Imports no torch, so it is quick.
 
 python tools/find.py ls               the list that ./launch.sh ls prints
 python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
@@ -39,7 +39,7 @@ def names(kind):
 
 
 def close(name, kind):
-    """What to say of a name that is not there."""
+    """The advice for a name that does not exist: the closest name, or where to look."""
     stem = Path(name).stem.lower().replace("-", "_")
     if found := difflib.get_close_matches(stem, names(kind), n=1):
         return f"did you mean {found[0]}?"
@@ -66,7 +66,7 @@ def recipe(name):
 
 
 def about(name):
-    """What a config's file says of itself, without what it needs and what its group's title says."""
+    """The description in a config's first line, without what the config needs and what its group's title says."""
     line = config(name).read_text().splitlines()[0].removeprefix("# ")
     sentence = line.split(". ")[0].rstrip(".").split("; ")[-1]
     return re.sub(r"^(One device|DistributedDataParallel|FSDP2|DeepSpeed ZeRO-\d)[,:] ", "", sentence)
@@ -92,7 +92,7 @@ def block(title, lines):
 
 
 def options(file):
-    """Prints the help of a recipe from its dataclass, read and not imported: torch takes seconds."""
+    """Prints the help of a recipe. Reads its dataclass without importing the recipe, as torch takes seconds."""
     tree = ast.parse(Path(file).read_text())
     kept = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Arguments"]
     if not kept:
@@ -100,7 +100,7 @@ def options(file):
     module = types.ModuleType("recipe", ast.get_docstring(tree))
     module.__file__ = str(file)
     module.__dict__.update(dataclass=dataclass, Literal=Literal, options=args)
-    sys.modules["recipe"] = module  # where dataclasses and inspect look for its lines
+    sys.modules["recipe"] = module  # dataclasses and inspect look here for its source
     exec(compile(ast.Module(kept, []), file, "exec"), module.__dict__)
     sys.argv[0] = Path(file).name
     args.parse(module.Arguments, ["--help"])
@@ -116,7 +116,7 @@ def main(what, *rest):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `./launch.sh ls | head` ends in silence
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `./launch.sh ls | head` prints no error
     try:
         main(*sys.argv[1:])
     except args.Refused as refused:

@@ -1,4 +1,4 @@
-"""Shows a finished or running run: config, results, what was counted on its tensors, files.
+"""Shows a run, finished or not: its config and results, what was counted on its tensors, and its files.
 
 ./launch.sh show runs/demo-...           as a short table
 ./launch.sh show runs/demo-... --html    as a page, run.html in the run's folder: curves, memory, layers in FP8
@@ -44,7 +44,7 @@ def text(folder):
 
 
 def curves(record, logged):
-    """{name: [[step, value]]}: the training loss of every step, then what the run logged of held-out data."""
+    """{name: [[step, value]]}: the training loss of every step, then the measures of each evaluation."""
     found = {"loss": record["seen"]["loss_curve"]}
     for row in logged:
         if "loss" not in row:  # an evaluation
@@ -54,7 +54,7 @@ def curves(record, logged):
 
 
 def drawn_curves(found):
-    """Losses in one picture, every other measure in one of its own."""
+    """One picture with all losses, then one picture for each other measure."""
     from tools import page, report
 
     losses = [name for name in found if "loss" in name]
@@ -70,7 +70,7 @@ def drawn_curves(found):
 
 
 def drawn_memory(record):
-    """Model states by class, of the whole model and of each process."""
+    """A bar chart of the model states by class, for the whole model and for each process."""
     from tools import page, report
 
     evidence, mib = record["evidence"], 2**20
@@ -94,7 +94,7 @@ def drawn_memory(record):
 
 
 def drawn_layers(evidence):
-    """Every Linear layer in the order of the model: in FP8 or not, and why not."""
+    """A strip with every Linear layer in the order of the model, in FP8 or not, and a table with the reasons."""
     from tools import page
 
     skipped = {entry["name"]: entry["reason"] for entry in evidence["linear_skipped"]}
@@ -108,7 +108,7 @@ def drawn_layers(evidence):
 
 
 def in_words(record):
-    """What was counted, in sentences: [(what, sentence)]."""
+    """Yields what was counted in sentences: (what, sentence)."""
     plan, evidence = record["plan"], record["evidence"]
     processes, parts = plan["num_processes"], evidence["truth"].split(" | ")
     yield "how", parts[0] + (": a rehearsal on a CPU" if plan["rehearsal"] else "")

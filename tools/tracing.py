@@ -1,8 +1,8 @@
-"""One optimizer step of a recipe on fake tensors: what it holds at each moment, without holding it.
+"""Runs one optimizer step of a recipe on fake tensors and counts the memory it would take at each moment.
 
-The recipe's own `main` runs with another `Accelerator`, whose `prepare` takes the storage away and converts the model
-to FP8 as in a rehearsal. `accumulate` watches what is born and dies, and ends the run after the first step. A script of
-one's own is run as it is; it is watched from `prepare` on, and its optimizer's step ends it.
+The recipe's own `main` runs with another `Accelerator`. Its `prepare` makes the model's tensors fake and converts the
+model to FP8 as in a rehearsal. Its `accumulate` counts tensors as they are made and freed, and ends the run after the
+first step. A user's own script runs as it is: counting starts at `prepare`, and the optimizer's step ends the run.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ ORIGINAL = accelerate.Accelerator
 
 
 class Enough(Exception):
-    """The optimizer step is done: everything is known."""
+    """Raised after the optimizer step, when everything is known."""
 
 
 class Memory:
-    """Bytes alive at each moment, of what is born while `watch` is active.
+    """Counts the bytes of tensors that were made while `watch` is active and are still in use.
 
     moments: (gradients, others) of every moment that no other moment exceeds in both.
     """
@@ -70,7 +70,7 @@ class Memory:
             self.of_gradients -= size
 
     def is_gradient(self, parameter):
-        """After a gradient was accumulated into `parameter`."""
+        """Hook that runs after a gradient was accumulated into `parameter`."""
         key = parameter.grad.untyped_storage()._cdata
         if key in self.sizes and key not in self.gradients:
             self.gradients.add(key)
@@ -101,7 +101,7 @@ class Memory:
 
 @contextlib.contextmanager
 def without_storage():
-    """Inside, every parameter that a module registers goes to `meta`: no model is too large to build."""
+    """Puts every parameter that a module registers on `meta`, so that a model of any size can be built."""
 
     def register(module, name, parameter):
         if parameter is not None and parameter.device.type != "meta":
@@ -118,8 +118,8 @@ def without_storage():
 
 
 def make_fake(model, optimizer, dtype=None):
-    """From `meta` to fake tensors of this CPU: autocast and kernels choose as they would for real ones. dtype: that of
-    the parameters, where it is not the model's own."""
+    """Replaces parameters on `meta` by fake tensors on the CPU, for which autocast and kernels choose as for real ones.
+    dtype: of the parameters, if not the model's own."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -134,7 +134,7 @@ def make_fake(model, optimizer, dtype=None):
 
 @contextlib.contextmanager
 def without_values():
-    """Inside, amp8 makes tensors of the right size and skips the arithmetic on them.
+    """Makes amp8 allocate tensors of the right size without computing their values.
 
     It rounds and steps in small pieces, to be fast: for a large model that is a million operations, each of which takes
     a fake tensor as long as a real one of a few thousand elements.
@@ -164,8 +164,8 @@ def without_values():
 
 @contextlib.contextmanager
 def without_reading():
-    """Inside, a script that looks at its loss, to log it say, sees 0 where there is no value, and one that moves its
-    model to a device moves nothing."""
+    """Lets a script read a value that does not exist, for example its loss in order to log it: it reads 0. A script
+    that moves its model to a device moves nothing."""
     item, number, truth = torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__
 
     def instead(real, value):
@@ -189,13 +189,13 @@ def without_reading():
 
 
 class Script:
-    """A script of one's own, with the words after it."""
+    """A user's own script."""
 
     def __init__(self, path):
         self.path = self.__file__ = path
 
     def run(self, argv, accelerator):
-        """As `python -m faithful` does, with another Accelerator in place of Accelerate's."""
+        """Runs the script with `argv`, and with `accelerator` in place of Accelerate's class."""
         for name, module in list(sys.modules.items()):
             if getattr(module, "Accelerator", None) is ORIGINAL and not name.startswith(("faithful", "tools")):
                 module.Accelerator = accelerator
@@ -217,7 +217,7 @@ class Script:
 
 
 def load(recipe):
-    """The module of a recipe's file, or the `Script` that anyone's own is."""
+    """Loads a recipe as a module, or a user's own script as a Script."""
     if not re.search(r"^class Arguments\b", recipe.read_text(), re.M):
         return Script(recipe)
     spec = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
@@ -234,7 +234,7 @@ def load(recipe):
 
 
 def remembered(function):
-    """`function`, called once for each set of arguments."""
+    """Wraps `function` so that it is called once for each set of arguments."""
     found = {}
 
     def call(*args, **kwargs):
@@ -249,8 +249,8 @@ def remembered(function):
 
 def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False, skip=(), split=1,
           dtype=None):  # fmt: skip
-    """What the first steps of a recipe hold, on fake tensors, in one process. All sizes in bytes. split: processes that
-    would compute one batch together (tensor parallel), or 1."""
+    """Runs the first steps of a recipe on fake tensors in one process and returns what they hold, in bytes. split: the
+    number of processes that would compute one batch together (tensor parallel), or 1."""
     plan = Plan(config=None, strategy="single", num_processes=1, precision=precision, device="cpu", backend=backend,
                 level=level, fp8_options=fp8_options or {}, skip=list(skip), rehearsal=True, emulated=bool(backend),
                 implementation=backends.implementation(backend, "single", rehearsal=True))  # fmt: skip
@@ -259,7 +259,7 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
     script = isinstance(module, Script)
 
     class Accelerator(accelerate.Accelerator):
-        """Accelerate's own, on the CPU; stops at the end of the first optimizer step."""
+        """Accelerate's own class on the CPU, which stops at the end of the first optimizer step."""
 
         def __init__(self, *args, **kwargs):
             kwargs = {name: value for name, value in arguments.given(args, kwargs).items()
@@ -365,14 +365,14 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
 
 
 def gradients(model):
-    """Bytes of all gradients, and of those that amp8 keeps in FP8 beside their parameters."""
+    """Bytes of the ordinary gradients, and of the FP8 gradients that amp8 keeps beside their parameters."""
     ordinary = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     beside = [p.amp8_linear.gradient.codes for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {"ordinary": ordinary, "fp8": sum(codes.nbytes for codes in beside if codes is not None)}
 
 
 def counted(model, optimizer):
-    """Bytes of what stays between steps; `levels`: the part of it that an MS-AMP level changed."""
+    """Bytes that stay in memory between steps. `levels`: the part that belongs to an MS-AMP level's layers."""
     moments = {id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
                for p, s in optimizer.state.items()}  # fmt: skip
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
