@@ -17,6 +17,7 @@ from faithful.errors import Refused
 
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted = None  # when Ctrl-C came
+left = None  # what sys.exit() raised, which an atexit handler cannot see otherwise
 
 
 def told_to_stop():
@@ -28,20 +29,22 @@ def guard(current):
     is closed when the process ends, or None."""
     launcher.end_with_the_launcher()
     sys.excepthook = lambda kind, problem, trace: leave(problem, current())
-    left = None
-
-    def leave_with(status=None):
-        nonlocal left
-        left = SystemExit(status if isinstance(status, int) else int(status is not None))  # Python prints messages
-        raise SystemExit(status)
-
-    sys.exit = leave_with  # an atexit handler cannot see the exit code otherwise
+    sys.exit = leave_with
     atexit.register(lambda: leave(left, current()))
+
+
+def leave_with(status=None):
+    """sys.exit(), which keeps its code for leave()."""
+    global left
+    left = SystemExit(status if isinstance(status, int) else int(status is not None))  # Python prints messages
+    raise SystemExit(status)
 
 
 def finish_steps_first():
     """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
-    handler of Ctrl-C stays."""
+    handler of Ctrl-C stays. A sys.exit() before a step did not end the process: the script caught it."""
+    global left
+    left = None
     if signal.getsignal(signal.SIGTERM) is not ask_to_stop:
         signal.signal(signal.SIGTERM, ask_to_stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -74,7 +77,7 @@ def leave(problem, run):
         if code and not isinstance(problem.code, int):
             print(problem.code, file=sys.stderr)
         error = f"the script exited with {code}" if code not in (0, 143) else None
-    elif not isinstance(problem, Refused) and (words := weights_of_another_kind(str(problem), run)):
+    elif not isinstance(problem, Refused) and (words := what_the_strategy_lacks(str(problem), run)):
         return leave(Refused(words), run)
     elif hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
         # An error of a loader's worker has a traceback in front.
@@ -120,9 +123,12 @@ def lost_peer(problem, error):
     return None
 
 
-def weights_of_another_kind(error, run):
-    """A message for the user if torch's error means that a script mixes weights that are sharded, or that DeepSpeed
-    holds in 16 bit, with its own copies of them; else None."""
+def what_the_strategy_lacks(error, run):
+    """A message for the user if a library's error means that the script needs what the config's strategy does not have,
+    for example whole weights in fp32; else None."""
+    if "LocalSGD is supported only" in error:
+        return ("LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
+                "process has a whole model: leave it out, or use a single config")  # fmt: skip
     if "got mixed torch.Tensor and DTensor" in error:
         return ("the script computes with sharded weights and whole tensors together, in an average of weights (EMA) "
                 "perhaps, which FSDP2 cannot: use a ddp config")  # fmt: skip

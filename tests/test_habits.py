@@ -153,6 +153,8 @@ UNEVEN = [(FOR, f"with accelerator.join_uneven_inputs([model], even_batches=Fals
     [
         ("ddp_fp32", LOCAL, "the gradients were not averaged over the processes"),
         ("ddp_fp8_msamp_o2", LOCAL, "holds MS-AMP's codes: it can't be changed by data"),  # by LocalSGD's average
+        ("fsdp_fp32", LOCAL, "LocalSGD lets each process train a model of its own"),
+        pytest.param("zero2_bf16", LOCAL, "LocalSGD lets each process train a model", marks=pytest.mark.slow),
         ("ddp_fp32", UNEVEN, "join_uneven_inputs without even batches: a process that has none left would miss"),
     ],
 )
