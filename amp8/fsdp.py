@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from . import scaling
+from .coded import CodesRead
 from .comm import BUCKET, Bucket, Comm, largest
 from .linear import fp16_to_e4m3
 
@@ -66,7 +67,7 @@ class RowShard(torch.Tensor):
     """This rank's rows of a converted weight: fp16 codes in a tensor that reports the original dtype.
 
     FSDP2 requires one dtype in a block, and asks the tensor itself what to gather. Code that reads the tensor gets
-    codes / scale. Only `load_state_dict` and the optimizer write to it.
+    codes / scale. Only `load_state_dict`, `copy_` and the optimizer write to it.
     """
 
     @staticmethod
@@ -86,10 +87,14 @@ class RowShard(torch.Tensor):
             return cls(function(first.codes, *args[1:]), first.amp8_linear, first.dtype)
         changed = first if isinstance(first, list | tuple) else [first]
         if function._schema.is_mutable and any(isinstance(tensor, cls) for tensor in changed):
-            if function is torch.ops.aten.copy_.default and isinstance(args[1], cls):
-                first.codes.copy_(args[1].codes)
-                return first
-            raise RuntimeError("a converted weight can't be changed in place: load values with load_state_dict")
+            if function is torch.ops.aten.copy_.default and isinstance(first, cls):
+                if isinstance(args[1], cls):
+                    first.codes.copy_(args[1].codes)
+                    return first
+                if first.codes.data_ptr() == first.amp8_linear.codes.data_ptr() and first.shape == args[1].shape:
+                    first.amp8_linear.write(args[1])  # every rank has to do it
+                    return first
+            raise CodesRead("a converted weight can't be changed in place: load values with load_state_dict")
         args, kwargs = tree_map(cls.values_of, (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -73,6 +73,7 @@ class WeightGradient:
     def receive(self, port):
         """Hook of the layer's port: takes the gradient of one micro-batch."""
         new, port.grad = port.grad, None
+        self.linear.replaced = None  # training goes on with the weight as it is
         comm = self.state.comm
         if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
             self.clear()

@@ -35,7 +35,7 @@ class FP8Linear(nn.Linear):
     sharding = None  # under fully_shard: where the weight's rows are
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     OURS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
-            "keeps_master", "master", "master_scale", "port", "held", "trained")  # fmt: skip
+            "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained")  # fmt: skip
 
     def start(self, level, window, gradient_format, history, exact, keeps_master):
         """Turns the layer's plain weight into codes and adds its scaling state. Called once, right after the class
@@ -105,6 +105,28 @@ class FP8Linear(nn.Linear):
         self.codes.copy_(codes)
         self.weight_scale.copy_(scale)
         self.weight_amax.copy_(amax)
+        self.replaced = None
+
+    @torch.no_grad()
+    def replace(self, value):
+        """Sets the weight like `write`, perhaps for a while: an evaluation with averaged weights stores the values,
+        replaces them, and then puts the stored ones back. Under O3 a stored value is the master rounded to e4m3. So the
+        first call keeps the master until the next gradient, and a call with the old value brings it back."""
+        if self.weight.dtype != scaling.E4M3:
+            return self.write(value)
+        own = self.master, self.master_scale
+        before = self.replaced or (self.codes.clone(), self.weight_scale.clone(), self.weight_amax.clone(), *own)
+        codes, scale, amax, *masters = before
+        value = value.to(codes.device).float()
+        if self.replaced is None or not torch.equal(value, scaling.dequantize(codes, scale)):
+            self.write(value)
+            self.replaced = before
+            return
+        self.codes.copy_(codes)
+        self.weight_scale.copy_(scale)
+        self.weight_amax.copy_(amax)
+        self.master, self.master_scale = masters
+        self.replaced = None
 
     def true_weight(self, dtype=torch.float32):
         """The values the codes stand for, [the weight's shape]. Exact in fp32. Under fully_shard every rank must call

@@ -291,7 +291,7 @@ def test_keyword_and_integer_inputs_and_an_unused_layer():
     assert torch.allclose(first["spare.weight"], before["spare.weight"], atol=1e-4)  # no gradient anywhere: no step
 
 
-def volume(rank, world, level):
+def volume(rank, world, level, passes=1):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)], nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -300,7 +300,8 @@ def volume(rank, world, level):
     sent = []
     for step in range(3):
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-        model(x).square().mean().backward()
+        for _ in range(passes):
+            model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         sent.append(amp8.wire_bytes(model))
@@ -315,6 +316,13 @@ def test_wire_bytes_against_bf16_and_fp32(level):
     assert result["sent"][0] * 3 == result["sent"][2]
     assert 0.5 * ring <= a_step <= min(0.55 * 2 * ring, 0.28 * 4 * ring)
     assert result["wire"] == ["e4m3"]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_second_backward_pass_sends_each_bucket_once_more(level):
+    once, twice = run_ranks(2, volume, level)[0], run_ranks(2, volume, level, 2)[0]
+    gradients = {"O2": 1, "O3": 1 / 2}[level]  # of what a step sends; under O3 owners send as many weights
+    assert twice["sent"] == [(1 + gradients) * sent for sent in once["sent"]]
 
 
 def o3_norm(rank, world, level):

@@ -370,6 +370,28 @@ def test_a_weight_is_changed_by_values_or_not_at_all():
         assert (linear.true_weight() * 3 - before).abs().max() <= 2**-10 * before.abs().max()
         linear.weight.copy_(kept)
     assert torch.equal(linear.true_weight(), before)
-    sharp, _ = layer("O3")
-    with torch.no_grad(), pytest.raises(CodesRead, match="at O3, whose master weights are elsewhere"):
-        sharp.weight.data.copy_(before)
+
+
+def test_under_o3_a_weight_put_in_for_an_evaluation_leaves_the_master_as_it_was():
+    linear, optimizer = layer("O3")
+
+    def put_in():
+        kept = linear.weight.detach().clone()  # the master, rounded to e4m3
+        linear.weight.data.copy_(kept / 3)
+        linear.weight.data.copy_(kept / 5)
+        assert (linear.true_weight() * 5 - kept).abs().max() <= 2**-4 * kept.abs().max()
+        assert torch.allclose(linear.master.float() / linear.master_scale, kept / 5, rtol=2**-11)
+        return kept
+
+    with torch.no_grad():
+        master, scale = linear.master.clone(), linear.master_scale.clone()
+        kept = put_in()
+        linear.weight.data.copy_(kept)
+        assert torch.equal(linear.true_weight(), kept)
+        assert torch.equal(linear.master, master) and torch.equal(linear.master_scale, scale)
+        kept = put_in()
+    linear(torch.randn(16, linear.in_features)).sum().backward()  # training goes on with the other weight
+    optimizer.zero_grad()
+    with torch.no_grad():
+        linear.weight.data.copy_(kept)
+    assert torch.equal(linear.true_weight(), kept) and not torch.equal(linear.master, master)

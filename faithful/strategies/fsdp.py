@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from faithful import batch_norm
+from faithful import averages, batch_norm
 from faithful.blocks import name_blocks
 from faithful.errors import Refused
 from faithful.strategies import plain
@@ -44,6 +44,7 @@ def before_prepare(accelerator, plan, model, optimizer):
 def prepare(accelerator, accelerates, args, device_placement):
     """Accelerate's FSDP2 takes one model and its optimizer per call, but scripts may prepare several. So each model is
     prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters."""
+    averages.of_shards()
     prepared, rest = list(args), []
     optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
     for at, one in enumerate(args):
