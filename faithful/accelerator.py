@@ -25,6 +25,7 @@ from faithful.blocks import compile_blocks
 from faithful.errors import Refused, Stopped
 from faithful.evidence import Evidence, Layers, notes
 from faithful.machine import Memory
+from faithful.optimizer import Optimizer
 from faithful.plan import describe, resolve
 from faithful.record import Record, described, now
 from faithful.steps import Steps
@@ -34,19 +35,6 @@ from faithful.wire import Wire
 
 # torchao registers enums in a way that makes torch warn in every process. The warning is harmless.
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
-
-
-class Optimizer(accelerate.optimizer.AcceleratedOptimizer):
-    """Accelerate's optimizer, which calls its Accelerator before and after each update."""
-
-    def step(self, closure=None):
-        if not self.gradient_state.sync_gradients:
-            return super().step(closure)
-        self.accelerator.before_update(self)
-        super().step(closure)
-        if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):
-            self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
-        self.accelerator.after_update(self)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -196,7 +184,10 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Clips, and keeps the norm over all processes: `before_update` checks that it is finite."""
         own, parameters = clipping.own(self), list(parameters)
-        if own is None:
+        if own is None and self.plan.strategy in ("single", "ddp"):  # no DTensors, which Accelerate looks for
+            self.unscale_gradients()
+            self.norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        elif own is None:
             self.norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         else:
             clipping.check(self, parameters, norm_type)
@@ -234,9 +225,7 @@ class Accelerator(accelerate.Accelerator):
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete and not skipped:
                 evidence.after_first_update(optimizer)
-                what = (
-                    type(self.unwrap_model(evidence.model)).__name__ if len(self.evidence) > 1 else self.record.script
-                )
+                what = evidence.record["model"] if len(self.evidence) > 1 else self.record.script
                 if evidence.complete:
                     self.print(f"{what} | {evidence.truth()} | global batch {samples}")
         if optimizer is self.evidence[0].optimizers[0]:
@@ -393,7 +382,7 @@ class Accelerator(accelerate.Accelerator):
 
     def write_record(self, finished=None):
         if self.record.main:
-            evidence = [{"model": type(self.unwrap_model(one.model)).__name__} | one.record for one in self.evidence]
+            evidence = [one.record for one in self.evidence]
             self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self):

@@ -18,11 +18,11 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Layers:
-    """A model before its conversion: its Linear layers, a hash of its weights, the parameters that optimizers own.
+    """A model before its conversion: its class, its Linear layers, a hash of its weights, what optimizers own of it.
     owned: ids of the parameters of the optimizers that are known so far."""
 
     def __init__(self, plan, model, owned):
-        self.names = linear_names(model)
+        self.model, self.names = type(model).__name__, linear_names(model)
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
         self.linear = len(self.names) + converted(plan, model)[0]  # TE's blocks contain Linear layers too
         self.initial_weights = fingerprint(model)
@@ -42,6 +42,7 @@ class Evidence:
         self.owned_before = layers.owned
         linear, norms = converted(plan, model)
         self.record = {
+            "model": layers.model,
             "linear_total": layers.linear,
             "linear_converted": linear,
             "linear_names": layers.names,

@@ -1,0 +1,26 @@
+"""Accelerate's optimizer, which calls its Accelerator before and after each update."""
+
+import math
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+
+class Optimizer(AcceleratedOptimizer):
+    accelerator = None  # set by Accelerator.prepare_optimizer
+
+    def step(self, closure=None):
+        if not self.gradient_state.sync_gradients:
+            return super().step(closure)
+        self.accelerator.before_update(self)
+        super().step(closure)
+        if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):
+            self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
+        self.accelerator.after_update(self)
+
+    def zero_grad(self, set_to_none=None):
+        """Accelerate's inspects the signature in every step, which torch's own `zero_grad` does not need."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            super().zero_grad(set_to_none)
+        elif self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none is not False)
