@@ -2,7 +2,8 @@
 
 So changes of the machine's speed affect all of them. A step is the time from one optimizer step to the next, measured
 by the same hook in torch, so it includes everything in between. The first turn and the first 3 steps of each are not
-timed, as other trainings were in the caches.
+timed, as other trainings were in the caches. All processes are started several times, because the same program can be
+5% faster in one process than in the next.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those at its start that are not timed
+STARTS = 2  # of the processes; each gets a part of the turns
+KINDS = ("wall", "cpu", "fastest")
 
 
 def watch(file, steps, port=0):
@@ -41,11 +44,22 @@ def watch(file, steps, port=0):
 
 
 def in_turns(ways, turns, start):
-    """{way: {wall, cpu: seconds of each turn's median step; losses: the printed ones}}.
+    """{way: {wall, cpu, fastest: seconds of a step in each turn; losses: the last ones printed}}. turns: in all.
+
+    wall: the median step by the clock; cpu: the median step's CPU time; fastest: the fastest step by the clock, which
+    other work on the machine disturbs least.
 
     start(way, steps, folder, port) returns a Popen. It calls watch(folder/way.json, steps, port) and prints to
     folder/way.log. Raises SystemExit with the end of that log if a training does not get to its last step.
     """
+    found = {way: {kind: [] for kind in KINDS} for way in ways}
+    for _ in range(STARTS):
+        for way, more in in_turns_once(ways, turns // STARTS, start).items():
+            found[way] = {kind: found[way][kind] + more[kind] for kind in KINDS} | {"losses": more["losses"]}
+    return found
+
+
+def in_turns_once(ways, turns, start):
     steps = TURN * (turns + 1)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -72,18 +86,19 @@ def in_turns(ways, turns, start):
             child.wait()
             file = folder / f"{way}.json"
             ends = json.loads(file.read_text())["ends"] if file.exists() else failed(way, folder)
-            found[way] = {key: medians(ends, at) for at, key in enumerate(("wall", "cpu"))}
+            found[way] = {"wall": of_turns(ends, 0, statistics.median), "cpu": of_turns(ends, 1, statistics.median)}
+            found[way]["fastest"] = of_turns(ends, 0, min)
             said = (folder / f"{way}.log").read_text()
             found[way]["losses"] = [float(part) for part in re.findall(r"(?<!_)loss'?[: ]+'?([\d.e-]+)", said)]
         return found
 
 
-def medians(ends, at):
-    """The median step of each turn but the first, in seconds, by the clock (at=0) or of CPU (at=1)."""
+def of_turns(ends, at, typical):
+    """The typical step of each turn but the first, in seconds, by the clock (at=0) or of CPU (at=1)."""
     found = []
     for first in range(TURN, len(ends), TURN):
         timed = [end[at] for end in ends[first + WARMUP_STEPS - 1 : first + TURN]]
-        found.append(statistics.median(b - a for a, b in zip(timed, timed[1:], strict=False)))
+        found.append(typical(b - a for a, b in zip(timed, timed[1:], strict=False)))
     return found
 
 

@@ -87,8 +87,8 @@ class Accelerator(accelerate.Accelerator):
         optimizer = next((one for one in optimizers if owns(one, model)), None)
         dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
         if dtype != torch.float32 and self.plan.precision != "fp32":
-            raise Refused(f"the model comes in {str(dtype)[6:]}, which stays the dtype of its parameters: use an fp32 "
-                          f"config, not {self.plan.precision}")  # fmt: skip
+            raise Refused(f"the model's parameters are in {str(dtype)[6:]}, and {self.plan.precision} needs them in "
+                          "fp32: build the model in fp32, or use an fp32 config")  # fmt: skip
         if os.environ.get("FAITHFUL_TWIN"):  # compare's control run: how much does a change in the last bit matter?
             nudge(model)
             self.record.seen["nudged"] = True

@@ -130,8 +130,8 @@ def what_the_strategy_lacks(error, run):
         return ("LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
                 "process has a whole model: leave it out, or use a single config")  # fmt: skip
     if "got mixed torch.Tensor and DTensor" in error:
-        return ("the script computes with sharded weights and whole tensors together, in an average of weights (EMA) "
-                "perhaps, which FSDP2 cannot: use a ddp config")  # fmt: skip
+        return ("the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
+                "(EMA) of its own, which FSDP2 does not allow: use a ddp config")  # fmt: skip
     other = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
     if run and run.plan.strategy.startswith("zero") and re.search(other, error):
         return (f"under {run.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "

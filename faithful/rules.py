@@ -44,7 +44,10 @@ def problems(asked, machine):
     if asked["use_cpu"]:
         lines.append("use_cpu: true makes Accelerate run one process, whatever num_processes says: leave it out")
     if asked["compile"] and asked["whole_model"]:
-        lines.append("each block is compiled here: set dynamo_use_regional_compilation: true in dynamo_config")
+        lines.append(
+            "blocks are compiled one by one here, not the whole model: set dynamo_use_regional_compilation: true in "
+            "dynamo_config"
+        )
     if strategy in ("fsdp", "hsdp") and asked["ram_efficient"]:
         lines.append(
             "fsdp_cpu_ram_efficient_loading (Accelerate's default) fails on models with parameters at their root, as "
@@ -107,10 +110,13 @@ def problems_of_deepspeed(asked, machine):
     if "deepspeed" not in machine["packages"]:
         lines.append(f"{strategy} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
     if extra["file"]:
-        lines.append("deepspeed_config_file: its settings are the plan's here, remove it (docs/machines.md)")
+        lines.append(
+            "deepspeed_config_file is not read here: set its options in deepspeed_config and remove it "
+            "(docs/machines.md)"
+        )
     if extra["init"]:
-        lines.append("zero3_init_flag (Accelerate's default) builds transformers' models in pieces before there is a "
-                     "seed: set it to false in deepspeed_config")  # fmt: skip
+        lines.append("zero3_init_flag (Accelerate's default) builds transformers' models in pieces before the seed "
+                     "is set: set it to false in deepspeed_config")  # fmt: skip
     if extra["nvme"]:
         lines.append("offloading to nvme is not supported here: set offload_optimizer_device and "
                      "offload_param_device to cpu")  # fmt: skip
@@ -128,25 +134,28 @@ def problems_of_machines(config, env):
     if config.get("max_restarts") and not elastic:
         lines.append(IN_VAIN)
     if port and rank == 0 and port_in_use(port):
-        lines.append(f"port {port} of this machine is in use: another --main_process_port")
+        lines.append(f"port {port} of this machine is in use: choose another --main_process_port")
     if machines == 1:
         return lines
     if processes % machines:
         lines.append(
-            f"{processes} processes on {machines} machines: each would get {processes // machines}; --num_processes "
-            f"counts all machines', a multiple of {machines}"
+            f"{processes} processes cannot be divided over {machines} machines: --num_processes counts those of all "
+            f"machines, so it is a multiple of {machines}"
         )
     if not 0 <= rank < machines:
-        lines.append(f"machine_rank {rank} of {machines} machines: 0 to {machines - 1}, another one on each")
+        lines.append(f"machine_rank {rank} is not one of 0 to {machines - 1}: give each machine its own")
     address = config.get("main_process_ip")
     if not address:
-        lines.append("several machines need --main_process_ip: the address of machine 0, the same on all")
+        lines.append("several machines need --main_process_ip: on each the address of machine 0")
     elif address == "localhost" or address.startswith("127."):
-        lines.append(f"main_process_ip {address} is every machine's name for itself: give machine 0's address")
+        lines.append(f"main_process_ip {address} means each machine itself: give the address of machine 0")
     elif not known(address):
-        lines.append(f"main_process_ip {address} is no address and no name that this machine knows")
+        lines.append(
+            f"main_process_ip {address} is not an address, or a name that this machine can resolve: give the address "
+            "of machine 0"
+        )
     if config.get("rdzv_backend") == "c10d" and not port:
-        lines.append("several machines need --main_process_port: the same free port of machine 0 on all")
+        lines.append("several machines need --main_process_port: on each the same free port of machine 0")
     if config.get("distributed_type") == "DEEPSPEED":
         lines += problems_of_hostfile(config.get("deepspeed_config") or {}, processes)
     return lines
@@ -290,7 +299,7 @@ def grammar(name):
     unknown += [tail for tail in rest if tail not in TAILS]
     if unknown:
         form = "<strategy>_<precision>[_<backend>[_<level>]][_<tail>]"
-        raise Refused(f"name {name}: {', '.join(unknown)} is not in the grammar {form}")
+        raise Refused(f"config name {name}: {', '.join(unknown)} is not a part of {form}")
     return promised | {tail: tail in rest for tail in TAILS}
 
 
@@ -382,7 +391,7 @@ def keys_of_another_backend(section):
         "MSAMP": f"backend opt_level recipe {te if section.get('recipe') else ''}",
     }.get(section.get("backend", "AO"), "")
     known = [key.removeprefix("fp8_") for key in KEYS["fp8_config"].split()]
-    return [f"fp8_config {key} means nothing to backend {section.get('backend', 'AO')}: remove it"
+    return [f"fp8_config {key} is not read by backend {section.get('backend', 'AO')}: remove it"
             for key in section if reads and key in known and key not in [*reads.split(), "skip"]]  # fmt: skip
 
 

@@ -318,7 +318,7 @@ def labels_in_range(name, split, column):
     labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
     wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))
     if count < 2:
-        raise Refused(f"--dataset {name} has {count} class: nothing is to be told apart")
+        raise Refused(f"--dataset {name} has {count} class: classification needs two or more")
     if len(wrong):
         first = split[column][int(wrong[0])]
         raise Refused(

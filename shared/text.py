@@ -198,7 +198,7 @@ def train_tokenizer(documents, vocab_size):
     smallest = 257  # bytes, END
     if 0 < vocab_size <= smallest:
         raise Refused(
-            f"--vocab_size {vocab_size} leaves nothing to learn: 0 means bytes, a BPE has more than {smallest}"
+            f"--vocab_size {vocab_size} is too small: 0 means bytes, a BPE vocabulary has more than {smallest}"
         )
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(documents if vocab_size else [], vocab_size or smallest, min_frequency=1,

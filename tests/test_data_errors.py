@@ -139,7 +139,7 @@ def test_text_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "c.txt").write_text("x")
     with pytest.raises(Refused, match=r"c\.txt has no text to train on"):
         text.texts(str(tmp_path / "c.txt"), 16)
-    with pytest.raises(Refused, match="leaves nothing to learn"):
+    with pytest.raises(Refused, match="is too small: 0 means bytes"):
         text.train_tokenizer(["abc"], 200)
 
 

@@ -91,7 +91,7 @@ def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path, confi
     apart = "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"
     train(config, tmp_path / "run", script=written(tmp_path, (TOGETHER, apart)), code=2)
     log = (tmp_path / "run.log").read_text()
-    assert "wants a model and its optimizer in one call" in log and "Traceback" not in log
+    assert "needs a model and its optimizer in one call" in log and "Traceback" not in log
     assert not (tmp_path / "run").exists()
 
 

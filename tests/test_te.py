@@ -167,7 +167,7 @@ def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
     path = tmp_path / "mine.yml"
     path.write_text(yaml.dump(config(text)))
     backend = section(text)["backend"]
-    expected = {f"fp8_config {key} means nothing to backend {backend}: remove it" for key in foreign}
+    expected = {f"fp8_config {key} is not read by backend {backend}: remove it" for key in foreign}
     assert set(rules.file_problems(path)[0]) == expected
 
 

@@ -61,8 +61,8 @@ def after_prepare(accelerator, plan, model, optimizer):
 
 
 def another_optimizer(plan, model, optimizer):
-    raise Refused("MS-AMP's levels take one optimizer for a model, the script has several: one torch.optim.AdamW, with "
-                  "param_groups")  # fmt: skip
+    raise Refused("MS-AMP's levels take one optimizer for a model, the script has several: use one torch.optim.AdamW "
+                  "with parameter groups")  # fmt: skip
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):

@@ -132,7 +132,7 @@ def restore(model, optimizer, parts):
 def one_call(plan, optimizer):
     """Raises Refused if the optimizer is missing: this strategy needs both in one call of `prepare`."""
     if optimizer is None:
-        raise Refused(f"{plan.strategy} {plan.precision} wants a model and its optimizer in one call: "
+        raise Refused(f"{plan.strategy} {plan.precision} needs a model and its optimizer in one call: "
                       "accelerator.prepare(model, optimizer, ...)")  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def check(model, size):
     """Raises Refused if `model` cannot be split over `size` processes."""
     name, plan = type(model).__name__, getattr(model, "tp_plan", None)
     if not plan:
-        raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py and llama_nano, or fsdp_bf16")
+        raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py with llama_nano, or fsdp_bf16")
     if unknown := sorted(set(plan.values()) - KNOWN):
         raise Refused(f"{name} is split by {', '.join(unknown)}, which is not tested here: use fsdp_bf16")
     heads = model.config.num_attention_heads
@@ -46,7 +46,7 @@ def before_prepare(accelerator, plan, model, optimizer):
     mesh = accelerator.torch_device_mesh["tp"]
     check(model, mesh.size())
     if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
-        raise Refused("the processes have built models of different weights: set_seed must come before, with one seed")
+        raise Refused("the processes built models with different weights: call set_seed with one seed before")
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
     splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
     apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})

@@ -124,7 +124,7 @@ def before_prepare(accelerator, plan, model, optimizer):
         raise Refused(f"{plan.strategy} trains one model, the script prepares several: use a ddp or fsdp config")
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
-        raise Refused(f"the model comes in {str(dtype)[6:]}: DeepSpeed wants fp32 parameters to begin with")
+        raise Refused(f"the model's parameters are in {str(dtype)[6:]}, but DeepSpeed needs fp32: build it in fp32")
     if plan.precision != "fp32":
         batch_norm.in_fp32(model)
         cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
