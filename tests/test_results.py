@@ -94,10 +94,10 @@ def test_scripts_of_others_run_as_their_config_says_or_are_refused_in_one_line()
     assert {row["config"] for row in rows} == configs | {"single_fp32", "zero2_bf16"}
     assert {row["outcome"] for row in rows} <= {"ran", "refused"} and len({row["client"] for row in rows}) >= 7
     refused = {(row["client"], row["config"]) for row in rows if row["config"] in configs and row["outcome"] != "ran"}
-    sharded = {(client, config) for client in ("averages", "diffusion") for config in ("fsdp_bf16", "hsdp_bf16")}
-    # averages of weights that are nowhere whole; trl's loss, which computes with lm_head's weight and not its layer
-    levels = {("averages", "ddp_fp8_msamp_o3"), ("sft", "single_fp8_msamp_o2"), ("sft", "ddp_fp8_msamp_o3")}
-    assert refused <= sharded | levels
+    # an average of weights by the main process alone; trl's loss, which computes with lm_head's weight and not its layer
+    sharded = {("diffusion", "fsdp_bf16"), ("diffusion", "hsdp_bf16")}
+    levels = {("sft", "single_fp8_msamp_o2"), ("sft", "ddp_fp8_msamp_o3")}
+    assert refused == sharded | levels  # 45 of 49 run
     assert all(row["same_weights_as_under_accelerate"] for row in rows if row["config"] == "single_fp32")
     assert all(
         row["equal_weights"] for row in rows if row["outcome"] == "ran" and row["config"] in ("ddp_bf16", "ddp_fp8")
@@ -115,3 +115,11 @@ def test_levels_under_fsdp_hold_a_share_and_end_no_worse():
         for other, apart in task["against"].items():
             assert len(task["losses"][other]) == len(found["seeds"]) >= 6
             assert apart["difference"] - apart["half_interval"] < 0
+
+
+def test_the_wrapper_costs_a_script_little():
+    """Goal: 1.02 times the step of plain Accelerate. `same`, Accelerate over itself, shows what chance alone makes."""
+    rows = result("wrapper")["rows"]
+    assert [row["size"] for row in rows] == ["small", "medium"]
+    for row in rows:
+        assert row["faithful"]["fastest"]["median"] < 1.05 and 0.9 < row["same"]["fastest"]["median"] < 1.1
