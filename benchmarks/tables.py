@@ -207,9 +207,7 @@ def wrapper(made):
         cells = [row["size"], f"{1000 * row['step_seconds_plain']:.1f}", ratios(row["faithful"]), ratios(row["same"])]
         rows.append(cells)
     heads = ["model", "step under Accelerate, ms", "`-m faithful` over Accelerate", "Accelerate over itself"]
-    return f"{came_from(made)}; ratios as on [What was measured](measured.md#what-a-recipe-costs):\n\n" + report.table(
-        heads, rows
-    )
+    return f"{came_from(made)}; ratios as above:\n\n" + report.table(heads, rows)
 
 
 def diagnose(made):
