@@ -5,23 +5,35 @@ import math
 import os
 import signal
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
+from conftest import CONFIGS, distance, launched, metrics, record, train, weights
 
 from faithful import Refused, checkpoint
 from faithful.strategies import tp
 from shared import models
 from tools import export
 
-TEXT = ROOT / "faithful" / "rules.py"
+TEXT = Path(textwrap.__file__)  # some text that nobody here edits
 DATA = ("--dataset", TEXT, "--sequence_length", 32, "--per_device_eval_batch_size", 48)
 STEPS = (*DATA, "--max_steps", 6, "--logging_steps", 1, "--save_steps", 3, "--warmup_steps", 2,
          "--per_device_train_batch_size", 8)  # fmt: skip
 FP64 = (*STEPS, "--dtype", "float64", "--optimizer", "sgd", "--learning_rate", 0.2, "--max_grad_norm", 0.5,
         "--save_steps", 0, "--max_steps", 4)  # fmt: skip
+
+
+def in_float64(rank):
+    """transformers' RMSNorm computes in fp32, where a difference of 1e-16 can flip a rounding and become 1e-7."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    LlamaRMSNorm.forward = forward
 
 
 def fp32(folder, name="tp", **more):
@@ -114,8 +126,8 @@ def test_in_float64_it_is_one_process_s_run(tmp_path):
     """In float64 a tensor-parallel run equals one process's: losses, gradient norms (each parameter counted once),
     clipping, accumulation, evaluation and weights."""
     two_each = ("--gradient_accumulation_steps", 2)
-    one = train("single_fp32", tmp_path / "one", *FP64, *two_each, name="gpt")
-    two = train(fp32(tmp_path), tmp_path / "two", *FP64, *two_each, name="gpt")
+    one = train("single_fp32", tmp_path / "one", *FP64, *two_each, name="gpt", before=in_float64)
+    two = train(fp32(tmp_path), tmp_path / "two", *FP64, *two_each, name="gpt", before=in_float64)
     assert distance(one, two) < 1e-12
     assert record(one)["evidence"]["initial_weights"] == record(two)["evidence"]["initial_weights"]
     [a, b] = [record(run)["seen"] for run in (one, two)]
@@ -132,6 +144,7 @@ def test_the_parity_can_fail(tmp_path):
     """If each process clips by the norm of its own part, the weights differ, so the parity test can fail."""
 
     def apart(rank):
+        in_float64(rank)
         split = tp.before_prepare
 
         def drifting(accelerator, planned, model, optimizer):
@@ -141,7 +154,7 @@ def test_the_parity_can_fail(tmp_path):
 
         tp.before_prepare = drifting
 
-    one = train("single_fp32", tmp_path / "one", *FP64, name="gpt")
+    one = train("single_fp32", tmp_path / "one", *FP64, name="gpt", before=in_float64)
     two = train(fp32(tmp_path), tmp_path / "two", *FP64, name="gpt", before=apart)
     assert distance(one, two) > 1e-9
 
@@ -149,8 +162,9 @@ def test_the_parity_can_fail(tmp_path):
 @pytest.mark.slow
 def test_compiled_it_is_one_process_s_compiled_run(tmp_path):
     dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    one = train(fp32(tmp_path, "single", dynamo_config=dynamo), tmp_path / "one", *FP64, name="gpt")
-    two = train(fp32(tmp_path, "tp", dynamo_config=dynamo), tmp_path / "two", *FP64, name="gpt")
+    words = {"name": "gpt", "before": in_float64}
+    one = train(fp32(tmp_path, "single", dynamo_config=dynamo), tmp_path / "one", *FP64, **words)
+    two = train(fp32(tmp_path, "tp", dynamo_config=dynamo), tmp_path / "two", *FP64, **words)
     assert distance(one, two) < 1e-12 and record(two)["plan"]["compile"]
 
 
@@ -207,7 +221,7 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
         vit, small = models.vit("vit_nano", 8, 1, 10), models.gpt("llama_small", 272, 32)
     tp.check(llama, 2)
     for model, size, expected in (
-        (vit, 2, "VisionTransformer has no plan for tensor parallel: use recipes/gpt.py and llama_nano"),
+        (vit, 2, "VisionTransformer has no plan for tensor parallel: use recipes/gpt.py with llama_nano"),
         (gpt2, 2, "GPT2LMHeadModel has no plan for tensor parallel"),
         (llama, 4, "LlamaForCausalLM has 4 attention heads and 2 of keys and values, which 4 processes"),
         (small, 2, "LlamaForCausalLM has 12 attention heads and 3 of keys and values, which 2 processes"),

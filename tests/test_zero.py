@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import textwrap
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_transformers_models_start_from_the_same_weights(tmp_path):
     """transformers' models start from the same weights. If transformers knew of stage 3, it would build them in parts,
     and offloaded they would compute in fp32."""
     importlib.import_module("transformers.models.llama.modeling_llama")
-    argv = ("--dataset", ROOT / "faithful" / "rules.py", "--sequence_length", 32, *STEPS, "--max_steps", 3)
+    argv = ("--dataset", textwrap.__file__, "--sequence_length", 32, *STEPS, "--max_steps", 3)
     runs = [train(config, tmp_path / config, *argv, name="gpt") for config in ("ddp_bf16", "zero3_bf16_offload")]
     assert len({record(run)["evidence"]["initial_weights"] for run in runs}) == 1
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.01)
