@@ -247,6 +247,13 @@ def gpu():
     STAYING.discard(pretended.server.pid)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_code_of_this_session(tmp_path_factory):
+    """torch's cache of compiled code takes what was compiled for another instruction set, or what a killed process left
+    half written: the results are garbage, or the process aborts."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers():
     """Fails a test that leaves a process behind, which would slow down every later test."""
