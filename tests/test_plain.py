@@ -50,7 +50,10 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
     for i in range(40):
         (folder / f"{i:02}.txt").write_text(" ".join(f"w{i * k % 7}" for k in range(2 + i * 37 % 50)))
     argv = (*STEPS, *SMALL[name])
-    argv += {"gpt": ("--dataset", folder), "bert": ("--dataset", reviews(tmp_path))}.get(name, ())
+    argv += {
+        "gpt": ("--dataset", folder, "--per_device_train_batch_size", 16),
+        "bert": ("--dataset", reviews(tmp_path)),
+    }.get(name, ())
     ours = train(config, tmp_path / "ours", *argv, name=name)
     module = plain(name, tmp_path)
     assert module.Accelerator.__module__ == "accelerate.accelerator"
