@@ -1,0 +1,144 @@
+"""Branches of faithful/ that no whole run takes on this machine."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+from importlib import metadata
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+from conftest import CONFIGS
+from test_plan import CPU, GPU
+
+from faithful import launcher, machine, plan, record, rules
+from faithful.config import asked, exported
+
+
+def of(name, **changes):
+    return asked(exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()))) | changes
+
+
+def with_options(name, **options):
+    found = of(name)
+    return found | {"fp8_options": found["fp8_options"] | options}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "line"),
+    [
+        (of("ddp_bf16", strategy="megatron"), "strategy megatron is not one of single, ddp"),
+        (of("ddp_bf16", restarts_in_vain=True), "a restarted worker would look for the one that died"),
+        (of("zero3_bf16", deepspeed=of("zero3_bf16")["deepspeed"] | {"nvme": True}), "offloading to nvme"),
+        (of("ddp_fp8", backend="mslinear"), "fp8_config backend mslinear is not one of"),
+        (with_options("ddp_fp8_te", amax_history_len=0), "amax_history_len 0 is not a whole number from 1 on"),
+        (with_options("ddp_fp8_msamp_o2", recipe="current"), "MSAMP combines with te_delayed only"),
+        (of("fsdp_fp8_msamp_o2", offload=True), "MS-AMP's levels under fsdp are not offloaded"),
+        (of("fsdp_fp8", level="rowwise"), "torchao gathers in FP8 with tensorwise scales only, not rowwise"),
+    ],
+)
+def test_a_config_that_cannot_run_is_told_why(wanted, line):
+    assert any(line in problem for problem in rules.problems(wanted, GPU)), rules.problems(wanted, GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        ("ddp_bf16", {"fp8_config": {"backend": "AO"}}, "fp8_config is ignored under mixed_precision bf16"),
+        ("zero2_bf16", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config is ignored under"),
+    ],
+)
+def test_a_section_that_accelerate_ignores_is_named(tmp_path, name, changes, line):
+    file = tmp_path / "a.yml"
+    file.write_text(yaml.dump(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()) | changes))
+    assert any(line in problem for problem in rules.file_problems(file)[0])
+
+
+def test_a_hostfile_with_enough_slots_is_no_problem(tmp_path):
+    (tmp_path / "hosts").write_text("one slots=4\ntwo slots=4  # the second machine\n")
+    assert rules.problems_of_hostfile({"deepspeed_hostfile": tmp_path / "hosts"}, 8) == []
+
+
+def test_a_driver_s_gpus_are_read_without_torch(monkeypatch):
+    said = SimpleNamespace(stdout="NVIDIA H100 80GB HBM3, 9.0\nNVIDIA H100 80GB HBM3, 9.0\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = machine.of_driver()
+    assert (found["devices"], found["name"], found["capability"]) == (2, "NVIDIA H100 80GB HBM3", (9, 0))
+    assert found["cuda"] is None or found["cuda"][0].isdigit()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machine.of_driver()["devices"] == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.of_driver()["device"] == "cpu"
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert machine.versions().keys() == {"python", "cuda"}
+
+
+def test_without_git_the_record_says_so(monkeypatch):
+    def run(*_, **__):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert record.git_state() == {"git_commit": None, "git_dirty": None}
+
+
+def test_a_long_loss_curve_loses_every_second_point():
+    curve = [[step, 1.0] for step in range(1, record.LONGEST_CURVE + 1)]
+    run = SimpleNamespace(seen={"loss_curve": curve}, every=1)
+    record.Record.point(run, record.LONGEST_CURVE + 1, 0.5)
+    assert run.every == 2 and len(curve) == record.LONGEST_CURVE // 2 and all(step % 2 == 0 for step, _ in curve)
+
+
+def test_a_process_that_is_gone_is_no_launcher():
+    def cmdline():
+        raise psutil.NoSuchProcess(1)
+
+    assert launcher.is_launcher(SimpleNamespace(cmdline=cmdline)) is False
+
+
+def test_this_process_was_not_adopted():
+    assert launcher.adopted() == (os.getppid() == 1 or os.getsid(os.getppid()) != os.getsid(0))
+
+
+def test_a_dead_launcher_ends_its_process(monkeypatch):
+    done = []
+    monkeypatch.setattr(signal, "alarm", lambda seconds: done.append(("alarm", seconds)))
+    monkeypatch.setattr(os, "kill", lambda pid, number: done.append((pid, number)))
+    launcher.watch(SimpleNamespace(is_running=lambda: False))
+    assert done == [("alarm", launcher.GRACE), (os.getpid(), signal.SIGTERM)]
+
+
+def test_a_scripts_own_worker_init_fn_is_called(monkeypatch):
+    seen = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launcher, "end_with_the_parent", lambda number: None)
+    launcher.loader_process(seen.append, 3)
+    assert seen == [3]
+
+
+def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert launcher.claim(tmp_path) is None
+
+
+def test_a_launch_without_a_config_file_has_none(monkeypatch):
+    line = ["accelerate", "launch", "train.py"]
+    above = SimpleNamespace(cmdline=lambda: line, cwd=lambda: "/")
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parents=lambda: [above]))
+    assert plan.launch_line.__wrapped__() == (line, None)
+
+
+def test_a_rule_for_gpus_is_no_rule_for_a_cpu():
+    assert rules.problems(of("single_fp8_te"), CPU) == []
