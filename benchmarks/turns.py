@@ -107,7 +107,7 @@ def failed(way, folder):
 
 
 def ratio(way, base):
-    """The ratio of a turn's median step to that of `base`, both lists of seconds: median and quartiles over turns."""
+    """The ratio of each turn's step to that of `base`, both lists of seconds: median and quartiles over the turns."""
     ratios = [here / there for here, there in zip(way, base, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {"median": median, "quartiles": [low, high]}

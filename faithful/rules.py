@@ -146,7 +146,7 @@ def problems_of_machines(config, env):
         lines.append(f"machine_rank {rank} is not one of 0 to {machines - 1}: give each machine its own")
     address = config.get("main_process_ip")
     if not address:
-        lines.append("several machines need --main_process_ip: on each the address of machine 0")
+        lines.append("several machines need --main_process_ip: pass the address of machine 0 on each of them")
     elif address == "localhost" or address.startswith("127."):
         lines.append(f"main_process_ip {address} means each machine itself: give the address of machine 0")
     elif not known(address):
@@ -155,7 +155,7 @@ def problems_of_machines(config, env):
             "of machine 0"
         )
     if config.get("rdzv_backend") == "c10d" and not port:
-        lines.append("several machines need --main_process_port: on each the same free port of machine 0")
+        lines.append("several machines need --main_process_port: pass the same free port of machine 0 on each of them")
     if config.get("distributed_type") == "DEEPSPEED":
         lines += problems_of_hostfile(config.get("deepspeed_config") or {}, processes)
     return lines

@@ -46,7 +46,8 @@ def before_prepare(accelerator, plan, model, optimizer):
     mesh = accelerator.torch_device_mesh["tp"]
     check(model, mesh.size())
     if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
-        raise Refused("the processes built models with different weights: call set_seed with one seed before")
+        raise Refused("the processes built models with different weights: call set_seed, with the same seed, before "
+                      "building the model")  # fmt: skip
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
     splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
     apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
