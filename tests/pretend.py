@@ -589,7 +589,7 @@ def serve():
     if isinstance(DRIVER, str):
         return out.write(json.dumps({"missing": DRIVER}) + "\n")
     sys.path.insert(0, str(Path(__file__).parent))
-    for name in ("sklearn.datasets", "timm", "transformers", "torchao.float8"):  # once for all runs
+    for name in ("timm", "transformers", "torchao.float8"):  # once for all runs
         importlib.import_module(name)
     from conftest import Ranks
 

@@ -69,11 +69,16 @@ def test_evaluation_counts_every_sample_once(tmp_path, world):
 
 
 def test_digits():
+    import sklearn.datasets
+
     train_set, held_out = data.digits()
     assert (len(train_set), len(held_out), train_set.num_classes) == (1438, 359, 10)
     assert train_set.fingerprint() != held_out.fingerprint() == data.digits()[1].fingerprint()
     batch = train_set.__getitems__([3, 5])
     assert batch["pixel_values"].shape == (2, 1, 8, 8) and batch["pixel_values"].abs().max() <= 1
+    theirs = sklearn.datasets.load_digits()
+    assert torch.equal(train_set.pixels[4, 0], torch.from_numpy(theirs.images[5]).float() / 8 - 1)
+    assert torch.equal(held_out.labels, torch.from_numpy(theirs.target[4::5]))
 
 
 def test_photos_are_balanced_and_apart():

@@ -20,8 +20,7 @@ from faithful import checkpoint, rules
 from faithful.config import asked, exported
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-for name in ("sklearn.datasets", "deepspeed.runtime.zero.muon.muon_optimizer"):  # once, not once in every forked rank
-    importlib.import_module(name)
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # once, not once in every forked rank
 if torch.accelerator.is_available():
     pytest.skip("these are rehearsals, and this machine has an accelerator", allow_module_level=True)
 
