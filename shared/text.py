@@ -15,6 +15,7 @@ from shared.args import Refused
 from shared.data import labels_in_range, load, split_of
 
 END = "<|endoftext|>"
+SAMPLE = 100  # tokens of the sample at the end of a run
 SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a folder's text files
 
 
@@ -250,7 +251,7 @@ def leave(accelerator, model, dataset, folder, prompt=None):
     """At the end of a run: prints a sample and saves what `from_pretrained` needs. Every rank calls it."""
     if prompt:
         model.eval()
-        sample = continuation(model, dataset.tokenizer, prompt, 100, dataset.length)
+        sample = continuation(model, dataset.tokenizer, prompt, SAMPLE, dataset.length)
         accelerator.print(f"sample: {sample}", flush=True)
     if accelerator.is_main_process:
         if prompt:

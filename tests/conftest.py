@@ -4,7 +4,9 @@ A rank gets the environment that `accelerate launch` exports for the config (tes
 forked run takes the same path as a launched one. Tests look at the files that a run leaves.
 """
 
+import collections
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -30,11 +32,13 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import config as config_module  # noqa: E402
 from faithful import plan, process  # noqa: E402
+from shared import text  # noqa: E402
 from shared.args import parse  # noqa: E402
 
 # The first backward of the process decides whether forks can compute gradients. They can if it ran on real CPU tensors,
 # but not if it ran on the fake tensors of tools/estimate.py.
 torch.ones(1, requires_grad=True).sum().backward()
+text.SAMPLE = 8  # tokens that a run of gpt writes at its end: 100 take longer than these tests' training
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -53,6 +57,26 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"slow.txt names tests that are not there: {', '.join(sorted(unknown))}")
 
 
+UNFINISHED = collections.Counter()  # tests by file, in the process that starts pytest-xdist's workers
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    global reporter
+    reporter = node.config.pluginmanager.getplugin("terminalreporter")
+    if not UNFINISHED:
+        UNFINISHED.update(name.split("::")[0] for name in ids)
+
+
+def pytest_runtest_logfinish(nodeid):
+    """Prints each file whose tests are done, because pytest-xdist prints dots alone."""
+    file = nodeid.split("::")[0]
+    if file in UNFINISHED:
+        UNFINISHED[file] -= 1
+        if not UNFINISHED[file]:
+            reporter.write_line(f"{file} done, {UNFINISHED.total()} tests left")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Adds the broken promise to the report of a failed test: its docstring, or its name in words."""
@@ -65,7 +89,9 @@ def pytest_runtest_makereport(item, call):
 
 @functools.cache
 def recipe(name):
-    """The module of recipes/<name>.py."""
+    """The module of recipes/<name>.py. Its model's code is imported here, not in each forked rank."""
+    for kind in {"gpt": ("gpt2", "llama"), "bert": ("bert",)}.get(name, ()):
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -107,8 +133,10 @@ class Ranks:
         exported = config_module.exported(mapping) | (env or {})
         world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
         port, module = str(free_port()), None if script else recipe(name)
+        importlib.import_module("datasets")  # or Accelerate imports it in each rank
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
+        gc.freeze()  # a rank's garbage collector would copy most of the memory that it shares with this process
         for rank in range(world):
             pid = os.fork()
             if pid == 0:
@@ -135,6 +163,7 @@ class Ranks:
                 finally:
                     os._exit(99)
             self.pids.append(pid)
+        gc.unfreeze()
 
     def wait(self, timeout=240):
         """Returns the exit codes of all ranks. After the timeout it kills all of them and the test fails."""

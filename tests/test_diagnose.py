@@ -2,11 +2,12 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, launched
+from conftest import CONFIGS, ROOT, Ranks, launched
 
 import amp8
 from amp8 import emulate
@@ -82,9 +83,19 @@ def test_a_layer_back_in_high_precision_steps_as_torch_would():
 @pytest.mark.parametrize(
     "name", ["single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3", "ddp_fp8", "ddp_fp8_msamp_o3"]
 )
-def test_the_same_steps_again_are_the_same(tmp_path, name):
+def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
     """Repeated steps give the same loss bit for bit if nothing changed, and another loss if a layer changed."""
-    made, said = run(name, tmp_path / "out", "vit")
+
+    def forked(command, **_):
+        """In place of `accelerate launch`."""
+        script = command.index(str(ROOT / "tools" / "watch.py"))
+        argv = [*command[script + 1 :], "--output_dir", str(tmp_path / "out" / "run")]
+        codes = Ranks(command[command.index("--config_file") + 1], argv, script=command[script]).wait()
+        return SimpleNamespace(returncode=max(codes))
+
+    monkeypatch.setattr(diagnose, "subprocess", SimpleNamespace(run=forked))
+    assert diagnose.main([name, *map(str, OPTIONS), "--output", str(tmp_path / "out"), "--", "vit"]) == 0
+    made, said = json.loads((tmp_path / "out" / "diagnose.json").read_text()), capsys.readouterr().out
     assert made["again"] == 0
     assert len(made["pairs"]) == 2 and len(made["groups"]) == (15 if name == "ddp_fp8" else 16)
     for pair in made["pairs"]:

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
 from conftest import CONFIGS
 from test_plan import CPU, GPU
 
 from faithful import launcher, machine, plan, record, rules
 from faithful.config import asked, exported
+from shared import text
 
 
 def of(name, **changes):
@@ -142,3 +144,14 @@ def test_a_launch_without_a_config_file_has_none(monkeypatch):
 
 def test_a_rule_for_gpus_is_no_rule_for_a_cpu():
     assert rules.problems(of("single_fp8_te"), CPU) == []
+
+
+def test_a_sample_longer_than_the_context_goes_on_from_its_end():
+    class Model(torch.nn.Linear):
+        def forward(self, ids):
+            seen.append(ids.shape[1])
+            return SimpleNamespace(logits=100 * torch.eye(257)[None, [98]])  # one token, always
+
+    seen, tokenizer = [], text.train_tokenizer([], 0)
+    said = text.continuation(Model(1, 1), tokenizer, "ab", 6, 4)
+    assert seen == [2, 3, 4, 4, 4, 4] and said.startswith("ab")

@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CONFIGS, ROOT, distance, metrics, record, train
+import torch
+import yaml
+from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
+from safetensors.torch import load_file
+from test_te import TE_FILES, needs_te
+
+from shared import models
 
 SHORT = ("--max_steps", 4, "--logging_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
          "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
@@ -111,7 +117,7 @@ GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1"
 
 
 def test_every_config_is_run_here():
-    """Those of TransformerEngine are in tests/test_te.py."""
+    """Those of TransformerEngine are in TE_FILES."""
     configs = {path.stem for path in CONFIGS.glob("*.yml") if "_fp8_te" not in path.stem}
     assert configs == {*TRUTH, *MORE, *GPT_CONFIGS}
 
@@ -148,6 +154,101 @@ def test_levels_on_a_card_without_fp8(gpu, tmp_path):
     a100 = {"capability": (8, 0), "name": "NVIDIA A100 (pretended)"}
     run = gpu.train("single_fp8_msamp_o2", tmp_path / "run", *SHORT, "--max_steps", 1, wear=a100)
     assert "emulated: no FP8 hardware" in record(run)["evidence"]["truth"]
+
+
+TE_CASES = [
+    pytest.param(path.stem, marks=() if path.stem == "single_fp8_te" else pytest.mark.slow) for path in TE_FILES
+]
+B200_HERE = {"capability": (10, 0), "name": "NVIDIA B200 (pretended)"}
+
+
+@needs_te
+@pytest.mark.parametrize("config", TE_CASES)
+def test_every_file_trains_and_goes_on(gpu, config, tmp_path):
+    """The recipe from end to end; the second half, from its checkpoint, bit for bit. A checkpoint holds no pickle.
+
+    Delayed scaling's scales are in it, once: amaxes are the largest of all processes. Other recipes have no state.
+    """
+    job = processes(config) | ({"wear": B200_HERE} if config.endswith("mxfp8") else {})
+    run = resumed(gpu, config, tmp_path, imports=["fake_tex"], **job)
+    evidence, plan = record(run)["evidence"], record(run)["plan"]
+    assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
+    assert evidence["optimizer_owns_all"] and evidence["eval_precision"] == "bf16"
+    assert evidence["sharded"] == (plan["strategy"] not in ("single", "ddp"))
+    truth = f"fp8 TransformerEngine {plan['level']} | 16 of 17 Linear in FP8, 9 LayerNorm, skipped head (10 is not a"
+    assert truth in evidence["truth"] and record(run)["final"]["metrics"]["eval_loss"] < 2.29  # by chance: 2.303
+    assert weights(run).keys() == models.vit("vit_nano", 8, 1, 10).state_dict().keys()
+    held = load_file(run / "checkpoint-2" / "rank0.safetensors")
+    scales = {name: tensor for name, tensor in held.items() if name.startswith("0:te/")}
+    assert len(scales) == (4 * 16 if plan["level"] == "delayed" else 0)
+    assert not any("extra_state" in name for name in held)
+    if scales:
+        assert (scales["0:te/blocks.0.attn.qkv.scaling_fwd.scale"][:2] != 1).all()
+    if plan["strategy"] == "ddp":
+        other = load_file(run / "checkpoint-2" / "rank1.safetensors")  # nothing of the model
+        assert all(name.startswith(("random/", "loader/")) for name in other)
+
+
+@needs_te
+@pytest.mark.slow
+def test_whole_blocks_train_and_go_on(gpu, tmp_path):
+    run = resumed(gpu, "single_fp8_te", tmp_path, "--te_blocks", imports=["fake_tex"])
+    evidence = record(run)["evidence"]
+    assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9)
+    assert record(run)["final"]["metrics"]["eval_loss"] < 2.29
+    held = load_file(run / "checkpoint-2" / "rank0.safetensors")
+    # four tensors each of attention's two Linear and of the MLP, and of attention itself, which has none in use
+    assert len([name for name in held if name.startswith("0:te/")]) == 4 * 4 * 4
+
+
+@needs_te
+@pytest.mark.slow
+def test_fsdp_offloaded_to_the_host(gpu, tmp_path):
+    mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
+    mapping["fsdp_config"]["fsdp_offload_params"] = True
+    path = tmp_path / "fsdp_fp8_te_offload.yml"
+    path.write_text(yaml.dump(mapping))
+    run = resumed(gpu, str(path), tmp_path, imports=["fake_tex"], processes=2)
+    assert "offloaded to the host" in record(run)["evidence"]["truth"]
+
+
+@needs_te
+@pytest.mark.slow
+def test_fsdp_with_activations_computed_again(gpu, tmp_path):
+    """Activation checkpointing under FSDP2 gives the same run bit for bit, resumed too. The last LayerNorm, which FSDP2
+    shards by itself, is counted."""
+    mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
+    mapping["fsdp_config"]["fsdp_activation_checkpointing"] = True
+    path = tmp_path / "fsdp_fp8_te_ckpt.yml"
+    path.write_text(yaml.dump(mapping))
+    job = {"imports": ["fake_tex"], "processes": 2}
+    again = resumed(gpu, str(path), tmp_path, **job)
+    kept = gpu.train("fsdp_fp8_te", tmp_path / "kept", *SHORT, **job)
+    assert metrics(again) == metrics(kept)
+    for run in (again, kept):
+        evidence = record(run)["evidence"]
+        assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9) and evidence["sharded"]
+    assert "activations computed again" in record(again)["evidence"]["truth"]
+
+
+@needs_te
+def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
+    """The rehearsal computes what the pretended card computes, with a number of rows that is no multiple of 8 (10
+    images of 5 tokens) and scales updated at each of two micro-batches."""
+    argv = ("--model", "vit_tiny", "--per_device_train_batch_size", 10, "--gradient_accumulation_steps", 2,
+            "--max_steps", 2, "--warmup_steps", 0, "--eval_steps", 0, "--save_steps", 2)  # fmt: skip
+    card = gpu.train("single_fp8_te", tmp_path / "card", *argv, imports=["fake_tex"])
+    rehearsal = train("single_fp8_te", tmp_path / "rehearsal", *argv)
+    assert record(card)["evidence"]["linear_converted"] == record(rehearsal)["evidence"]["linear_converted"] == 48
+    theirs, mine = (load_file(run / "checkpoint-2" / "rank0.safetensors") for run in (card, rehearsal))
+    layer = "blocks.11.mlp.fc2"  # the head begins with zeros, so the first step has no gradient here
+    amaxes = [
+        theirs[f"0:te/{layer}.scaling_fwd.amax_history"][:, :2],
+        theirs[f"0:te/{layer}.scaling_bwd.amax_history"][:, :1],
+    ]
+    theirs, mine = torch.cat(amaxes, 1), mine[f"0:buffer/{layer}.fp8_amax_history"]
+    assert (theirs != 0).sum(0).tolist() == (mine != 0).sum(0).tolist() == [4, 4, 2]  # of input, weight, gradient
+    assert torch.equal(theirs[-4:-2, 1], mine[-4:-2, 1])  # of the first weights
 
 
 LOST = {  # what NCCL and torch's watchdog say (texts of torch's library) -> the line a user reads

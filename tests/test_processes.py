@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from conftest import ROOT, Ranks, alive, free_port, launched, record
 
@@ -65,6 +66,50 @@ def test_a_launcher_is_known_by_its_program_or_module():
     for line in ("vim accelerate_configs/ddp_bf16.yml", "bash -c accelerate", "/home/accelerate/venv/bin/python -m pytest",
                  "python train.py --out runs/accelerate", "", "python -m faithful train.py"):  # fmt: skip
         assert not launches(line.split()), line
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    """Two ranks end when their launcher is killed: one that waits in C++ for the other, and one that ignores SIGTERM."""
+    held, out = tmp_path / "held", tmp_path / "run"
+
+    def before(rank):
+        from faithful import launcher
+        from faithful.steps import Steps
+
+        launcher.launches, launcher.GRACE = lambda command: True, 1
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
+        launcher.end_with_the_launcher()  # was called when pytest imported faithful
+        check = Steps.check
+
+        def hold(self, *rest):
+            if self.taken == 3 and rank == 1:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                held.touch()
+                time.sleep(600)
+            return check(self, *rest)
+
+        Steps.check = hold
+
+    if not (pid := os.fork()):  # stands for the launcher
+        ranks = Ranks("ddp_fp32", ["--output_dir", str(out), "--max_steps", "5", "--save_steps", "0"], before=before)
+        (tmp_path / "pids").write_text(" ".join(map(str, ranks.pids)))
+        time.sleep(600)
+        os._exit(1)
+    while not held.exists():
+        time.sleep(0.02)
+    ranks = [psutil.Process(int(number)) for number in (tmp_path / "pids").read_text().split()]
+    assert all(rank.is_running() for rank in ranks) and len(ranks) == 2
+    time.sleep(0.5)  # for rank 0 to come to where it waits
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    end = time.time() + 20
+    left = ranks
+    while left and time.time() < end:
+        time.sleep(0.05)
+        left = [rank for rank in left if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    for rank in left:
+        rank.kill()
+    assert not left
 
 
 SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
@@ -164,12 +209,12 @@ def exit_codes_and_errors(tmp_path, before, seconds, leaves=False):
 def test_a_process_that_never_comes_is_named(tmp_path):
     def before(rank):
         if rank == 1:
-            time.sleep(6)
+            time.sleep(4)
             os._exit(5)
 
-    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    codes, errors = exit_codes_and_errors(tmp_path, before, 2)
     assert codes == [1, 5]
-    assert errors == ["error: rank 0: of 2 processes, rank 1 did not come within 3 s (COLLECTIVE_TIMEOUT)"]
+    assert errors == ["error: rank 0: of 2 processes, rank 1 did not come within 2 s (COLLECTIVE_TIMEOUT)"]
 
 
 def test_a_dead_address_is_named_on_every_rank(tmp_path):
@@ -251,7 +296,8 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
     assert second.wait(60) == [2]
     assert f"refused: another run is writing to {tmp_path / 'run'}" in second.text()
     third = Ranks("single_fp32", argv)
-    time.sleep(3)
+    while "waiting for" not in third.text():
+        time.sleep(0.02)
     first.kill(signal.SIGTERM)
     assert first.wait(60) == [143]
     while "resumed from" not in third.text():

@@ -21,8 +21,6 @@ import functools
 import math
 import statistics
 
-from scipy import stats
-
 ERROR = 0.05  # how often a verdict may be wrong, over all looks
 FEWEST = 5  # pairs; with fewer, the differences of real runs are too far from normal (results/paired.json)
 MOST = 10_000  # the largest number of seeds that is suggested
@@ -41,6 +39,8 @@ def looks(most):
 
 @functools.cache
 def quantile(confidence, freedom):
+    from scipy import stats  # takes a second, too long before an error message
+
     return float(stats.t.ppf((1 + confidence) / 2, freedom))
 
 
