@@ -30,6 +30,7 @@ class Wire(TorchDispatchMode):
             name = func._schema.name.split("::")[1]
             flat = torch.utils._pytree.tree_leaves((args, out))
             largest = max((size([t]) for t in flat if isinstance(t, torch.Tensor)), default=0)
+            # a collective's arguments have the group before other boxed objects, such as a ReduceOp
             world = next((group.size() for group in map(process_group, flat) if group), dist.get_world_size())
             self.sent += FACTORS.get(name, 0) * largest * (world - 1) / world
         return out
@@ -37,7 +38,4 @@ class Wire(TorchDispatchMode):
 
 def process_group(value):
     """The process group in a collective's boxed argument, or None."""
-    try:
-        return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
-    except RuntimeError:
-        return None  # another object, such as a ReduceOp
+    return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None

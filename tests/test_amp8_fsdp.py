@@ -319,6 +319,37 @@ def test_gradient_accumulation(how, replicas):
         assert (found - exact).norm() / exact.norm() < 0.16, name  # the FP8 products' own error
 
 
+def unannounced(rank, world):
+    found = {}
+    for said in (True, False):
+        model, optimizer = start()
+        amp8.attach(model, last_micro_batch=lambda said=said: said)
+        train(model, optimizer, 2, rank)
+        found[str(said)] = codes_of(model)
+    return found
+
+
+def test_a_step_without_a_last_micro_batch_takes_what_there_is():
+    for result in run_ranks(2, unannounced):
+        same(result["True"], result["False"])
+
+
+def histories(rank, world):
+    model = shard(net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model, optimizer = start(None, model=model, recipe="te_delayed")
+    train(model, optimizer, 2, rank)
+    layers = next(m for m in model.modules() if hasattr(m, "amp8_state")).amp8_state.layers
+    return {name: layer.amax_history.clone() for name, layer in layers.items()}
+
+
+def test_delayed_scaling_has_one_history_in_shards_and_replicas():
+    """Its amaxes are the largest of all four processes, each of which has other batches."""
+    first, *others = run_ranks(4, histories)
+    assert all(history.amax(0).min() > 0 for history in first.values())
+    for other in others:
+        same(first, other)
+
+
 @pytest.mark.slow
 def test_accumulating_in_fp32_rounds_less():
     announced, silent = (run_ranks(2, accumulated, how, 1) for how in ("announced", "silent"))

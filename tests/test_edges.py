@@ -15,7 +15,8 @@ import yaml
 from conftest import CONFIGS
 from test_plan import CPU, GPU
 
-from faithful import launcher, machine, plan, record, rules
+from faithful import Refused, launcher, machine, plan, record, rules
+from faithful.backends import linear, transformer_engine
 from faithful.config import asked, exported
 from shared import text
 
@@ -39,6 +40,7 @@ def with_options(name, **options):
         (with_options("ddp_fp8_te", amax_history_len=0), "amax_history_len 0 is not a whole number from 1 on"),
         (with_options("ddp_fp8_msamp_o2", recipe="current"), "MSAMP combines with te_delayed only"),
         (of("fsdp_fp8_msamp_o2", offload=True), "MS-AMP's levels under fsdp are not offloaded"),
+        (of("ddp_fp8_msamp_o2", compile=True), "MS-AMP's levels are not combined with a compiled model"),
         (of("fsdp_fp8", level="rowwise"), "torchao gathers in FP8 with tensorwise scales only, not rowwise"),
     ],
 )
@@ -46,9 +48,16 @@ def test_a_config_that_cannot_run_is_told_why(wanted, line):
     assert any(line in problem for problem in rules.problems(wanted, GPU)), rules.problems(wanted, GPU)
 
 
+def test_what_deepspeed_needs():
+    [line] = rules.problems(of("zero2_bf16"), GPU | {"packages": []})
+    assert line == "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
+    assert rules.problems_of_hostfile({"deepspeed_multinode_launcher": "standard"}, 8) == []
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [
+        ("ddp_fp8_te", {"fp8_config": {"backend": "TE", "override_linear_precision": "fff"}}, "takes a list of three"),
         ("ddp_bf16", {"fp8_config": {"backend": "AO"}}, "fp8_config is ignored under mixed_precision bf16"),
         ("zero2_bf16", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config is ignored under"),
     ],
@@ -135,6 +144,46 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
     assert launcher.claim(tmp_path) is None
 
 
+def test_processes_that_cannot_be_looked_at_are_no_launch(monkeypatch):
+    def denied():
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "Process", denied)
+    assert plan.launch_line.__wrapped__() == (None, None)
+
+
+def test_a_module_that_amp8_lacks_is_not_amp8_missing(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(linear.importlib, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        linear.ours("amp8")
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_one_line(monkeypatch):
+    def broken(name):
+        raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(transformer_engine.importlib, "import_module", broken)
+    with pytest.raises(Refused, match="TransformerEngine cannot be imported .libcudnn.so.9: .*--extra te"):
+        transformer_engine.package()
+
+
+@pytest.mark.parametrize("rows", [(10,), (3, 7), (32,)])
+def test_rows_of_zeros_change_no_output_and_no_gradient(rows):
+    """TransformerEngine's products need multiples of 16 rows; a plain Linear stands for its layer."""
+    linear, x = torch.nn.Linear(8, 4), torch.randn(*rows, 8, requires_grad=True)
+    out = transformer_engine.in_whole_rows(linear, 16, x)
+    out.square().sum().backward()
+    found = out.detach(), x.grad.clone(), linear.weight.grad.clone()
+    x.grad = linear.weight.grad = None
+    plain = linear(x)
+    plain.square().sum().backward()
+    for ours, theirs in zip(found, (plain.detach(), x.grad, linear.weight.grad), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_launch_without_a_config_file_has_none(monkeypatch):
     line = ["accelerate", "launch", "train.py"]
     above = SimpleNamespace(cmdline=lambda: line, cwd=lambda: "/")
@@ -150,8 +199,10 @@ def test_a_sample_longer_than_the_context_goes_on_from_its_end():
     class Model(torch.nn.Linear):
         def forward(self, ids):
             seen.append(ids.shape[1])
-            return SimpleNamespace(logits=100 * torch.eye(257)[None, [98]])  # one token, always
+            return SimpleNamespace(logits=100 * torch.eye(257)[None, [token]])  # one token, always
 
-    seen, tokenizer = [], text.train_tokenizer([], 0)
+    seen, token, tokenizer = [], 98, text.train_tokenizer([], 0)
     said = text.continuation(Model(1, 1), tokenizer, "ab", 6, 4)
-    assert seen == [2, 3, 4, 4, 4, 4] and said.startswith("ab")
+    assert seen == [2, 3, 4, 4, 4, 4] and said.startswith("ab") and len(said) == 8
+    seen, token = [], tokenizer.eos_token_id
+    assert text.continuation(Model(1, 1), tokenizer, "ab", 6, 4) == "ab" and seen == [2], "it ends with the text"

@@ -203,6 +203,15 @@ def test_whole_blocks_train_and_go_on(gpu, tmp_path):
 
 @needs_te
 @pytest.mark.slow
+def test_whole_blocks_name_a_batch_that_they_cannot_take(gpu, tmp_path):
+    batch = ("--per_device_train_batch_size", 9)  # of four tokens each
+    job = {"imports": ["fake_tex"]}
+    codes, said = gpu.run("single_fp8_te", tmp_path / "run", *SHORT, *batch, "--te_blocks", **job)
+    assert codes == [2] and "refused: TransformerEngine's blocks take samples x tokens in multiples of 16" in said
+
+
+@needs_te
+@pytest.mark.slow
 def test_fsdp_offloaded_to_the_host(gpu, tmp_path):
     mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
     mapping["fsdp_config"]["fsdp_offload_params"] = True
@@ -251,6 +260,11 @@ def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
     assert torch.equal(theirs[-4:-2, 1], mine[-4:-2, 1])  # of the first weights
 
 
+def test_zero_s_own_scale_takes_no_other_factor(gpu, tmp_path):
+    codes, said = gpu.run("zero2_fp16", tmp_path / "run", *SHORT, "--grad_scaler", "growth_factor=3", processes=2)
+    assert codes == [2, 2] and "refused: the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2" in said
+
+
 LOST = {  # what NCCL and torch's watchdog say (texts of torch's library) -> the line a user reads
     "NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.":
         "error: another process of this run ended",
@@ -281,6 +295,7 @@ HEAD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import pretend, os, torch, torch.distributed as dist
+from amp8.scaling import product as of_amp8
 from torch.optim.adam import adam as torch_adam
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 CASES = %r
@@ -305,8 +320,8 @@ for name, program in CASES.items():
     try:
         exec(program)
         print(name, "| ran")
-    except (pretend.Refused, RuntimeError, TypeError) as error:
-        print(name, "|", str(error).splitlines()[0])
+    except (pretend.Refused, RuntimeError, TypeError, AssertionError) as error:
+        print(name, "|", (str(error) or "asserted").splitlines()[0])
 os._exit(0)
 """
 BAD = {  # program -> a part of what the device says
@@ -341,6 +356,11 @@ GOOD = (
     "product(fp8(16, 32), fp8(16, 32).t())",
     "product(fp8(17, 32, E5M2), fp8(16, 32).t(), use_fast_accum=True)",
     "product(fp8(16, 32), fp8(16, 32).t(), torch.ones(16, 1, **here), torch.ones(1, 16, **here))",
+    # amp8's products: rows that are no multiple of 16 are padded, and scales per row become a vector each
+    "x, g = fp8(24, 32), fp8(24, 16); assert of_amp8(g.t(), x, one, one, pad_inner=True).equal("
+    "of_amp8(g.t(), x, one, one, exact=True, pad_inner=True))",
+    "x, w, rows = fp8(8, 32), fp8(16, 32), torch.full((8, 1), 2.0, **here); assert of_amp8(x, w.t(), rows, one, "
+    "torch.float32).allclose(of_amp8(x, w.t(), rows, one, torch.float32, exact=True), rtol=2**-8)",
     "dist.all_reduce(torch.ones(2, **here))",
     "dist.all_gather_into_tensor(torch.empty(4, 4, **here).to(E4M3), fp8(4, 4))",
 )
@@ -385,8 +405,7 @@ COUNTED = {  # program -> waits for the device
 def test_waits_are_counted(gpu):
     programs = [f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
                 "assert 0, len(steps[0]['waits'])" for program in COUNTED]  # fmt: skip
-    head = HEAD.replace("TypeError)", "TypeError, AssertionError)")
-    line = [sys.executable, "-c", head % ({f"case {i}": p for i, p in enumerate(programs)}, {}), str(ROOT / "tests")]
+    line = [sys.executable, "-c", HEAD % ({f"case {i}": p for i, p in enumerate(programs)}, {}), str(ROOT / "tests")]
     said = subprocess.run(line, capture_output=True, text=True).stdout
     found = [row.split(" | ")[1] for row in said.splitlines() if row.startswith("case ")]
     assert dict(zip(COUNTED, found, strict=True)) == {program: str(count) for program, count in COUNTED.items()}

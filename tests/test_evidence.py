@@ -1,0 +1,69 @@
+"""A run that is not what its config says refuses to train: each check of the evidence, against a library that does
+something else than asked."""
+
+import pytest
+import torch
+from conftest import train
+
+STEPS = ("--max_steps", 2, "--save_steps", 0, "--eval_steps", 0)
+
+
+def one_process_instead_of_two(rank):
+    import accelerate
+
+    accelerate.Accelerator.distributed_type = property(lambda self: accelerate.DistributedType.NO)
+
+
+def one_layer_forgotten(rank):
+    from amp8 import emulate
+
+    convert = emulate.convert
+
+    def forgetful(model, *args, **kwargs):
+        converted = convert(model, *args, **kwargs)
+        mlp, plain = model.blocks[1].mlp, torch.nn.Linear(1, 1)
+        plain.weight, plain.bias = mlp.fc1.weight, mlp.fc1.bias
+        mlp.fc1 = plain
+        return converted
+
+    emulate.convert = forgetful
+
+
+def weights_replaced(rank):
+    from amp8 import emulate
+
+    convert = emulate.convert
+
+    def replacing(model, *args, **kwargs):
+        converted = convert(model, *args, **kwargs)
+        model.pos_embed = torch.nn.Parameter(model.pos_embed.detach().clone())
+        return converted
+
+    emulate.convert = replacing
+
+
+def nothing_sharded(rank):
+    import torch.distributed.fsdp
+
+    torch.distributed.fsdp.fully_shard = lambda module, **_: module
+
+
+def no_autocast(rank):
+    torch.autocast.__enter__, torch.autocast.__exit__ = lambda self: self, lambda *_: None
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "why"),
+    [
+        ("ddp_bf16", one_process_instead_of_two, "asked for ddp x2, Accelerate runs NO x2"),
+        ("single_fp8_te", one_layer_forgotten, "16 Linear layers should be in FP8, 15 of 17 are"),
+        ("single_fp8_te", weights_replaced, "1 trainable tensors are not in the optimizer any more: pos_embed"),
+        ("fsdp_bf16", nothing_sharded, "asked for fsdp, but no parameter is sharded"),
+        ("single_bf16", no_autocast, "asked for bf16, but Linear layers compute in float32"),
+    ],
+)
+def test_what_is_not_as_asked_does_not_train(tmp_path, config, before, why):
+    train(config, tmp_path / "run", *STEPS, before=before, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert f"refused: {why}" in log and "Traceback" not in log
+    assert not list(tmp_path.glob("run/**/*.safetensors"))

@@ -1,0 +1,151 @@
+"""A mistake is one line that says what to do: in data and models, and in scripts of one's own under each strategy."""
+
+import shutil
+import sys
+
+import datasets
+import pytest
+import yaml
+from conftest import CONFIGS, Ranks, train
+from test_script import TOGETHER, written
+
+from shared import data, models, text
+from shared.args import Refused
+
+
+@pytest.mark.parametrize("name", ["photos", "textures"])
+def test_pictures_need_scikit_image(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(Refused, match=f"--dataset {name} needs scikit-image: ./launch.sh setup --extra photos"):
+        data.images(name)
+
+
+def test_columns_that_are_no_images_or_texts_are_named(tmp_path):
+    datasets.Dataset.from_dict({"words": ["a", "b"], "size": [1, 2]}).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(Refused, match="has columns {'words'.*; an Image and a ClassLabel are needed"):
+        data.images(str(tmp_path))
+    with pytest.raises(Refused, match='has columns words, size; one named "text" is needed'):
+        text.texts(str(tmp_path), 8)
+
+
+def test_one_sample_is_too_few_to_hold_some_out():
+    with pytest.raises(Refused, match="--dataset mine has 1 samples: too few to hold some out"):
+        data.split_of({"train": [0]}, "mine")
+
+
+def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(Refused, match="gone.txt cannot be read: No such file or directory"):
+        text.texts(str(tmp_path), 8)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(Refused, match="python_docs needs pydoc_data, which this Python lacks: try python_source"):
+        text.texts("python_docs", 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: models.vit("vit_nano", 30, 1, 10), "image size 30 is not a multiple of the patch size 4"),
+        (lambda: models.vit("vit_nano", 8, 1, 10, True), "--model vit_nano: .*It can be a name of timm"),
+        (lambda: models.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
+        (lambda: models.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
+        (lambda: models.gpt("nobody/nothing", 300, 32, True), "--model nobody/nothing: no pretrained weights"),
+        (lambda: text.tokenizer_of("nobody/nothing"), "--model nobody/nothing: no tokenizer"),
+    ],
+)
+def test_models_that_cannot_be_made_are_named(make, why):
+    with pytest.raises(Refused, match=why):
+        make()
+
+
+def test_a_run_whose_weights_are_damaged_is_named(tmp_path):
+    run = train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0)
+    (run / "model" / "model.safetensors").write_bytes(b"half of a file")
+    with pytest.raises(Refused, match="its weights cannot be loaded .*; did the run finish?"):
+        models.vit(str(run), 8, 1, 10, pretrained=True)
+
+
+BEFORE = "loader = DataLoader"
+STEPPED = "model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+APART = "model = accelerator.prepare(model)\n{}optimizer, loader = accelerator.prepare(optimizer, loader)"
+ANOTHER = "other = torch.optim.AdamW(model.parameters())\n"
+BOTH = "model, optimizer, other, loader = accelerator.prepare(model, optimizer, other, loader)"
+SECOND = (
+    "second = torch.nn.Linear(2, 2)\nsecond, its = accelerator.prepare(second, torch.optim.AdamW(second.parameters()))"
+)
+STRANGER = "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        ("fsdp_fp32", [(BEFORE, STEPPED + BEFORE), (TOGETHER, APART.format(""))], "an optimizer has state before it is prepared"),
+        ("ddp_fp32", [(TOGETHER, STRANGER + TOGETHER)], "an optimizer updates 1 tensors that are in no prepared model"),
+        ("zero2_bf16", [(TOGETHER, f"{TOGETHER}\n{SECOND}")], "zero2 trains one model, the script prepares several"),
+        ("zero2_fp32", [(TOGETHER, f"model = model.bfloat16()\n{TOGETHER}")], "the model's parameters are in bfloat16, but DeepSpeed needs fp32"),
+        ("single_fp8_msamp_o2", [(TOGETHER, ANOTHER + BOTH)], "MS-AMP's levels take one optimizer for a model"),
+    ],
+)  # fmt: skip
+def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, changes, why):
+    if config == "zero2_fp32":  # is not shipped
+        config = tmp_path / "zero2_fp32.yml"
+        shipped = yaml.safe_load((CONFIGS / "zero2_bf16.yml").read_text())
+        config.write_text(yaml.dump(shipped | {"mixed_precision": "no"}))
+    train(config, tmp_path / "run", script=written(tmp_path, *changes), code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert f"refused: {why}" in log and "Traceback" not in log
+
+
+def test_the_main_process_alone_cannot_have_sharded_weights(tmp_path):
+    def impatient(rank):
+        from faithful import launcher
+
+        launcher.COMES = 1
+
+    alone = "if accelerator.is_main_process: accelerator.get_state_dict(model)\naccelerator.end_training()"
+    script = written(tmp_path, ("accelerator.end_training()", alone))
+    ranks = Ranks("fsdp_fp32", ["--output_dir", str(tmp_path / "run")], script=script, before=impatient)
+    assert 2 in ranks.wait()
+    assert "refused: the main process alone asks for the weights, but each process holds a part" in ranks.text()
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ((TOGETHER, "frozen = torch.nn.Parameter(torch.ones(2))\nmodel.extra = frozen\n" + TOGETHER),
+         "1 trainable tensors are in no optimizer: extra, ..."),
+        ((TOGETHER, f"{TOGETHER}\naccelerator.prepare(torch.nn.Linear(2, 2))"),
+         "Linear was prepared, but no prepared optimizer updates it"),
+    ],
+)  # fmt: skip
+def test_what_a_script_leaves_out_is_noted(tmp_path, change, note):
+    train("single_fp32", tmp_path / "run", script=written(tmp_path, change))
+    assert f"note: {note}" in (tmp_path / "run.log").read_text()
+
+
+SAVED = ("accelerator.save_model", 'accelerator.save_state(f"{sys.argv[2]}/checkpoint-8")\naccelerator.save_model')
+LOADED = ("for x, y in loader:", 'accelerator.load_state(f"{sys.argv[2]}/checkpoint-8")\nfor x, y in loader:')
+NARROW = ("torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)",
+          "torch.nn.Linear(16, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16)")  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "single_fp8_msamp_o2"])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, config):
+    run = train(config, tmp_path / "run", script=written(tmp_path, SAVED))
+    (tmp_path / "run.log").write_text("")
+    (run / "run.json").unlink()
+    train(config, run, script=written(tmp_path, LOADED, NARROW), code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "refused: the checkpoint is of another model: " in log and "Traceback" not in log
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(tmp_path):
+    steps = ("--max_steps", 2, "--save_steps", 1, "--eval_steps", 0)
+    run = train("single_fp32", tmp_path / "run", *steps)
+    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-2", "model", "run.json"))
+    [part] = (again / "checkpoint-1").glob("*.safetensors")
+    part.write_bytes(part.read_bytes()[:-8])
+    train("single_fp32", again, *steps, "--resume_from_checkpoint", again / "checkpoint-1", code=2)
+    assert (
+        f"refused: the checkpoint {again / 'checkpoint-1'} cannot be resumed: " in (tmp_path / "again.log").read_text()
+    )
