@@ -75,8 +75,9 @@ def value(current, torchs, parameters, *args, **kwargs):
     accelerator, parameters = current(), listed(parameters)
     if is_own(accelerator, parameters):
         check_value(accelerator)
-    for kind in (True, False):  # torch takes DTensors or tensors, not both in one call
-        torchs([one for one in parameters if isinstance(one.grad, DTensor) is kind], *args, **kwargs)
+    there = [parameter for parameter in parameters if parameter.grad is not None]
+    for kind in {isinstance(one.grad, DTensor) for one in there}:  # torch takes DTensors or tensors, not both in a call
+        torchs([one for one in there if isinstance(one.grad, DTensor) is kind], *args, **kwargs)
 
 
 def is_own(accelerator, parameters):

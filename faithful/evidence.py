@@ -118,9 +118,10 @@ class Evidence:
         """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
         if len(self.optimizers) == 1:
             return self.counted
-        owned = self.strategy.owned(optimizer)
-        others = self.owned() if optimizer is self.optimizers[0] else owned
-        return {name: p for name, p in self.counted.items() if id(p) in owned or id(p) not in others}
+        mine = self.strategy.owned(optimizer)
+        if optimizer is self.optimizers[0]:
+            mine = mine | (set(map(id, self.counted.values())) - self.owned())
+        return {name: p for name, p in self.counted.items() if id(p) in mine}
 
     def after_first_update(self, optimizer):
         """Counts parameters and optimizer state when each optimizer has stepped, and adds up the shards of all ranks.

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,10 @@ import yaml
 from conftest import CONFIGS
 from test_plan import CPU, GPU
 
-from faithful import Refused, launcher, machine, plan, record, rules
+from faithful import Refused, launcher, machine, plan, process, record, rules
 from faithful.backends import linear, transformer_engine
 from faithful.config import asked, exported
-from shared import text
+from shared import models, text
 
 
 def of(name, **changes):
@@ -51,6 +52,8 @@ def test_a_config_that_cannot_run_is_told_why(wanted, line):
 def test_what_deepspeed_needs():
     [line] = rules.problems(of("zero2_bf16"), GPU | {"packages": []})
     assert line == "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
+    lines = rules.problems(of("zero2_bf16", deepspeed=of("zero2_bf16")["deepspeed"] | {"file": "ds.json"}), GPU)
+    assert any("deepspeed_config_file is not read here: set its options in deepspeed_config" in line for line in lines)
     assert rules.problems_of_hostfile({"deepspeed_multinode_launcher": "standard"}, 8) == []
 
 
@@ -206,3 +209,35 @@ def test_a_sample_longer_than_the_context_goes_on_from_its_end():
     assert seen == [2, 3, 4, 4, 4, 4] and said.startswith("ab") and len(said) == 8
     seen, token = [], tokenizer.eos_token_id
     assert text.continuation(Model(1, 1), tokenizer, "ab", 6, 4) == "ab" and seen == [2], "it ends with the text"
+
+
+def test_a_rank_speaks_for_a_silent_rank_0_after_20_seconds(monkeypatch):
+    clock = iter(range(0, 100, 8))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(process.config, "rank", lambda: 1)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    assert process.may_speak() and next(clock) == 32
+    monkeypatch.setattr(process, "stop_asked", True)  # its launcher ends it: rank 0 has spoken
+    assert not process.may_speak()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "kind"),
+    [("gpt", "gpt_nano", "GPT2LMHeadModel"), ("bert", "bert_nano", "BertForSequenceClassification"),
+     ("resnet", "resnet18", "ResNet")],
+)  # fmt: skip
+def test_the_model_of_a_record(tmp_path, recipe, model, kind):
+    """Also of a run that has saved no model yet, of one that went on from another run, and of a published one."""
+    about = {"vocab_size": 300, "sequence_length": 16, "classes": ["a", "b"], "image_size": 32, "in_chans": 3}
+    made = {"recipe": recipe, "args": {"model": model, "pretrained": True}, "data": about | {"num_classes": 2}}
+    assert type(models.as_recorded(made, tmp_path)).__name__ == kind
+    if recipe == "resnet":
+        (tmp_path / "run.json").write_text(json.dumps({key: made[key] for key in ("recipe", "args")}))
+        (tmp_path / "data.json").write_text(json.dumps(made["data"]))
+        later = made | {"args": {"model": str(tmp_path), "pretrained": True}}
+        assert models.as_recorded(later, tmp_path / "later").conv1.stride == (2, 2), "the published one's stem"
+
+
+def test_the_standard_library_by_package():
+    train, held_out = text.labelled("python_packages", 16)
+    assert sorted(train.classes) == train.classes and len(train.classes) == 10 and len(train) > 8 * len(held_out)

@@ -26,6 +26,8 @@ def test_columns_that_are_no_images_or_texts_are_named(tmp_path):
         data.images(str(tmp_path))
     with pytest.raises(Refused, match='has columns words, size; one named "text" is needed'):
         text.texts(str(tmp_path), 8)
+    datasets.Dataset.from_dict({"text": ["one text"] * 20}).to_parquet(tmp_path / "train.parquet")
+    assert [len(part["text"]) for part in text.documents(str(tmp_path))] == [18, 2]
 
 
 def test_one_sample_is_too_few_to_hold_some_out():
@@ -60,6 +62,8 @@ def test_models_that_cannot_be_made_are_named(make, why):
 
 def test_a_run_whose_weights_are_damaged_is_named(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0)
+    with pytest.raises(Refused, match="is not a residual network"):
+        models.resnet(str(run), 8, 1, 10, pretrained=True)
     (run / "model" / "model.safetensors").write_bytes(b"half of a file")
     with pytest.raises(Refused, match="its weights cannot be loaded .*; did the run finish?"):
         models.vit(str(run), 8, 1, 10, pretrained=True)
@@ -96,17 +100,32 @@ def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, cha
     assert f"refused: {why}" in log and "Traceback" not in log
 
 
-def test_the_main_process_alone_cannot_have_sharded_weights(tmp_path):
-    def impatient(rank):
-        from faithful import launcher
+def impatient(rank):
+    from faithful import launcher
 
-        launcher.COMES = 1
+    launcher.COMES = 1
 
-    alone = "if accelerator.is_main_process: accelerator.get_state_dict(model)\naccelerator.end_training()"
+
+@pytest.mark.parametrize(
+    ("call", "does"), [("get_state_dict(model)", "asks for the weights"), ("save_state()", "calls save_state")]
+)
+def test_the_main_process_alone_cannot_have_what_is_sharded(tmp_path, call, does):
+    alone = f"if accelerator.is_main_process: accelerator.{call}\naccelerator.end_training()"
     script = written(tmp_path, ("accelerator.end_training()", alone))
     ranks = Ranks("fsdp_fp32", ["--output_dir", str(tmp_path / "run")], script=script, before=impatient)
     assert 2 in ranks.wait()
-    assert "refused: the main process alone asks for the weights, but each process holds a part" in ranks.text()
+    assert f"refused: the main process alone {does}, but each process holds a part" in ranks.text()
+
+
+def test_a_process_that_saves_too_late_saves_nothing(tmp_path):
+    late = "import time\nif not accelerator.is_main_process: time.sleep(2)\nsaved = accelerator.save_state()\n"
+    late += "print('rank', accelerator.process_index, saved)\naccelerator.end_training()"
+    script = written(tmp_path, ("accelerator.end_training()", late))
+    run = train("ddp_fp32", tmp_path / "run", script=script, before=impatient)
+    log = (tmp_path / "run.log").read_text()
+    assert all(f"rank {rank} {run / 'checkpoint-4'}" in log for rank in (0, 1))
+    assert "note: the main process alone calls save_state: the random states of the others are in no" in log
+    assert [path.name for path in (run / "checkpoint-4").glob("rank*")] == ["rank0.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -149,3 +168,47 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(tmp_path):
     assert (
         f"refused: the checkpoint {again / 'checkpoint-1'} cannot be resumed: " in (tmp_path / "again.log").read_text()
     )
+
+
+def no_manifest(rank):
+    from faithful import checkpoint
+
+    def full(path, value):
+        raise OSError(28, "No space left on device")
+
+    checkpoint.write_json = full
+
+
+@pytest.mark.parametrize(("before", "why"), [(None, "File exists"), (no_manifest, "No space left on device")])
+def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path, before, why):
+    run = tmp_path / "run"
+    run.mkdir()
+    if before is None:  # a file where the folder is to be
+        (run / "checkpoint-1.tmp").touch()
+    train("single_fp32", run, "--max_steps", 2, "--save_steps", 1, "--save_total_limit", 9, "--eval_steps", 0,
+          before=before, code=1)  # fmt: skip
+    log = (tmp_path / "run.log").read_text()
+    assert f"checkpoint-1 could not be written ({why}" in log.replace("[Errno 28] ", "").replace("[Errno 17] ", "")
+    assert "training goes on" in log and (run / "model" / "model.safetensors").exists() and "Traceback" not in log
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
+    stale = tmp_path / "run" / "checkpoint-7.tmp"
+    stale.mkdir(parents=True)
+    train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0)
+    assert not stale.exists()
+
+
+def test_an_error_while_the_record_is_closed_is_shown(tmp_path):
+    def before(rank):
+        from faithful import Accelerator
+
+        def close(self, error, code):
+            raise OSError("the disk is gone")
+
+        Accelerator.close = close
+
+    train(
+        "single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0, before=before, code=1
+    )
+    assert "OSError: the disk is gone" in (tmp_path / "run.log").read_text()

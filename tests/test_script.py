@@ -255,3 +255,85 @@ def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
         "checkpoint_3",
         "checkpoint_2",
     ]
+
+
+ACCELERATES = ("from faithful import Accelerator", "from accelerate import Accelerator")
+
+
+@pytest.mark.parametrize("words", [["mine.py"], ["-m", "mine"]])
+def test_an_unchanged_script_under_a_config_that_wins(tmp_path, monkeypatch, words):
+    """`python -m faithful --config_wins SCRIPT` or `-m MODULE`: the script's own precision and handlers are dropped."""
+    own = "from accelerate.utils import GradScalerKwargs\nhandlers = [GradScalerKwargs(init_scale=8.0)]\n"
+    own += "accelerator = Accelerator(mixed_precision='fp16', kwargs_handlers=handlers, "
+    written(tmp_path, ACCELERATES, ("accelerator = Accelerator(", own))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ["--config_wins", *words, "--output_dir", str(tmp_path / "run")]
+    ranks = Ranks("ddp_bf16", argv, script=ROOT / "faithful" / "__main__.py")
+    assert ranks.wait() == [0, 0], ranks.text()
+    made = record(tmp_path / "run")
+    assert made["plan"]["precision"] == "bf16" and made["evidence"]["dtypes"]["linear_output"] == "bfloat16"
+    assert "note: the script passes mixed_precision='fp16', the config says bf16: the config wins" in ranks.text()
+    assert "GradScalerKwargs) is for fp16, this run is bf16: the config wins" in ranks.text()
+
+
+def test_two_optimizers_of_one_model_count_once_and_come_back(tmp_path):
+    """Each optimizer has its own parameters, hooks of the script's write and read files of its own, and it calls
+    backward itself."""
+    two = (
+        "one, two = [torch.optim.AdamW(part.parameters(), 1e-2) for part in (model[0], model[2])]\n"
+        "model, one, two, loader = accelerator.prepare(model, one, two, loader)\n"
+        "class Both:\n    step = lambda self: (one.step(), two.step())\n"
+        "    zero_grad = lambda self: (one.zero_grad(), two.zero_grad())\noptimizer = Both()\n"
+        "accelerator.register_save_state_pre_hook(lambda m, w, folder: open(folder + '/mine.txt', 'w').write('kept'))\n"
+        "accelerator.register_load_state_pre_hook(lambda m, folder: print('mine:', open(folder + '/mine.txt').read()))\n"
+    )
+    itself = ("accelerator.backward(loss)", "loss.backward()")
+    saved = ("accelerator.save_model", "accelerator.save_state()\naccelerator.save_model")
+    run = train("single_bf16", tmp_path / "run", script=written(tmp_path, (TOGETHER, two), itself, saved))
+    evidence = record(run)["evidence"]
+    assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16.0
+    assert (run / "checkpoint-8" / "mine.txt").read_text() == "kept"
+    loaded = ("for x, y in loader:", f"accelerator.load_state('{run}/checkpoint-8')\nfor x, y in loader:")
+    script = written(tmp_path, (TOGETHER, two), itself, loaded)
+    train("single_bf16", tmp_path / "again", script=script)
+    log = (tmp_path / "again.log").read_text()
+    assert "mine: kept" in log and "resumed from" in log and "at step 8" in log
+
+
+def test_a_second_accelerator_has_a_folder_of_its_own(tmp_path):
+    second = "accelerator.end_training()\naccelerator = Accelerator(project_dir=sys.argv[2])\n"
+    text = LOOP.replace("accelerator.end_training()\n", second) + LOOP.split("project_dir=sys.argv[2])\n", 1)[1]
+    (tmp_path / "mine.py").write_text(text)
+    run = train("single_fp32", tmp_path / "run", script=tmp_path / "mine.py")
+    other = tmp_path / "run-2"
+    assert record(run)["seen"]["loss_curve"] == record(other)["seen"]["loss_curve"]
+
+
+def test_another_number_of_registered_objects_is_refused(tmp_path):
+    registered = (TOGETHER, f"{TOGETHER}\naccelerator.register_for_checkpointing(torch.nn.Linear(2, 2))")
+    saved = ("accelerator.save_model", "accelerator.save_state()\naccelerator.save_model")
+    run = train("single_fp32", tmp_path / "run", script=written(tmp_path, registered, saved))
+    loaded = ("for x, y in loader:", f"accelerator.load_state('{run}/checkpoint-8')\nfor x, y in loader:")
+    train("single_fp32", tmp_path / "again", script=written(tmp_path, loaded), code=2)
+    assert "holds 1 registered objects, the script registers 0: resume with" in (tmp_path / "again.log").read_text()
+
+
+def test_zero_takes_the_model_without_its_loader(tmp_path):
+    apart = "model, optimizer = accelerator.prepare(model, optimizer)\nloader = accelerator.prepare(loader)"
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    a = train("zero2_bf16", tmp_path / "a" / "run", script=written(tmp_path / "a"))
+    b = train("zero2_bf16", tmp_path / "b" / "run", script=written(tmp_path / "b", (TOGETHER, apart)))
+    assert record(a)["seen"] == record(b)["seen"]
+
+
+@pytest.mark.parametrize("config", ["single_fp8_msamp_o2"])
+def test_torchs_clipping_of_another_model_is_torchs(tmp_path, config):
+    """The clipping functions are replaced for parameters of prepared models only."""
+    other = (
+        "    other = torch.nn.Linear(2, 2, bias=False)\n    other(torch.ones(1, 2)).sum().backward()\n"
+        "    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) == 2\n"
+        "    torch.nn.utils.clip_grad_value_(other.parameters(), 0.1)\n"
+        "    assert other.weight.grad.unique().allclose(torch.tensor(0.1))\n    optimizer.step()"
+    )
+    train(config, tmp_path / "run", script=written(tmp_path, ("    optimizer.step()", other)))
