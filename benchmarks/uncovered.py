@@ -3,8 +3,8 @@
     coverage run -m pytest -m "" && coverage combine -q && coverage json -q -o coverage.json
     python benchmarks/uncovered.py coverage.json --tests "all of them" --output results/uncovered.json
 
-`-m ""` takes hours on two cores. `-m "not slow or ci"` and some of the other slow tests will do if they execute all that
-has no reason: a test that did not run can only make the list shorter.
+All tests take hours on two cores. `-m "not slow or ci"` and some of the other slow ones will do, if they execute
+all that has no reason: the tests that did not run can only make the list shorter.
 
 Statements that follow one another and were not executed are one entry, and REASONS says by the first of them why. An
 entry without a reason is an error, and so is a reason that no entry needs any more.
