@@ -224,11 +224,11 @@ def test_a_dead_address_is_named_on_every_rank(tmp_path):
         if rank == 1:
             os.environ["MASTER_PORT"] = str(dead)
 
-    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    codes, errors = exit_codes_and_errors(tmp_path, before, 2)
     assert codes == [1, 1]
     assert errors == [
-        "error: rank 0: of 2 processes, rank 1 did not come within 3 s (COLLECTIVE_TIMEOUT)",
-        f"error: rank 1: nothing answered at 127.0.0.1:{dead} within 3 s (COLLECTIVE_TIMEOUT): is rank 0, or "
+        "error: rank 0: of 2 processes, rank 1 did not come within 2 s (COLLECTIVE_TIMEOUT)",
+        f"error: rank 1: nothing answered at 127.0.0.1:{dead} within 2 s (COLLECTIVE_TIMEOUT): is rank 0, or "
         "its launcher, there?",
     ]
 
@@ -257,10 +257,10 @@ def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path)
         if rank == 1:
             launcher.meet = lambda patience: (meet(patience), os._exit(5))
 
-    codes, errors = exit_codes_and_errors(tmp_path, before, 3)
+    codes, errors = exit_codes_and_errors(tmp_path, before, 2)
     assert codes == [1, 5]
     assert errors == [
-        "error: no answer from another process in 3 s (COLLECTIVE_TIMEOUT): it, its machine or the link is gone"
+        "error: no answer from another process in 2 s (COLLECTIVE_TIMEOUT): it, its machine or the link is gone"
     ]
 
 
