@@ -185,9 +185,10 @@ case ${1-} in
     show | formats | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls) find_name ls ;;
     completion) completion ;;
-    test)  # some files at once: most tests keep one core busy, many wait
+    test)  # with pytest-xdist some files at once: most tests keep one core busy, many wait
         shift; need_python; cd "$root"
-        exec "$python" -m pytest -n logical --maxprocesses 4 --dist loadfile "$@"
+        at_once=(); ! "$python" -c 'import xdist' 2>/dev/null || at_once=(-n logical --maxprocesses 4 --dist loadfile)
+        exec "$python" -m pytest ${at_once[@]+"${at_once[@]}"} "$@"
         ;;
     -*) die "unknown option $1 (./launch.sh alone prints its help)" ;;
     *) launch "$@" ;;
