@@ -5,6 +5,7 @@ torch would clip a part of them, or none. Under tensor parallel torch fails on a
 """
 
 import functools
+import math
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,63 @@ def own(accelerator):
     """The `clip_grad_norm_` of the run's backend or strategy, or None if torch's is right."""
     found = getattr(accelerator.backend, "clip_grad_norm_", None)
     return found or getattr(accelerator.strategy, "clip_grad_norm_", None)
+
+
+class Norms:
+    """The norms of the gradients that a script has clipped. Each step needs to know that all gradients of its optimizer
+    are finite, whatever was clipped: those of another model alone, a part of them, or none."""
+
+    def __init__(self):
+        self.clipped = {}  # {id of a parameter: (id of its gradient, version of that tensor, norm of the call)}
+
+    def keep(self, parameters, norm):
+        """Remembers that these parameters were clipped together."""
+        for parameter in parameters:
+            self.clipped[id(parameter)] = (*version(parameter.grad), norm)
+
+    def clear(self):
+        """Forgets all norms, because gradients change."""
+        self.clipped.clear()
+
+    def of(self, accelerator, optimizer):
+        """The norm over all gradients of a prepared optimizer, as a tensor. Clipping calls may have computed it, or a
+        part of it, if no gradient has changed since; theirs may include gradients of others."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known, rest = {}, []
+        for parameter in parameters:
+            *before, norm = self.clipped.pop(id(parameter), (None, None, None))
+            if norm is not None and tuple(before) == version(parameter.grad):
+                known[id(norm)] = norm
+            else:
+                rest.append(parameter)
+        if compute := own(accelerator):  # gradients are not in .grad, or not all
+            norms = [compute(parameters, math.inf, optimizer)] if rest else list(known.values())
+        else:
+            norms = [*known.values(), *map(total_norm, by_kind(rest))]
+        norms = [whole(norm) for norm in norms]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def version(gradient):
+    """Identifies a gradient and its values. Of gradients that are kept elsewhere than in .grad: (None, None)."""
+    return (None, None) if gradient is None else (id(gradient), gradient._version)
+
+
+def by_kind(parameters):
+    """Splits gradients into DTensors and others: torch does not compute with both in one call."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [isinstance(gradient, DTensor) for gradient in gradients]
+    kinds = [[g for g, is_kind in zip(gradients, sharded, strict=True) if is_kind is kind] for kind in (True, False)]
+    return [kind for kind in kinds if kind] or [[]]
+
+
+def total_norm(gradients):
+    values = [one.coalesce().values() if one.layout is torch.sparse_coo else one for one in gradients]
+    return torch.nn.utils.get_total_norm(values)
+
+
+def whole(norm):
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def check(accelerator, parameters, norm_type):
@@ -81,7 +139,7 @@ def value(current, torchs, parameters, *args, **kwargs):
 
 
 def is_own(accelerator, parameters):
-    return bool(own(accelerator)) and any(id(parameter) in accelerator.known for parameter in parameters)
+    return bool(own(accelerator)) and any(id(parameter) in accelerator.known() for parameter in parameters)
 
 
 def listed(parameters):

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from faithful import backends, strategies
 from faithful.backends.linear import kind, linear_names
 from faithful.errors import Refused
-from faithful.tensors import elements, fingerprint, named, size
+from faithful.tensors import elements, fingerprint, parameters_of, size
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -29,12 +29,12 @@ class Layers:
 
 
 class Evidence:
-    """The evidence of one model. `optimizers`: those that update its parameters."""
+    """The evidence of one model. optimizers: those that update its parameters; more may come after the first."""
 
-    def __init__(self, accelerator, plan, model, optimizer, layers, skipped):
-        self.plan, self.model, self.optimizers, self.accelerator = plan, model, [optimizer], accelerator
+    def __init__(self, accelerator, plan, model, optimizers, layers, skipped):
+        self.plan, self.model, self.optimizers, self.accelerator = plan, model, optimizers, accelerator
         self.strategy, self.backend = strategies.of(plan), backends.of(plan)
-        self.parameters = dict(named(model.named_parameters()))
+        self.parameters = dict(parameters_of(model))
         self.counted = self.strategy.counted(self.parameters, accelerator)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.sharded = self.strategy.sharded(trainable, plan)
@@ -221,13 +221,13 @@ def some(words):
 def notes(accelerator):
     """Yields notes about the prepared objects, one line each. Raises Refused if processes would train apart."""
     processes, prepared = accelerator.num_processes, accelerator._optimizers
-    for evidence in accelerator.evidence:
-        if names := evidence.left_out():
+    for one in accelerator.models:
+        if one.evidence and (names := one.evidence.left_out()):
             yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
-    for model, *_ in accelerator.waiting:
-        yield f"{type(model).__name__} was prepared, but no prepared optimizer updates it"
+        elif one.layers and not one.evidence and accelerator.evidence:
+            yield f"{type(one.model).__name__} was prepared, but no prepared optimizer updates it"
     if processes > 1 and accelerator.plan.strategy in ("ddp", "fsdp", "hsdp"):
-        strangers = sum(len(accelerator.strategy.owned(one) - accelerator.known) for one in prepared)
+        strangers = sum(len(accelerator.strategy.owned(one) - accelerator.known()) for one in prepared)
         if strangers:
             raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
                           "change them in its own way. Prepare their model, too")  # fmt: skip

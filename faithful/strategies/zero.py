@@ -21,7 +21,7 @@ import torch.distributed as dist
 from faithful import batch_norm
 from faithful.errors import Refused
 from faithful.strategies import plain
-from faithful.tensors import named
+from faithful.tensors import parameters_of
 
 BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
@@ -120,7 +120,7 @@ def cast_inputs(model, dtype):
 
 def before_prepare(accelerator, plan, model, optimizer):
     plain.one_call(plan, optimizer)
-    if accelerator.deepspeed_engine_wrapped is not None or accelerator.evidence:
+    if accelerator.deepspeed_engine_wrapped is not None or accelerator.models:
         raise Refused(f"{plan.strategy} trains one model, the script prepares several: use a ddp or fsdp config")
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
@@ -164,6 +164,10 @@ def after_prepare(accelerator, plan, model, optimizer):
 
     hooks += [parameter.register_hook(see) for parameter in model.parameters() if parameter.requires_grad]
     zero.forget = forget
+
+
+def free(accelerator):
+    accelerator.scaler = None
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
@@ -292,7 +296,7 @@ def parted(optimizer):
 def tensors(model, optimizer):
     """{name: this process's fragment} for a checkpoint: fp32 masters, optimizer state, full shapes, buffers."""
     zero, parts = of(optimizer), plain.buffers(model)
-    for name, parameter in named(model.named_parameters()):
+    for name, parameter in parameters_of(model):
         parts[f"shape/{name}"] = torch.tensor(shape(parameter), dtype=torch.int64)
         if not parameter.requires_grad:
             parts[f"model/{name}"] = gathered(parameter).flatten()[slice(None) if dist.get_rank() == 0 else slice(0)]
@@ -309,7 +313,7 @@ def tensors(model, optimizer):
 @torch.no_grad()
 def restore(model, optimizer, parts):
     """Loads the result of `tensors`, bit for bit, and computes the 16-bit weights from the masters."""
-    zero, parameters = of(optimizer), list(named(model.named_parameters()))
+    zero, parameters = of(optimizer), list(parameters_of(model))
     own = {name: part for name, part in tensors(model, optimizer).items() if not name.startswith("optimizer/")}
     plain.same_model(own, parts)
     restore_engine(zero, parameters, parts)
