@@ -24,39 +24,43 @@ class Norms:
     are finite, whatever was clipped: those of another model alone, a part of them, or none."""
 
     def __init__(self):
-        self.clipped = {}  # {id of a parameter: (id of its gradient, version of that tensor, norm of the call)}
+        self.clipped = {}  # {id of a parameter: (parameter, version of its gradient, norm of the call)}
 
     def keep(self, parameters, norm):
         """Remembers that these parameters were clipped together."""
-        for parameter in parameters:
-            self.clipped[id(parameter)] = (*version(parameter.grad), norm)
+        self.clipped |= {id(one): (one, version(one.grad), norm) for one in parameters}
 
     def clear(self):
         """Forgets all norms, because gradients change."""
         self.clipped.clear()
 
+    def known(self, key):
+        """The norm with which the parameter of this id was clipped, or None if it was not, or has changed since."""
+        parameter, before, norm = self.clipped.get(key, (None, None, None))
+        return norm if norm is not None and before == version(parameter.grad) else None
+
     def of(self, accelerator, optimizer):
         """The norm over all gradients of a prepared optimizer, as a tensor. Clipping calls may have computed it, or a
         part of it, if no gradient has changed since; theirs may include gradients of others."""
+        known = {key: self.known(key) for key in accelerator.strategy.owned(optimizer)}
+        norms = list({id(norm): norm for norm in known.values() if norm is not None}.values())
+        if None not in known.values() and len(norms) == 1:
+            return norms[0]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known, rest = {}, []
-        for parameter in parameters:
-            *before, norm = self.clipped.pop(id(parameter), (None, None, None))
-            if norm is not None and tuple(before) == version(parameter.grad):
-                known[id(norm)] = norm
-            else:
-                rest.append(parameter)
         if compute := own(accelerator):  # gradients are not in .grad, or not all
-            norms = [compute(parameters, math.inf, optimizer)] if rest else list(known.values())
-        else:
-            norms = [*known.values(), *map(total_norm, by_kind(rest))]
-        norms = [whole(norm) for norm in norms]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            return compute(parameters, math.inf, optimizer)
+        rest = [parameter for parameter in parameters if known[id(parameter)] is None]
+        norms += [whole(total_norm(gradients)) for gradients in by_kind(rest)]
+        return norms[0] if len(norms) == 1 else combined(norms)
+
+
+def combined(norms):
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def version(gradient):
-    """Identifies a gradient and its values. Of gradients that are kept elsewhere than in .grad: (None, None)."""
-    return (None, None) if gradient is None else (id(gradient), gradient._version)
+    """Identifies a gradient and its values."""
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def by_kind(parameters):
@@ -64,7 +68,7 @@ def by_kind(parameters):
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [isinstance(gradient, DTensor) for gradient in gradients]
     kinds = [[g for g, is_kind in zip(gradients, sharded, strict=True) if is_kind is kind] for kind in (True, False)]
-    return [kind for kind in kinds if kind] or [[]]
+    return [kind for kind in kinds if kind]
 
 
 def total_norm(gradients):
