@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
-from faithful import arguments, backends, checkpoint, clipping, launcher, loaders, process, state, strategies
+from faithful import arguments, backends, checkpoint, clipping, foreign, launcher, loaders, process, state, strategies
 from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
@@ -43,7 +43,6 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         self.plan = resolve()
-        self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
         merged["project_config"] = self.project_folder(merged)
         super().__init__(**merged)
@@ -61,6 +60,14 @@ class Accelerator(accelerate.Accelerator):
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.folder}")
+
+    @property
+    def strategy(self):
+        return strategies.of(self.plan)
+
+    @property
+    def backend(self):
+        return backends.of(self.plan)
 
     def project_folder(self, merged):
         made, self.named_folder = arguments.project(self.plan, merged, Accelerator.current)
@@ -349,12 +356,13 @@ class Accelerator(accelerate.Accelerator):
             return
         for hook in self._load_model_state_pre_hook.values():
             hook(list(self._models), str(folder))
-        saved_by = state.put_back(self, folder)
+        ours = not checkpoint.is_accelerates(folder)
+        saved_by = state.put_back(self, folder) if ours else foreign.load(self, folder)
         if self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = (checkpoint.number(folder) or 0) + 1
         self.newest = self.steps.taken, folder.resolve()
         self.print(f"resumed from {folder} at step {self.steps.taken}")
-        if saved_by != self.num_processes:
+        if ours and saved_by != self.num_processes:
             self.print(f"{saved_by} processes saved it, {self.num_processes} go on: from the same weights and "
                        "optimizer state, with other batches and random numbers")  # fmt: skip
 

@@ -171,17 +171,23 @@ def unsound(folder):
 
 def find(accelerator, wanted, output_dir):
     """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
-    in output_dir, or None if there is none. Raises Refused if `wanted` is damaged."""
+    in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged."""
     candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
     [candidates] = broadcast_object_list([candidates])
     for folder in candidates:
-        reasons = [reason for reason in gather_object([unsound(folder)]) if reason]
+        reason = None if is_accelerates(folder) else unsound(folder)
+        reasons = [reason for reason in gather_object([reason]) if reason]
         if not reasons:
             return folder
         if wanted is not None:
             raise Refused(f"the checkpoint {folder} cannot be resumed: {reasons[0]}")
         accelerator.print(f"skipping {folder}: {reasons[0]}")
     return None
+
+
+def is_accelerates(folder):
+    """Whether Accelerate itself wrote the checkpoint `folder`."""
+    return not (folder / MANIFEST).exists() and any(folder.glob("random_states_*.pkl"))
 
 
 def read_state(folder):

@@ -33,7 +33,6 @@ class Evidence:
 
     def __init__(self, accelerator, plan, model, optimizers, layers, skipped):
         self.plan, self.model, self.optimizers, self.accelerator = plan, model, optimizers, accelerator
-        self.strategy, self.backend = strategies.of(plan), backends.of(plan)
         self.parameters = dict(parameters_of(model))
         self.counted = self.strategy.counted(self.parameters, accelerator)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
@@ -62,6 +61,14 @@ class Evidence:
         if not plan.compile and plan.precision != "fp8":
             watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
             self.hook = watched and watched.register_forward_hook(self.see_output)
+
+    @property
+    def strategy(self):
+        return strategies.of(self.plan)
+
+    @property
+    def backend(self):
+        return backends.of(self.plan)
 
     def refuse_what_is_not_there(self, layers, skipped):
         plan, record = self.plan, self.record

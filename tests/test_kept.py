@@ -1,6 +1,9 @@
 """What Accelerate keeps is kept here: folders, models, loaders, gradients that are not finite, freed memory."""
 
+import os
+
 import pytest
+import torch
 from conftest import record, train
 from safetensors.torch import load_file
 
@@ -265,6 +268,41 @@ accelerator.end_training()
     assert sorted(saved) == ["head.bias", "head.weight", "module.bias", "module.weight"]
 
 
+@pytest.fixture(scope="module")
+def accelerates(tmp_path_factory):
+    """A checkpoint that Accelerate's own class wrote."""
+    folder = tmp_path_factory.mktemp("accelerates") / "checkpoint-3"
+    if (pid := os.fork()) == 0:
+        from accelerate.accelerator import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(16, 16)
+        torch.nn.init.constant_(model.weight, 0.5)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.save_state(folder)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    return folder
+
+
+@pytest.mark.parametrize("config", ["single_fp8_msamp_o2", "ddp_fp32", "fsdp_bf16", "zero2_bf16"])
+def test_the_weights_of_accelerate_s_own_checkpoint_are_loaded(tmp_path, accelerates, config):
+    """What is a pickle is named and not read."""
+    refused = config == "zero2_bf16"
+    log = run(tmp_path, f"""
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+accelerator.load_state({str(accelerates)!r})
+weights = accelerator.get_state_dict(model)
+assert not accelerator.is_main_process or weights["weight"].eq(0.5).all()
+step(model, optimizer)
+accelerator.end_training()
+""", config=config, code=2 * refused)  # fmt: skip
+    assert "optimizer.bin, random_states_0.pkl" in log or refused
+    assert ("loads whole weights only before" in log) is refused and "Traceback" not in log
+
+
 # ---- gradients that are not finite ----
 
 
@@ -324,6 +362,69 @@ accelerator.end_training()
 """, config=config)  # fmt: skip
     curve = record(tmp_path / "run")["seen"]["loss_curve"]
     assert len(curve) > 1 and all(1 < loss < 10 for _, loss in curve)
+
+
+# ---- parameters that are not trained ----
+
+ADAPTER = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = linear().to(torch.bfloat16).requires_grad_(False)
+        self.down, self.up = linear(16, 4), linear(4, 16)
+
+    def forward(self, x):  # casts as peft does
+        return self.base(x.to(self.base.weight.dtype)) + self.up(self.down(x.to(self.down.weight.dtype)))
+
+
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Sequential(Layer(), Layer(), linear())
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+base = {name: weight.clone() for name, weight in accelerator.get_state_dict(model).items() if "base" in name}
+for number in range(2):
+    accelerator.backward(model(torch.randn(4, 16)).float().square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.load_state(accelerator.save_state())
+after = accelerator.get_state_dict(model)
+assert all(after[name].equal(weight) for name, weight in base.items()) and (base or not accelerator.is_main_process)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "zero2_bf16", "single_fp8_msamp_o2"])
+def test_frozen_parameters_may_be_in_16_bit(tmp_path, config):
+    """As a large model with adapters has them, which are trained in fp32."""
+    run(tmp_path, ADAPTER, config=config)
+    made = record(tmp_path / "run")
+    assert made["status"] == "finished" and made["evidence"]["optimizer_owns_all"]
+
+
+@pytest.mark.slow
+def test_an_input_that_is_cast_to_the_dtype_of_codes_is_refused(tmp_path):
+    log = run(tmp_path, ADAPTER, config="fsdp_fp8_msamp_o2", code=2)
+    assert "refused: 0.base gets an input in float8_e4m3fn. Does the script cast it" in log and "Traceback" not in log
+
+
+# ---- copies ----
+
+
+def test_accelerator_and_optimizer_can_be_pickled_and_copied(tmp_path):
+    run(tmp_path, """
+import copy, pickle
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+step(model, optimizer)
+again = pickle.loads(pickle.dumps(optimizer))
+assert again.state_dict()["state"][0]["exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
+again.step()
+copy.deepcopy(optimizer), copy.deepcopy(model)
+assert pickle.loads(pickle.dumps(accelerator)).steps.taken == 1 == accelerator.steps.taken
+accelerator.end_training()
+""")  # fmt: skip
 
 
 # ---- freed memory ----

@@ -122,9 +122,11 @@ def before_prepare(accelerator, plan, model, optimizer):
     plain.one_call(plan, optimizer)
     if accelerator.deepspeed_engine_wrapped is not None or accelerator.models:
         raise Refused(f"{plan.strategy} trains one model, the script prepares several: use a ddp or fsdp config")
-    dtype = next(model.parameters()).dtype
-    if dtype != torch.float32:
-        raise Refused(f"the model's parameters are in {str(dtype)[6:]}, but DeepSpeed needs fp32: build it in fp32")
+    # DeepSpeed makes its master weights from the trainable ones. Frozen ones may be in 16 bit, if all are to be.
+    needed = [p for p in model.parameters() if p.requires_grad or plan.precision == "fp32"]
+    if others := {str(p.dtype)[6:] for p in needed} - {"float32"}:
+        raise Refused(f"parameters of the model are in {', '.join(others)}, but {plan.strategy} {plan.precision} needs "
+                      "them in fp32: build it in fp32")  # fmt: skip
     if plan.precision != "fp32":
         batch_norm.in_fp32(model)
         cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
