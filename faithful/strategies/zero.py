@@ -92,9 +92,9 @@ def prepare(accelerator, accelerates, args, device_placement):
     models = [one for one in args if isinstance(one, torch.nn.Module)]
     fresh = [one for one in models if not getattr(one, "_is_accelerate_prepared", False)]
     if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
-        raise Refused(f"{accelerator.plan.strategy} trains one model, the script prepares several: call "
-                      "accelerator.prepare_model(model, evaluation_mode=True) for those that it does not train, or use a "
-                      "ddp or fsdp config")  # fmt: skip
+        raise Refused(f"{accelerator.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
+                      "config, or for a model that it does not train accelerator.prepare_model(model, "
+                      "evaluation_mode=True)")  # fmt: skip
     if models and config.get(key) == "auto" and not any(hasattr(one, "batch_size") for one in args):
         config[key] = 1
     return plain.prepare(accelerator, accelerates, args, device_placement)
