@@ -6,7 +6,6 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 
 import contextlib
 import functools
-import logging
 import os
 from pathlib import Path
 
@@ -16,7 +15,19 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
-from faithful import arguments, backends, checkpoint, clipping, foreign, launcher, loaders, process, state, strategies
+from faithful import (
+    arguments,
+    backends,
+    checkpoint,
+    clipping,
+    foreign,
+    launcher,
+    loaders,
+    patches,
+    process,
+    state,
+    strategies,
+)
 from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
@@ -32,8 +43,10 @@ from faithful.strategies import plain
 from faithful.tensors import named, nudge, parameters_of
 from faithful.wire import Wire
 
-# torchao registers enums in a way that makes torch warn in every process. The warning is harmless.
-logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
+
+@functools.cache
+def is_lomo_available():
+    return accelerate.utils.is_lomo_available()
 
 
 class Accelerator(accelerate.Accelerator):
@@ -45,9 +58,10 @@ class Accelerator(accelerate.Accelerator):
         self.plan = resolve()
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
         merged["project_config"] = self.project_folder(merged)
+        patches.users.add(id(self))
+        patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         super().__init__(**merged)
-        # Accelerate searches sys.path for this package twice in every optimizer step: cache the answer.
-        accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
+        patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         self.backend.started(self, self.plan)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
@@ -435,6 +449,7 @@ class Accelerator(accelerate.Accelerator):
             self.print(f"{self.record.status}: {self.record.folder}", flush=True)
             self.wait_for_everyone()  # no process may exit while another still receives from it
         super().end_training()
+        patches.release(id(self))
 
     def close(self, error, code):
         """Writes the final record, however the process ends. Returns the exit code."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from faithful import launcher
+from faithful import launcher, patches
 from faithful.errors import Refused
 
 METHODS = {  # (module, class): those of its methods that compute with the model's weights
@@ -31,7 +31,8 @@ def of_shards():
         kind = getattr(sys.modules.get(module), name, None)
         for method in methods if kind else ():
             if not hasattr(getattr(kind, method), "of_shards"):
-                setattr(kind, method, on_all_processes(getattr(kind, method), f"{name}.{method}"))
+                ours = on_all_processes(getattr(kind, method), f"{name}.{method}")
+                patches.replace("methods of averages of weights", ours, kind, method)
 
 
 def on_all_processes(method, name):

@@ -11,7 +11,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from faithful import backends, launcher, machine, strategies
+from faithful import backends, launcher, machine, patches, strategies
 from faithful.config import TAILS, asked, exported, seconds_of_patience
 from faithful.errors import Refused
 from faithful.rules import file_problems, problems
@@ -72,11 +72,10 @@ def resolve():
         **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
     )
     if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if plan.num_processes > 1:  # FSDP2 and DeepSpeed make process groups with the default timeouts
-        from torch.distributed import distributed_c10d
-
-        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
+        patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
+    if plan.num_processes > 1:
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            patches.replace(f"torch.distributed.distributed_c10d:{name}", patience())
         launcher.meet(patience())
     if rehearsal and plan.strategy != "single":
         rehearse(plan)
@@ -93,13 +92,12 @@ def rehearse(plan):
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
     0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.
     """
-    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     kind = DistributedType[strategies.of(plan).REHEARSED_AS]
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate would run every strategy as plain DDP
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = lambda self, *_, **__: ("gloo", kind)
+    patches.set_environment("ACCELERATE_USE_CPU", None)
+    patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
+    patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
     if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
         prepare()
 

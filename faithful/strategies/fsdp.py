@@ -1,11 +1,10 @@
 """FSDP2 and HSDP: each process holds a shard of every parameter. Parameters are gathered block by block when used."""
 
-import warnings
 import weakref
 
 import torch
 
-from faithful import averages, batch_norm
+from faithful import averages, batch_norm, patches
 from faithful.blocks import name_blocks
 from faithful.errors import Refused
 from faithful.strategies import plain
@@ -23,7 +22,7 @@ def arguments(plan, scaling):
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     if plan.strategy == "hsdp":  # hide a warning about how Accelerate makes its mesh
-        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
+        patches.ignore_warning("Slicing a flattened dim from root mesh")
     # By default Accelerate reduces gradients in 16 bit, and pins host memory even without an accelerator.
     dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
