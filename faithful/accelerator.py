@@ -55,6 +55,7 @@ class Accelerator(accelerate.Accelerator):
     # ---- the launch ----
 
     def __init__(self, *args, **kwargs):
+        process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
         self.plan = resolve()
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
         merged["project_config"] = self.project_folder(merged)
@@ -275,7 +276,7 @@ class Accelerator(accelerate.Accelerator):
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
-            process.finish_steps_first()
+            process.finish_steps_first(self)
 
     def samples_per_step(self):
         if self.record.seen["samples_per_step"] is None and self.first_batch:
@@ -448,6 +449,7 @@ class Accelerator(accelerate.Accelerator):
             self.write_record(now())
             self.print(f"{self.record.status}: {self.record.folder}", flush=True)
             self.wait_for_everyone()  # no process may exit while another still receives from it
+        process.handle_signals_as_before()  # there is no step any more to stop after
         super().end_training()
         patches.release(id(self))
 
@@ -472,9 +474,6 @@ class Accelerator(accelerate.Accelerator):
         if stopped:
             code = 130 if process.interrupted else 143
         return (self.before.close(error, code) or code) if self.before else code
-
-
-process.guard(lambda: Accelerator.current)  # at import, so that errors before the first Accelerator() are caught too
 
 
 def owns(optimizer, model):

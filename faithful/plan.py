@@ -45,9 +45,14 @@ class Plan:
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
 
 
-@functools.cache
 def resolve():
     """The Plan of this process. Raises Refused with every reason at once."""
+    return resolved(os.getpid())  # a script may fork its ranks (debug_launcher)
+
+
+@functools.cache
+def resolved(_):
+    launcher.take_part()
     wanted, here = asked(os.environ), machine.of_torch()
     _, file = launch_line()
     lines = []
