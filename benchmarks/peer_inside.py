@@ -5,6 +5,7 @@ one of Accelerate's test scripts. Both append what happened to the file PEER_REP
     accelerate launch -m faithful benchmarks/peer_inside.py test_sync SKIPPED_CHECK ...
 """
 
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -14,7 +15,7 @@ import re
 import sys
 
 
-def report(name, outcome, why=None):
+def say(name, outcome, why=None):
     with open(os.environ["PEER_REPORT"], "a") as file:
         file.write(json.dumps({"test": name, "outcome": outcome, "why": why}) + "\n")
 
@@ -44,15 +45,19 @@ def launch_ours():
 
 
 def pytest_runtest_logstart(nodeid):
-    report(nodeid.removeprefix("tests/"), "begun")
+    say(nodeid.removeprefix("tests/"), "begun")
 
 
-def pytest_runtest_logreport(report: "pytest.TestReport"):  # noqa: F821
-    """A test that was skipped, or failed anywhere, is said once; a later line wins."""
+def pytest_runtest_logreport(report):
+    """Setup and teardown are named only if they fail or skip. The last line of a test counts."""
     if report.outcome != "passed" or report.when == "call":
         crash = getattr(report.longrepr, "reprcrash", None)
         why = crash.message if crash else report.longrepr and str(report.longrepr)[-300:]
-        globals()["report"](report.nodeid.removeprefix("tests/"), report.outcome, why)
+        say(report.nodeid.removeprefix("tests/"), report.outcome, why)
+
+
+def pytest_sessionfinish():
+    faulthandler.dump_traceback_later(60, exit=True)  # prints `Timeout` and ends a process that does not end
 
 
 def watched(name, function, skipped, inside, calls):
@@ -66,16 +71,16 @@ def watched(name, function, skipped, inside, calls):
         label = name if calls[name] == 1 else f"{name} {calls[name]}"
         if label in skipped:
             return None
-        report(label, "begun")
+        say(label, "begun")
         inside.append(label)
         try:
             result = function(*args, **kwargs)
         except BaseException as problem:
-            report(label, "failed", f"{type(problem).__name__}: {problem}")
+            say(label, "failed", f"{type(problem).__name__}: {problem}")
             raise
         finally:
             inside.pop()
-        report(label, "passed")
+        say(label, "passed")
         return result
 
     return check
