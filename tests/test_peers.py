@@ -11,7 +11,7 @@ import peer_tests
 
 TABLE = json.loads((ROOT / "results" / "peer_tests.json").read_text())
 OURS = """accelerator cpu data_loader grad_sync hooks kwargs_handlers logging metrics optimizer scheduler tracking
-    state_checkpointing test_script test_sync test_ddp_comm_hook""".split()  # the others hardly make an Accelerator
+    state_checkpointing test_script test_sync test_metrics""".split()  # the others hardly make an Accelerator
 
 
 @pytest.mark.slow
