@@ -9,8 +9,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 class Optimizer(AcceleratedOptimizer):
     accelerator = None  # set by Accelerator.prepare_optimizer
 
+    def __getstate__(self):
+        """A copy, or what a pickle becomes, is of no Accelerator's run: it steps as Accelerate's does."""
+        return {name: value for name, value in super().__getstate__().items() if name != "accelerator"}
+
     def step(self, closure=None):
-        if not self.gradient_state.sync_gradients:
+        if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
         self.accelerator.before_update(self)
         super().step(closure)
