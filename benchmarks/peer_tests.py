@@ -27,7 +27,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -36,6 +35,7 @@ from functools import partial
 from pathlib import Path
 
 import peer_examples
+import psutil
 from provenance import ROOT, save
 
 SCRIPTS = {  # script -> numbers of processes
@@ -43,7 +43,6 @@ SCRIPTS = {  # script -> numbers of processes
     "test_sync": (1, 2),
     "test_ops": (1, 2),
     "test_distributed_data_loop": (2,),
-    "test_merge_weights": (1, 2),
     "external_deps.test_metrics": (1, 2),
 }
 PACKAGES = ("accelerate", "torchdata", "parameterized", "pytest", "datasets", "transformers")
@@ -90,22 +89,27 @@ def environment(ours, report):
 def run(command, ours, cwd, env=None, timeout=1200):
     """(the lines that the processes reported, exit code or None after the timeout, the last error line)."""
     report = Path(tempfile.mkstemp(prefix="report-", dir=cwd)[1])
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=cwd, env=environment(ours, report) | (env or {}), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, code = process.communicate(timeout=timeout)[0], process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, code = process.communicate()[0], None
+    env, code = environment(ours, report) | (env or {}), None
+    with open(f"{report}.log", "w+") as log:  # not a pipe, which processes that are left behind would keep open
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            whole = {"stdout": log, "stderr": log, "timeout": timeout}
+            code = subprocess.run(list(map(str, command)), cwd=cwd, env=env, **whole).returncode
+        end_all(report)
+        log.seek(0)
+        said = log.read()
     code = None if "Timeout (0:01:00)!" in said else code  # peer_inside.py waited for its end
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind
     errors = [
         line for line in said.splitlines() if line.startswith(("refused:", "error:", "ERROR")) or "Error: " in line
     ]
     return [json.loads(line) for line in report.read_text().splitlines()], code, (errors or ["?"])[0].strip()
+
+
+def end_all(report):
+    """Ends the processes that write to `report`: some are in sessions of their own, some have lost their parent."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("PEER_REPORT") == str(report):
+                process.kill()
 
 
 def tests_of(file, ours, cwd):
