@@ -184,7 +184,8 @@ def in_words(why):
     """The line of an error that names it, the last one where processes are inside, without this machine's paths."""
     lines = [line.strip() for line in why.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Refused|Diverged|Exception)\b: \S", line)]
-    return re.sub(r"(/[\w.-]+){2,}/", ".../", (named or lines)[-1 if named else 0])[:300]
+    refused = [line for line in lines if line.startswith("refused: ")]  # of a process that the test launched
+    return re.sub(r"(/[\w.-]+)+/", ".../", (refused[:1] + named[-1:] + lines)[0])[:300]
 
 
 def chosen(folder, only=(), examples=False):
