@@ -47,14 +47,15 @@ LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "
 
 def resolve():
     """The Plan of this process. Raises Refused with every reason at once."""
-    return resolved(os.getpid())  # a script may fork its ranks (debug_launcher)
+    return resolved(os.getpid())  # a script may fork the processes that train, as debug_launcher does
 
 
 @functools.cache
-def resolved(_):
+def resolved(process):
+    debugged = in_debug_launcher()
     launcher.take_part()
-    wanted, here = asked(os.environ), machine.of_torch()
-    _, file = launch_line()
+    wanted, here = asked(os.environ), machine.without_accelerator() if debugged else machine.of_torch()
+    _, file = (None, None) if debugged else launch_line()
     lines = []
     if file is not None:
         lines, config = file_problems(file)
@@ -85,6 +86,20 @@ def resolved(_):
     if rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan
+
+
+def in_debug_launcher():
+    """Whether Accelerate's debug_launcher forked this process, to run the script on CPUs. It makes the process group,
+    and leaves out what other launchers export. Its own precision is no choice of the user's."""
+    if "ACCELERATE_DEBUG_RDV_FILE" not in os.environ:
+        return False
+    from torch import distributed
+
+    rank = str(distributed.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    return True
 
 
 def patience():
