@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
-from .coded import CodedWeight, codes_of
+from .coded import CodedWeight, CodesRead, codes_of
 from .compiled import output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
@@ -144,6 +144,10 @@ class FP8Linear(nn.Linear):
             return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
         # Evaluation does not update the history. Recomputing under checkpointing records the same maximum again.
         recording = self.training and torch.is_grad_enabled()
+        if x.is_floating_point() and x.element_size() == 1:
+            raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}. Does the script cast it to the weight's "
+                            "dtype? That is the dtype of MS-AMP's codes: leave the layer out (fp8_config: skip: "
+                            f"{self.name}), or cast to autocast's dtype")  # fmt: skip
         port = None
         codes, weight_scale, trained = self.held, self.weight_scale, self.trained
         if self.sharding is not None:  # what has been gathered is the FP8 copy

@@ -33,19 +33,20 @@ def exact_state(model, optimizer):
 
     Keys beginning with `all/` are the same on every rank, those with `rank/` this rank's own: amax histories, and
     under O3 the masters and moments of the layers it owns. Under fully_shard those with `rows/` are this rank's rows of
-    weights and moments. Tensors are not copies. No gradients: save between steps.
+    weights and moments. Tensors are not copies. No gradients: save between steps. optimizer: None if there is none.
     """
     state, root = state_of(model), at_rest(root_of(model))
     tensors = {"all/level": torch.tensor(LEVELS.index(state.level) + 1), "all/world": torch.tensor(state.world)}
     for key, tensor in raw_tensors(root).items():
         tensors[key] = tensor.detach().contiguous()
+    states, groups = (optimizer.state, optimizer.param_groups) if optimizer else ({}, [])
     for name, parameter in named(root.named_parameters()):
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in states.get(parameter, {}).items():
             own = "rank" if state.sharded and linear_of(parameter) is not None else "all"
             if hasattr(parameter, "_local_tensor") and key in ("exp_avg", "exp_avg_sq"):
                 own = "rows"
             tensors[f"{own}/optimizer/{name}/{key}"] = value.contiguous()
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(groups):
         for key, value in numbers_of(group).items():
             tensors[f"all/group/{i}/{key}"] = value
     return tensors
@@ -92,6 +93,8 @@ def load_exact_state(model, optimizer, tensors):
             here, there = f"{target.dtype} {list(target.shape)}", f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{key} is {there} in the saved state, {here} in the model")
         target.copy_(value)
+    if optimizer is None:
+        return
     parameters = dict(named(root.named_parameters()))
     found = {}
     for key in tensors.keys():

@@ -7,7 +7,6 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 import contextlib
 import functools
 import logging
-import math
 import os
 from pathlib import Path
 
@@ -16,21 +15,21 @@ import accelerate.optimizer
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from faithful import arguments, backends, checkpoint, clipping, launcher, loaders, process, state, strategies
+from faithful import arguments, backends, checkpoint, clipping, foreign, launcher, loaders, process, state, strategies
 from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
 from faithful.errors import Refused, Stopped
-from faithful.evidence import Evidence, Layers, notes
+from faithful.evidence import Layers, notes
 from faithful.machine import Memory
+from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer
 from faithful.plan import describe, resolve
 from faithful.record import Record, described, now
 from faithful.steps import Steps
 from faithful.strategies import plain
-from faithful.tensors import named, nudge
+from faithful.tensors import named, nudge, parameters_of
 from faithful.wire import Wire
 
 # torchao registers enums in a way that makes torch warn in every process. The warning is harmless.
@@ -44,7 +43,6 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         self.plan = resolve()
-        self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
         merged["project_config"] = self.project_folder(merged)
         super().__init__(**merged)
@@ -52,16 +50,24 @@ class Accelerator(accelerate.Accelerator):
         accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
         self.backend.started(self, self.plan)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
-        self.evidence, self.waiting, self.first_batch = [], [], None  # waiting: models without a prepared optimizer
-        self.linear_names = []  # of all models, before conversion
+        self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
+        self.first_batch, self.norms, self.wire = None, clipping.Norms(), None
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, self.project_dir, self.is_main_process)
-        self.resumed = self.between_steps = self.stopping = self.closed = False
-        self.norm = self.wire = None
-        self.epochs, self.known = [], set()  # epochs: one per prepared loader; known: ids of all prepared parameters
+        self.resumed = self.between_steps = self.stopping = self.closed = self.looked = False
+        self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
+        self.epochs = []  # one per prepared loader
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.folder}")
+
+    @property
+    def strategy(self):
+        return strategies.of(self.plan)
+
+    @property
+    def backend(self):
+        return backends.of(self.plan)
 
     def project_folder(self, merged):
         made, self.named_folder = arguments.project(self.plan, merged, Accelerator.current)
@@ -71,15 +77,16 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args, device_placement=None):
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
-        fresh = [(at, self.convert(model, optimizers)) for at, model in enumerate(args) if trains(model)]
+        converted = {at: self.convert(model, optimizers) for at, model in enumerate(args) if trains(model)}
         prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
-        self.waiting += [(prepared[at], *converted) for at, converted in fresh]
-        for one in prepared:
-            if isinstance(one, nn.Module):
-                self.known |= set(map(id, one.parameters()))
-        for one in prepared:
-            if isinstance(one, torch.optim.Optimizer):
-                self.belongs(one)
+        for at, one in enumerate(prepared):
+            if isinstance(one, nn.Module) and not any(other.is_of(one) for other in self.models):
+                self.models.append(PreparedModel(one, *converted.get(at, ())))
+        for optimizer in self._optimizers:
+            for model in self.models:
+                model.attach_optimizer(self, optimizer)
+        self.first_batch = self.first_batch or (FirstBatch(self.evidence[0].model) if self.evidence else None)
+        self.looked = False
         return prepared if len(args) > 1 else prepared[0]
 
     def convert(self, model, optimizers):
@@ -93,28 +100,36 @@ class Accelerator(accelerate.Accelerator):
             nudge(model)
             self.record.seen["nudged"] = True
         layers = Layers(self.plan, model, set().union(*map(plain.owned, optimizers)))
-        self.linear_names += layers.names
         self.strategy.before_prepare(self, self.plan, model, optimizer)
         skipped = self.backend.convert(self, self.plan, model, optimizer)
         if self.plan.compile:
             compile_blocks(model, eager_in_eval=self.plan.backend == "ao")
         return layers, skipped
 
-    def belongs(self, optimizer):
-        """Assigns a prepared optimizer to the models that it updates, and begins the evidence of each."""
-        mine = self.strategy.owned(optimizer)
-        for evidence in self.evidence:
-            if mine & set(map(id, evidence.parameters.values())) and optimizer not in evidence.optimizers:
-                self.backend.another_optimizer(self.plan, evidence.model, optimizer)
-                evidence.optimizers.append(optimizer)
-        for waiting in list(self.waiting):
-            model, layers, skipped = waiting
-            if mine & set(map(id, model.parameters())):
-                self.waiting.remove(waiting)
-                self.strategy.after_prepare(self, self.plan, model, optimizer)
-                skipped = skipped + (self.backend.after_prepare(self, self.plan, model, optimizer) or [])
-                self.evidence.append(Evidence(self, self.plan, model, optimizer, layers, skipped))
-                self.first_batch = self.first_batch or FirstBatch(model)
+    @property
+    def evidence(self):
+        """The evidence of the prepared models that have a prepared optimizer."""
+        return [one.evidence for one in self.models if one.evidence]
+
+    def known(self):
+        """The ids of all prepared parameters."""
+        return set().union(*(one.parameters for one in self.models))
+
+    def free_memory(self, *objects):
+        """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
+        self.freed += [one.record for one in self.evidence if one.complete]
+        self.strategy.free(self)
+        self.models, self.epochs, self.looked = [], [], False
+        self.norms.clear()
+        self.steps.losses.clear()
+        if self.record.seen["samples_per_step"] is None:
+            self.first_batch = None
+        return super().free_memory(*objects)
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        """Accelerate's, which DDP makes fail for a model without trainable parameters: there it is for evaluation."""
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        return super().prepare_model(model, device_placement, evaluation_mode or frozen)
 
     def prepare_data_loader(self, data_loader, *args, **kwargs):
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
@@ -137,18 +152,34 @@ class Accelerator(accelerate.Accelerator):
     # ---- steps ----
 
     def begin(self):
-        """Opens the record at the first call, when everything is prepared."""
-        if self.record.opened:
+        """Looks at everything that is prepared, and opens the record. Called in each step."""
+        if self.looked:
             return
+        self.looked = True
         if not self.evidence:
-            raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
-        refuse_unknown(self.plan.skip, self.linear_names)
+            self.train_without_evidence()
+        refuse_unknown(self.plan.skip, [name for one in self.models if one.layers for name in one.layers.names])
         for line in notes(self):
             self.note(line)
+        if self.record.opened:
+            return
         [holds] = broadcast_object_list([self.is_main_process and self.record.holds_a_run()])
         self.record.open(holds and not self.resumed, self.steps.taken)
-        self.record.seen["optimizer"] = described(self.strategy.inner(self.evidence[0].optimizers[0]))
+        if self.evidence:
+            self.record.seen["optimizer"] = described(self.strategy.inner(self.leading()))
         self.write_record()
+
+    def train_without_evidence(self):
+        """Called where no prepared optimizer updates a prepared model. Raises Refused unless torch alone trains right
+        then: in one process, or under DDP with a prepared model; both without FP8."""
+        plan = self.plan
+        if plan.level or not (plan.strategy == "single" or (plan.strategy == "ddp" and self.models)):
+            raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
+        self.note("no prepared optimizer updates a prepared model: steps are neither checked nor counted")
+
+    def leading(self):
+        """The optimizer whose steps are those of the run: the first one of the first model, or None."""
+        return next((one.optimizers[0] for one in self.models if one.evidence), None)
 
     def note(self, line):
         """Prints a note for the user and keeps it in the record."""
@@ -176,24 +207,27 @@ class Accelerator(accelerate.Accelerator):
         self.begin()
         self.stop_if_agreed()
         self.between_steps = False
+        self.norms.clear()
         self.steps.backward(loss, self.sync_gradients)
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(self.plan, evidence.model)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        """Clips, and keeps the norm over all processes: `before_update` checks that it is finite."""
-        own, parameters = clipping.own(self), list(parameters)
+        """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
+        own, parameters = clipping.own(self), clipping.listed(parameters)
         if own is None and self.plan.strategy in ("single", "ddp"):  # no DTensors, which Accelerate looks for
             self.unscale_gradients()
-            self.norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         elif own is None:
-            self.norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            self.unscale_gradients()  # then Accelerate compares all parameters, which fails with several models
+            norm = self._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
         else:
             clipping.check(self, parameters, norm_type)
-            self.norm = own(parameters, max_norm, self._optimizers[0])
-        self.norm = self.norm.full_tensor() if isinstance(self.norm, DTensor) else self.norm
-        return self.norm
+            norm = own(parameters, max_norm, self._optimizers[0])
+        norm = clipping.whole(norm)
+        self.norms.keep(parameters, norm)
+        return norm
 
     def clip_grad_value_(self, parameters, clip_value):
         clipping.check_value(self)
@@ -209,13 +243,7 @@ class Accelerator(accelerate.Accelerator):
     def before_update(self, optimizer):
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
         self.begin()  # here too, as a script may call loss.backward() itself
-        if self.norm is None:  # the script does not clip
-            own = clipping.own(self)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self.norm = own(parameters, math.inf, optimizer) if own else torch.nn.utils.get_total_norm(gradients)
-        norm, self.norm = self.norm, None
-        self.steps.check(norm, self.scaler, self.newest_checkpoint)
+        self.steps.check(self.norms.of(self, optimizer), self.scaler, self.newest_checkpoint)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:
                 evidence.before_first_update(optimizer)
@@ -228,7 +256,7 @@ class Accelerator(accelerate.Accelerator):
                 what = evidence.record["model"] if len(self.evidence) > 1 else self.record.script
                 if evidence.complete:
                     self.print(f"{what} | {evidence.truth()} | global batch {samples}")
-        if optimizer is self.evidence[0].optimizers[0]:
+        if optimizer is (self.leading() or optimizer):
             self.steps.done(skipped)
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
@@ -236,7 +264,7 @@ class Accelerator(accelerate.Accelerator):
             process.finish_steps_first()
 
     def samples_per_step(self):
-        if self.record.seen["samples_per_step"] is None:
+        if self.record.seen["samples_per_step"] is None and self.first_batch:
             samples, hashes = self.first_batch.result(self.plan)
             self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
         return self.record.seen["samples_per_step"]
@@ -258,10 +286,10 @@ class Accelerator(accelerate.Accelerator):
     def stop(self):
         """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
         folder = Path(self.project_dir, f"checkpoint-{self.steps.taken}")
-        sound = self.is_main_process and folder.exists() and checkpoint.unsound(folder) is None
-        [there] = broadcast_object_list([sound])
+        written = self.newest == (self.steps.taken, folder.resolve()) and (folder / checkpoint.MANIFEST).exists()
+        [written] = broadcast_object_list([written])
         self.stopping = True
-        if not there:
+        if not written:
             self.save_state(folder)
         self.record.status = "preempted"
         why = "Ctrl-C" if process.interrupted else "SIGTERM"
@@ -284,6 +312,9 @@ class Accelerator(accelerate.Accelerator):
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
             output_dir = self.checkpoints_folder() / f"checkpoint_{project.iteration}"
+            if output_dir.exists():  # as in Accelerate, which raises ValueError
+                raise Refused(f"{output_dir} exists, of an earlier run perhaps: resume it, choose another project_dir, "
+                              "or set project_configuration.iteration to the number to start with")  # fmt: skip
         elif output_dir is None:
             output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
         agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}")
@@ -306,6 +337,8 @@ class Accelerator(accelerate.Accelerator):
         if error:
             self.record.failed_saves += 1
             self.print(f"warning: {folder} could not be written ({error}); training goes on", flush=True)
+        elif agreed:
+            self.newest = self.steps.taken, folder.resolve()
         project.iteration += 1
         self.steps.pause()
         return str(folder)
@@ -323,11 +356,13 @@ class Accelerator(accelerate.Accelerator):
             return
         for hook in self._load_model_state_pre_hook.values():
             hook(list(self._models), str(folder))
-        saved_by = state.put_back(self, folder)
+        ours = not checkpoint.is_accelerates(folder)
+        saved_by = state.put_back(self, folder) if ours else foreign.load(self, folder)
         if self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = (checkpoint.number(folder) or 0) + 1
+        self.newest = self.steps.taken, folder.resolve()
         self.print(f"resumed from {folder} at step {self.steps.taken}")
-        if saved_by != self.num_processes:
+        if ours and saved_by != self.num_processes:
             self.print(f"{saved_by} processes saved it, {self.num_processes} go on: from the same weights and "
                        "optimizer state, with other batches and random numbers")  # fmt: skip
 
@@ -345,7 +380,7 @@ class Accelerator(accelerate.Accelerator):
             raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
                           "get_state_dict or save_model on all of them")  # fmt: skip
         whole = self.strategy.full_state(self, model)
-        whole = super().get_state_dict(model, unwrap) if whole is None else whole
+        whole = super().get_state_dict(model, unwrap) if whole is None else whole  # unwrap=False keeps DDP's `module.`
         tensors = {name: tensor for name, tensor in named(whole.items()) if torch.is_tensor(tensor)}
         return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
 
@@ -355,8 +390,8 @@ class Accelerator(accelerate.Accelerator):
         weights = self.get_state_dict(model)
         if not self.is_main_process:
             return
-        own = {name for name, _ in named(model.named_parameters())}
-        twice = {name for name, _ in named(model.named_parameters(remove_duplicate=False))} - own
+        own = {name for name, _ in parameters_of(model)}
+        twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - own
         plain_weights = {name: weight for name, weight in weights.items() if name not in twice}
         checkpoint.write_weights(plain_weights, Path(save_directory), max_shard_size, safe_serialization)
 
@@ -382,7 +417,7 @@ class Accelerator(accelerate.Accelerator):
 
     def write_record(self, finished=None):
         if self.record.main:
-            evidence = [one.record for one in self.evidence]
+            evidence = self.freed + [one.record for one in self.evidence]
             self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self):
@@ -425,12 +460,6 @@ class Accelerator(accelerate.Accelerator):
 
 
 process.guard(lambda: Accelerator.current)  # at import, so that errors before the first Accelerator() are caught too
-
-
-def trains(one):
-    """Whether an argument of `prepare` is a model that is not prepared yet and has trainable parameters."""
-    fresh = isinstance(one, nn.Module) and not getattr(one, "_is_accelerate_prepared", False)
-    return fresh and any(parameter.requires_grad for parameter in one.parameters())
 
 
 def owns(optimizer, model):

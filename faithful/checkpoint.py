@@ -3,8 +3,13 @@
 `checkpoint-<optimizer step>/` holds the tensors as safetensors (one file per rank), the rest as `trainer_state.json`,
 and `manifest.json` with size and sha256 of every file, written last. The folder is written as `checkpoint-<step>.tmp`,
 fsynced and renamed, so a folder with the final name is complete. No file is a pickle.
+
+A folder that exists keeps what is in it. There the files are written to a folder inside, `.checkpoint.tmp`, and moved
+when they are complete. A process that is killed while it moves them leaves `.checkpoint.tmp` with its manifest, and
+whoever looks at the checkpoint next moves the rest (`settle`).
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +26,9 @@ from faithful.errors import Refused
 from faithful.tensors import local
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
-FORMAT = 3  # of trainer_state.json. Format 1 had no number and no random states, format 2 no skip list
+STAGED = ".checkpoint.tmp"  # in a folder that existed before
+# Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
+FORMAT, READABLE = 4, (3, 4)
 
 
 def sha256(path):
@@ -58,9 +65,13 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
     keeps all. write_more: writes a script's own files into the folder. After an error on any rank (a full disk, say)
     the earlier checkpoints are still there.
     """
-    main, temporary = accelerator.is_main_process, folder.with_name(folder.name + ".tmp")
-    error, written, alone = None, {}, state["alone"]
+    main, folder, alone = accelerator.is_main_process, folder.resolve(), state["alone"]
+    existed = folder.exists()
+    [existed] = [existed] if alone else broadcast_object_list([existed])
+    temporary = folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
+    error, written = None, {}
     if main:
+        settle(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
@@ -87,26 +98,40 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
                 files[name] = files.get(name) or entry(path)
             write_json(temporary / MANIFEST, files)
             sync(temporary)
-            shutil.rmtree(replaced(folder), ignore_errors=True)
-            if folder.exists():  # an incomplete one of the same step, or a script that always saves to one folder
-                os.rename(folder, replaced(folder))
-            os.rename(temporary, folder)
-            sync(folder.parent)
-            shutil.rmtree(replaced(folder), ignore_errors=True)
+            if existed:
+                settle(folder)
+            else:
+                os.rename(temporary, folder)
+                sync(folder.parent)
         except OSError as problem:
             error = str(problem)
     [error] = [error] if alone else broadcast_object_list([error])
     if main and error:
         shutil.rmtree(temporary, ignore_errors=True)
     elif main and keep:
-        for old in list_checkpoints(folder.parent)[keep:]:
+        older = [path for path in list_checkpoints(folder.parent) if path != folder]
+        for old in older[keep - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
     return error
 
 
-def replaced(folder):
-    """The path of an earlier checkpoint of the same name while the new one takes its place."""
-    return folder.with_name(folder.name + ".old")
+def settle(folder):
+    """Moves a complete checkpoint from `folder`/.checkpoint.tmp to `folder`, and deletes the files of the one that was
+    there. Other files stay. Several processes may call it at once."""
+    staged = folder / STAGED
+    try:
+        new = json.loads((staged / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return  # nothing there, or not complete
+    with contextlib.suppress(OSError, ValueError):
+        for name in json.loads((folder / MANIFEST).read_text()).keys() - new.keys():
+            (folder / name).unlink(missing_ok=True)
+    for name in (*new, MANIFEST):  # the manifest last: until then this function can be called again
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # moved already
+            os.replace(staged / name, folder / name)
+    sync(folder)
+    shutil.rmtree(staged, ignore_errors=True)
 
 
 def number(folder):
@@ -116,20 +141,28 @@ def number(folder):
 
 
 def list_checkpoints(output_dir):
-    """The checkpoint folders in `output_dir`, newest first."""
+    """The checkpoint folders in `output_dir`, newest first: by the time when they were written, because a run that goes
+    on from an older one writes smaller numbers than those of the steps that it gave up. Then by number."""
+
+    def age(folder):
+        try:
+            return json.loads((folder / STATE).read_text()).get("saved", 0), number(folder)
+        except (OSError, ValueError, AttributeError):
+            return 0, number(folder)  # incomplete, damaged, or from before the time was saved
+
     found = [path for path in Path(output_dir).glob("checkpoint*") if number(path) is not None]
-    return sorted(found, key=number, reverse=True)
+    return sorted(found, key=age, reverse=True)
 
 
 def unsound(folder):
-    """Why a checkpoint is incomplete or damaged, or None. Reads every byte."""
+    """Why a checkpoint is incomplete or damaged, or None. Reads every byte. Files of others are ignored."""
     try:
+        settle(folder)
         manifest = json.loads((folder / MANIFEST).read_text())
-        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     except (OSError, ValueError) as error:
         return f"no readable {MANIFEST} ({type(error).__name__})"
-    if names != {*manifest, MANIFEST}:
-        return f"files {sorted(names ^ {*manifest, MANIFEST})} are missing or were added"
+    if missing := sorted(name for name in manifest if not (folder / name).is_file()):
+        return f"files {missing} are missing"
     for name, wanted in manifest.items():
         if (folder / name).stat().st_size != wanted["bytes"] or sha256(folder / name) != wanted["sha256"]:
             return f"{name} is not what was written"
@@ -138,13 +171,12 @@ def unsound(folder):
 
 def find(accelerator, wanted, output_dir):
     """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
-    in output_dir, or None if there is none. Raises Refused if `wanted` is damaged."""
+    in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged."""
     candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
-    if wanted is not None and not candidates[0].exists() and replaced(candidates[0]).exists():
-        candidates = [replaced(candidates[0])]  # the process was killed between the two renames of `write`
     [candidates] = broadcast_object_list([candidates])
     for folder in candidates:
-        reasons = [reason for reason in gather_object([unsound(folder)]) if reason]
+        reason = None if is_accelerates(folder) else unsound(folder)
+        reasons = [reason for reason in gather_object([reason]) if reason]
         if not reasons:
             return folder
         if wanted is not None:
@@ -153,16 +185,21 @@ def find(accelerator, wanted, output_dir):
     return None
 
 
+def is_accelerates(folder):
+    """Whether Accelerate itself wrote the checkpoint `folder`."""
+    return not (folder / MANIFEST).exists() and any(folder.glob("random_states_*.pkl"))
+
+
 def read_state(folder):
     """`trainer_state.json` of a checkpoint that `find` has verified."""
     try:
         state = json.loads((folder / STATE).read_text())
     except ValueError as error:
         raise Refused(f"{folder / STATE} is not JSON: {error}") from None
-    if state.get("format") != FORMAT:
+    if state.get("format") not in READABLE:
         raise Refused(
-            f"{folder} was written in format {state.get('format', 1)}, this version reads {FORMAT}: resume it with the "
-            "version that wrote it, or export its weights and start from them"
+            f"{folder} was written in format {state.get('format', 1)}, this version reads {READABLE[0]} and "
+            f"{READABLE[1]}: resume it with the version that wrote it, or export its weights and start from them"
         )
     return state
 

@@ -5,6 +5,7 @@ torch would clip a part of them, or none. Under tensor parallel torch fails on a
 """
 
 import functools
+import math
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,67 @@ def own(accelerator):
     """The `clip_grad_norm_` of the run's backend or strategy, or None if torch's is right."""
     found = getattr(accelerator.backend, "clip_grad_norm_", None)
     return found or getattr(accelerator.strategy, "clip_grad_norm_", None)
+
+
+class Norms:
+    """The norms of the gradients that a script has clipped. Each step needs to know that all gradients of its optimizer
+    are finite, whatever was clipped: those of another model alone, a part of them, or none."""
+
+    def __init__(self):
+        self.clipped = {}  # {id of a parameter: (parameter, version of its gradient, norm of the call)}
+
+    def keep(self, parameters, norm):
+        """Remembers that these parameters were clipped together."""
+        self.clipped |= {id(one): (one, version(one.grad), norm) for one in parameters}
+
+    def clear(self):
+        """Forgets all norms, because gradients change."""
+        self.clipped.clear()
+
+    def known(self, key):
+        """The norm with which the parameter of this id was clipped, or None if it was not, or has changed since."""
+        parameter, before, norm = self.clipped.get(key, (None, None, None))
+        return norm if norm is not None and before == version(parameter.grad) else None
+
+    def of(self, accelerator, optimizer):
+        """The norm over all gradients of a prepared optimizer, as a tensor. Clipping calls may have computed it, or a
+        part of it, if no gradient has changed since; theirs may include gradients of others."""
+        known = {key: self.known(key) for key in accelerator.strategy.owned(optimizer)}
+        norms = list({id(norm): norm for norm in known.values() if norm is not None}.values())
+        if None not in known.values() and len(norms) == 1:
+            return norms[0]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if compute := own(accelerator):  # gradients are not in .grad, or not all
+            return compute(parameters, math.inf, optimizer)
+        rest = [parameter for parameter in parameters if known[id(parameter)] is None]
+        norms += [whole(total_norm(gradients)) for gradients in by_kind(rest)]
+        return norms[0] if len(norms) == 1 else combined(norms)
+
+
+def combined(norms):
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def version(gradient):
+    """Identifies a gradient and its values."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def by_kind(parameters):
+    """Splits gradients into DTensors and others: torch does not compute with both in one call."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [isinstance(gradient, DTensor) for gradient in gradients]
+    kinds = [[g for g, is_kind in zip(gradients, sharded, strict=True) if is_kind is kind] for kind in (True, False)]
+    return [kind for kind in kinds if kind]
+
+
+def total_norm(gradients):
+    values = [one.coalesce().values() if one.layout is torch.sparse_coo else one for one in gradients]
+    return torch.nn.utils.get_total_norm(values)
+
+
+def whole(norm):
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def check(accelerator, parameters, norm_type):
@@ -81,7 +143,7 @@ def value(current, torchs, parameters, *args, **kwargs):
 
 
 def is_own(accelerator, parameters):
-    return bool(own(accelerator)) and any(id(parameter) in accelerator.known for parameter in parameters)
+    return bool(own(accelerator)) and any(id(parameter) in accelerator.known() for parameter in parameters)
 
 
 def listed(parameters):

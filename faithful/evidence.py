@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from faithful import backends, strategies
 from faithful.backends.linear import kind, linear_names
 from faithful.errors import Refused
-from faithful.tensors import elements, fingerprint, named, size
+from faithful.tensors import elements, fingerprint, parameters_of, size
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -29,12 +29,11 @@ class Layers:
 
 
 class Evidence:
-    """The evidence of one model. `optimizers`: those that update its parameters."""
+    """The evidence of one model. optimizers: those that update its parameters; more may come after the first."""
 
-    def __init__(self, accelerator, plan, model, optimizer, layers, skipped):
-        self.plan, self.model, self.optimizers, self.accelerator = plan, model, [optimizer], accelerator
-        self.strategy, self.backend = strategies.of(plan), backends.of(plan)
-        self.parameters = dict(named(model.named_parameters()))
+    def __init__(self, accelerator, plan, model, optimizers, layers, skipped):
+        self.plan, self.model, self.optimizers, self.accelerator = plan, model, optimizers, accelerator
+        self.parameters = dict(parameters_of(model))
         self.counted = self.strategy.counted(self.parameters, accelerator)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.sharded = self.strategy.sharded(trainable, plan)
@@ -62,6 +61,14 @@ class Evidence:
         if not plan.compile and plan.precision != "fp8":
             watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
             self.hook = watched and watched.register_forward_hook(self.see_output)
+
+    @property
+    def strategy(self):
+        return strategies.of(self.plan)
+
+    @property
+    def backend(self):
+        return backends.of(self.plan)
 
     def refuse_what_is_not_there(self, layers, skipped):
         plan, record = self.plan, self.record
@@ -221,13 +228,13 @@ def some(words):
 def notes(accelerator):
     """Yields notes about the prepared objects, one line each. Raises Refused if processes would train apart."""
     processes, prepared = accelerator.num_processes, accelerator._optimizers
-    for evidence in accelerator.evidence:
-        if names := evidence.left_out():
+    for one in accelerator.models:
+        if one.evidence and (names := one.evidence.left_out()):
             yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
-    for model, *_ in accelerator.waiting:
-        yield f"{type(model).__name__} was prepared, but no prepared optimizer updates it"
+        elif one.layers and not one.evidence and accelerator.evidence:
+            yield f"{type(one.model).__name__} was prepared, but no prepared optimizer updates it"
     if processes > 1 and accelerator.plan.strategy in ("ddp", "fsdp", "hsdp"):
-        strangers = sum(len(accelerator.strategy.owned(one) - accelerator.known) for one in prepared)
+        strangers = sum(len(accelerator.strategy.owned(one) - accelerator.known()) for one in prepared)
         if strangers:
             raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
                           "change them in its own way. Prepare their model, too")  # fmt: skip

@@ -1,13 +1,17 @@
 """Data loaders: a run resumed in the middle of an epoch goes on with the remaining samples of that epoch.
 
 A loader draws its order, and the seed of its workers, when an epoch begins. A checkpoint holds the states of the random
-generators at that time. The first epoch after `load_state` draws from these, and then restores those of the checkpoint.
+generators at that time, and the number of the epoch. The first epoch after `load_state` draws from these, and then
+restores those of the checkpoint. A torchdata StatefulDataLoader saves its own place in the data.
 """
 
 import itertools
+import json
 
 import torch
 from torch.utils.data import DataLoader
+
+from faithful.values import pack, unpack
 
 
 class Epoch:
@@ -35,6 +39,16 @@ class Epoch:
     def generator(self):
         """The generator of the loader's sampler, or None."""
         return sampler_generator(getattr(self.loaders[0], "base_dataloader", self.loaders[0]))
+
+    def number(self, running):
+        """The number of the epoch under way, or of the next one, as Accelerate counts them. running: see `running`."""
+        newest = self.loaders[-1]
+        in_last_batch = not running and any(one is newest for one in newest.gradient_state.dataloader_references)
+        return newest.iteration + in_last_batch  # Accelerate counts on after the last batch
+
+    def stateful(self):
+        """The loader, if it saves its own place in the data, or None."""
+        return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
 
 
 class Watched(DataLoader):
@@ -76,20 +90,31 @@ def set_generators(own, states):
 
 
 def collect(epochs, between_batches):
-    """({name: generator state} of this process, [whether each loader is in the middle of an epoch])."""
-    parts, running = {}, [epoch.running(between_batches) and epoch.began is not None for epoch in epochs]
+    """({name: tensor} of this process, JSON values of each loader: whether it is in the middle of an epoch, and the
+    number of the epoch)."""
+    parts, states = {}, []
     for i, epoch in enumerate(epochs):
-        own = epoch.generator()
+        running, own = epoch.running(between_batches), epoch.generator()
+        states.append({"running": running and epoch.began is not None, "epoch": epoch.number(running)})
         parts |= {f"loader/{i}/now": own.get_state()} if own is not None else {}
-        parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if running[i] else {}
-    return parts, running
+        parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if states[i]["running"] else {}
+        if loader := epoch.stateful():  # differs from process to process
+            text = json.dumps(pack(loader.state_dict(), parts, f"loader/{i}/stateful."))
+            parts[f"loader/{i}/stateful"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return parts, states
 
 
-def put_back(epochs, parts, running):
-    for i, (epoch, half_way) in enumerate(zip(epochs, running, strict=False)):
-        own = epoch.generator()
+def put_back(epochs, parts, states):
+    """Loads what `collect` returned. In format 3 a state is only whether the loader was in the middle of an epoch."""
+    for i, (epoch, state) in enumerate(zip(epochs, states, strict=False)):
+        state, own = state if isinstance(state, dict) else {"running": state}, epoch.generator()
+        if "epoch" in state:
+            epoch.loaders[0].set_epoch(state["epoch"])
         if own is not None and f"loader/{i}/now" in parts:
             own.set_state(parts[f"loader/{i}/now"])
-        if half_way:
+        if state["running"]:
             names = [name for name in ("torch", "own") if f"loader/{i}/{name}" in parts]
             epoch.again = {name: parts[f"loader/{i}/{name}"] for name in names}
+        if (loader := epoch.stateful()) and f"loader/{i}/stateful" in parts:
+            text = bytes(parts[f"loader/{i}/stateful"].tolist()).decode()
+            loader.load_state_dict(unpack(json.loads(text), parts))

@@ -9,8 +9,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 class Optimizer(AcceleratedOptimizer):
     accelerator = None  # set by Accelerator.prepare_optimizer
 
+    def __getstate__(self):
+        """A pickled optimizer is a copy that no Accelerator knows, and its steps are Accelerate's."""
+        return {key: value for key, value in self.__dict__.items() if key != "accelerator"}
+
     def step(self, closure=None):
-        if not self.gradient_state.sync_gradients:
+        if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
         self.accelerator.before_update(self)
         super().step(closure)

@@ -1,11 +1,14 @@
 """The content of a checkpoint: all state that a resumed run needs to be the same run.
 
-Of each rank: its shards of model and optimizer, its random state. Once: the optimizer's param_groups, schedulers, the
-gradient scaler, registered objects, and the plan. Tensors are stored as safetensors, other values as JSON.
+It holds what Accelerate's checkpoints hold, from Accelerate's own lists: all prepared models, optimizers, schedulers
+and data loaders, the gradient scaler, registered objects, the step, and random states. Of each rank: its
+shards of models and optimizers, its random state, its place in the data. The rest is stored once. Tensors are stored as
+safetensors, other values as JSON.
 """
 
 import math
 import random
+import time
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ import torch
 from faithful import backends, checkpoint, loaders, strategies
 from faithful.errors import Refused
 from faithful.strategies import tp
+from faithful.values import pack, unpack
 
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
@@ -21,33 +25,62 @@ def collect(accelerator, alone=False):
     """({name: tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main process."""
     plan, main = accelerator.plan, accelerator.is_main_process
     strategy, backend = strategies.of(plan), backends.of(plan)
-    parts, half_way = loaders.collect(accelerator.epochs, accelerator.stopping)
+    parts, loaders_state = loaders.collect(accelerator.epochs, accelerator.stopping)
     parts |= random_state()
-    for index, evidence in enumerate(accelerator.evidence):
+    models = models_of(accelerator)
+    for index, (model, optimizers) in enumerate(models):
         own = {}
-        for optimizer in evidence.optimizers:
-            own |= backend.tensors(strategy, evidence.model, optimizer)
+        for optimizer in optimizers or [None]:
+            own |= backend.tensors(strategy, model, optimizer)
         if main or holds_own_parts(accelerator):
             parts |= {f"{index}:{name}": tensor for name, tensor in own.items()}
     tensors = {}
+    inner = [strategy.inner(optimizer) for optimizer in accelerator._optimizers]
     groups = [
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in map(strategy.inner, accelerator._optimizers)
+        [{key: value for key, value in group.items() if key != "params"} for group in o.param_groups] for o in inner
     ]
     scaler = accelerator.scaler
     state = {
         "format": checkpoint.FORMAT,
+        "saved": time.time(),
         "plan": {key: getattr(plan, key) for key in PLANNED},
         "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
+        "models": len(models),
         "groups": pack(groups, tensors, "groups"),
+        "optimizers": pack([rest_of(strategy, one, models) for one in accelerator._optimizers], tensors, "optimizers"),
         "schedulers": pack([scheduler.state_dict() for scheduler in accelerator._schedulers], tensors, "schedulers"),
         "scaler": None if scaler is None else scaler.state_dict(),
-        "loaders": half_way,
+        "loaders": loaders_state,
         "alone": alone,
         "registered": pack([one.state_dict() for one in accelerator._custom_objects], tensors, "registered"),
-        "cuts": tp.cuts(accelerator.evidence[0].model) if plan.split > 1 else {},
+        "cuts": tp.cuts(models[0][0]) if plan.split > 1 else {},
     }
     return parts | (tensors if main else {}), state
+
+
+def models_of(accelerator):
+    """[(model, its prepared optimizers)] of all models that were prepared and not freed, in Accelerate's order."""
+    found = []
+    for model in accelerator._models:
+        ids = set(map(id, model.parameters()))
+        found.append((model, [one for one in accelerator._optimizers if accelerator.strategy.owned(one) & ids]))
+    return found
+
+
+def rest_of(strategy, optimizer, models):
+    """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
+    parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
+    in_models = {id(parameter) for model, _ in models for parameter in model.parameters()}
+    owned, rest, states = strategy.owned(optimizer), {}, strategy.inner(optimizer).state
+    for at, parameter in enumerate(parameters_in(strategy.inner(optimizer))):
+        if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
+            known, state = id(parameter) in in_models, states.get(parameter, {})
+            rest[str(at)] = {key: value for key, value in state.items() if not (known and torch.is_tensor(value))}
+    return {at: state for at, state in rest.items() if state}
+
+
+def parameters_in(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def put_back(accelerator, folder):
@@ -67,25 +100,33 @@ def put_back(accelerator, folder):
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
     mine = checkpoint.read_tensors(folder, 0 if state["alone"] else min(rank, saved_by - 1))
     first = mine if rank == 0 else checkpoint.read_tensors(folder, 0)
-    registered = unpack(state["registered"], first)
-    if len(registered) != len(accelerator._custom_objects):
-        raise Refused(
-            f"{folder} holds {len(registered)} registered objects, the script registers "
-            f"{len(accelerator._custom_objects)}: resume with the script as it was"
-        )
+    models = models_of(accelerator)
+    if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
+        models = [(one.model, one.optimizers) for one in accelerator.evidence]
+    registered, groups = unpack(state["registered"], first), unpack(state["groups"], first)
+    schedulers = unpack(state["schedulers"], first)
+    compare_numbers(accelerator, folder, {
+        "models": (len(models), state.get("models", len(models))),
+        "optimizers": (len(accelerator._optimizers), len(groups)),
+        "schedulers": (len(accelerator._schedulers), len(schedulers)),
+        "registered objects": (len(accelerator._custom_objects), len(registered)),
+    })  # fmt: skip
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     parts = mine if holds_own_parts(accelerator) else first
-    for index, evidence in enumerate(accelerator.evidence):
+    for index, (model, optimizers) in enumerate(models):
         own = {n.removeprefix(f"{index}:"): tensor for n, tensor in parts.items() if n.startswith(f"{index}:")}
         if saved_by != plan.num_processes:
             own = [checkpoint.Part(folder, one, f"{index}:") for one in range(saved_by)]
-        for optimizer in evidence.optimizers:
-            backend.restore(strategy, evidence.model, optimizer, own)
-    for optimizer, groups in zip(accelerator._optimizers, unpack(state["groups"], first), strict=True):
-        for group, saved in zip(strategy.inner(optimizer).param_groups, groups, strict=True):
-            group.update(saved)
-    for scheduler, saved in zip(accelerator._schedulers, unpack(state["schedulers"], first), strict=True):
+        for optimizer in optimizers or [None]:
+            backend.restore(strategy, model, optimizer, own)
+    inner = [strategy.inner(optimizer) for optimizer in accelerator._optimizers]
+    for optimizer, saved in zip(inner, unpack(state.get("optimizers", []), first), strict=False):
+        restore_rest(optimizer, saved)
+    for optimizer, saved in zip(inner, groups, strict=False):
+        for group, values in zip(optimizer.param_groups, saved, strict=True):
+            group.update(values)
+    for scheduler, saved in zip(accelerator._schedulers, schedulers, strict=False):
         scheduler.load_state_dict(saved)
     if accelerator.scaler is not None and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])
@@ -98,10 +139,32 @@ def put_back(accelerator, folder):
     return saved_by
 
 
+def compare_numbers(accelerator, folder, numbers):
+    """Raises Refused if the checkpoint lacks what the script has prepared. Notes what it holds in addition: a script
+    that evaluates needs no optimizer. numbers: {what: (number in the script, number in the checkpoint)}"""
+    lacks = [f"{there} {what}, the script has {here}" for what, (here, there) in numbers.items()
+             if here > there or (here != there and what == "registered objects")]  # fmt: skip
+    if lacks:
+        raise Refused(f"{folder} holds {'; '.join(lacks)}: resume with the script as it was")
+    more = [f"{there - here} {what}" for what, (here, there) in numbers.items() if there > here]
+    if more:
+        accelerator.note(f"{folder} also holds {', '.join(more)} that the script has not prepared: not loaded")
+
+
+def restore_rest(optimizer, saved):
+    """Loads what `rest_of` returned."""
+    parameters = parameters_in(optimizer)
+    for at, values in saved.items():
+        parameter = parameters[int(at)]
+        on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
+        optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **on_device}
+
+
 def holds_own_parts(accelerator):
     """Whether ranks hold different tensors: shards, or FP8 histories."""
-    sharded = any(evidence.sharded for evidence in accelerator.evidence)
-    return sharded or (accelerator.plan.backend == "msamp" and accelerator.num_processes > 1)
+    plan = accelerator.plan
+    sharded = any(accelerator.strategy.sharded(model.parameters(), plan) for model in accelerator._models)
+    return sharded or (plan.backend == "msamp" and accelerator.num_processes > 1)
 
 
 def random_state():
@@ -132,48 +195,3 @@ def set_random_state(parts):
     torch.set_rng_state(parts["random/torch"])
     if "random/device" in parts and torch.accelerator.is_available():
         torch.get_device_module().set_rng_state(parts["random/device"])
-
-
-def pack(value, tensors, at):
-    """`value` as JSON. Its tensors go to `tensors`, under names that begin with `at`. Types that JSON lacks become
-    {"!": kind, ...}. Raises Refused for types that only a pickle could hold."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if torch.is_tensor(value):
-        tensors[at] = local_copy(value)
-        return {"!": "tensor", "at": at}
-    if isinstance(value, np.ndarray | np.generic):
-        tensors[at] = torch.from_numpy(np.array(value))
-        return {"!": "array", "at": at}
-    if isinstance(value, dict):
-        if "!" not in value and all(isinstance(key, str) for key in value):
-            return {key: pack(one, tensors, f"{at}.{key}") for key, one in value.items()}
-        items = [[pack(k, tensors, f"{at}.{i}.key"), pack(v, tensors, f"{at}.{i}")] for i, (k, v) in
-                 enumerate(value.items())]  # fmt: skip
-        return {"!": "dict", "items": items}
-    if isinstance(value, list | tuple):
-        items = [pack(one, tensors, f"{at}.{i}") for i, one in enumerate(value)]
-        return items if type(value) is list else {"!": "tuple", "items": items}
-    raise Refused(f"save_state: {at} is a {type(value).__name__}, which a checkpoint without a pickle cannot hold")
-
-
-def local_copy(tensor):
-    return tensor.detach().cpu().contiguous().clone()
-
-
-def unpack(value, tensors):
-    """The inverse of `pack`."""
-    if isinstance(value, list):
-        return [unpack(one, tensors) for one in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("!")
-    if kind is None:
-        return {key: unpack(one, tensors) for key, one in value.items()}
-    if kind == "tensor":
-        return tensors[value["at"]]
-    if kind == "array":
-        return tensors[value["at"]].numpy()
-    if kind == "tuple":
-        return tuple(unpack(one, tensors) for one in value["items"])
-    return {unpack(key, tensors): unpack(one, tensors) for key, one in value["items"]}

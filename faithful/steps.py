@@ -34,7 +34,8 @@ class Steps:
 
     def backward(self, loss, last):
         """Called before each backward pass. last: whether it is the last one before the optimizer step."""
-        self.losses.append(loss.detach())
+        loss = loss.detach()
+        self.losses.append(loss.double().mean() if loss.dim() else loss)
         if last:
             self.everyone = self.exchange() if self.checked >= self.next_exchange else None
 

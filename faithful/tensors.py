@@ -4,12 +4,25 @@ from hashlib import sha256
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def unwrapped(model):
+    """The model inside DDP's or DeepSpeed's wrapper. FSDP2 has none: it changes the model's class."""
+    while isinstance(model, DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine":
+        model = model.module
+    return model
 
 
 def named(pairs):
-    """Yields (name, tensor) with the names of the unwrapped model, without those of DDP or checkpoint wrappers."""
-    for name, tensor in pairs:
-        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), tensor
+    """Yields (name, value) with the names that an unwrapped model has without activation checkpointing."""
+    for name, value in pairs:
+        yield name.replace("_checkpoint_wrapped_module.", ""), value
+
+
+def parameters_of(model, remove_duplicate=True):
+    """Yields (name, parameter) with the names that the model had before it was prepared."""
+    yield from named(unwrapped(model).named_parameters(remove_duplicate=remove_duplicate))
 
 
 def local(tensor):

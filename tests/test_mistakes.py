@@ -86,7 +86,7 @@ STRANGER = "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(
         ("fsdp_fp32", [(BEFORE, STEPPED + BEFORE), (TOGETHER, APART.format(""))], "an optimizer has state before it is prepared"),
         ("ddp_fp32", [(TOGETHER, STRANGER + TOGETHER)], "an optimizer updates 1 tensors that are in no prepared model"),
         ("zero2_bf16", [(TOGETHER, f"{TOGETHER}\n{SECOND}")], "zero2 trains one model, the script prepares several"),
-        ("zero2_fp32", [(TOGETHER, f"model = model.bfloat16()\n{TOGETHER}")], "the model's parameters are in bfloat16, but DeepSpeed needs fp32"),
+        ("zero2_fp32", [(TOGETHER, f"model = model.bfloat16()\n{TOGETHER}")], "parameters of the model are in bfloat16, but zero2 fp32 needs them in fp32"),
         ("single_fp8_msamp_o2", [(TOGETHER, ANOTHER + BOTH)], "MS-AMP's levels take one optimizer for a model"),
     ],
 )  # fmt: skip

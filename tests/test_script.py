@@ -1,5 +1,6 @@
 """Scripts that are not recipes: plain Accelerate loops in which only `from faithful import Accelerator` is ours."""
 
+import collections
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import CONFIGS, ROOT, Ranks, distance, free_port, launched, metrics, record, train
 
-from faithful import Refused, checkpoint, state
+from faithful import Refused, checkpoint, state, values
 
 LOOP = """
 import sys
@@ -104,10 +105,17 @@ def test_a_script_that_contradicts_its_config_does_not_train(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_without_an_optimizer_does_not_train(tmp_path):
+@pytest.mark.parametrize(("config", "code"), [("ddp_fp32", 0), ("fsdp_fp32", 2), ("single_fp8", 2)])
+def test_an_optimizer_that_is_not_prepared_is_noted_where_its_steps_are_right(tmp_path, config, code):
+    """Under DDP the gradients are averaged. FSDP2 would leave it with whole weights that nobody uses."""
     script = written(tmp_path, (TOGETHER, "model, loader = accelerator.prepare(model, loader)"))
-    train("single_fp32", tmp_path / "run", script=script, code=2)
-    assert "refused: no model and optimizer were prepared" in (tmp_path / "run.log").read_text()
+    run = train(config, tmp_path / "run", script=script, code=code)
+    log = (tmp_path / "run.log").read_text()
+    if code:
+        assert log.count("refused: no model and optimizer were prepared") == 1
+    else:
+        assert log.count("note: no prepared optimizer updates a prepared model: steps are neither checked") == 1
+        assert record(run)["status"] == "finished" and record(run)["evidence"] is None
 
 
 @pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32"])
@@ -155,19 +163,21 @@ def test_what_a_script_registers_is_kept_without_a_pickle():
     value = {
         "step": 3, "rate": 0.25, "name": "a", "nothing": None, "on": True, "list": [1, [2.5]], "tuple": (1, ("b", 2)),
         "tensor": torch.arange(6).view(2, 3), "numbers": np.array([1.5, 2.5]), 7: "seven", ("a", 1): [torch.ones(2)],
-        "!": "a key that the format itself uses", "inner": {"!": 1},
+        "!": "a key that the format itself uses", "inner": {"!": 1}, "set": {1, "b"}, "float32": np.float32(2.5),
+        "last losses": collections.deque([1, 2], maxlen=2), "a.b": torch.zeros(1), "a": {"b": torch.ones(1)},
     }  # fmt: skip
     tensors = {}
-    text = json.dumps(state.pack(value, tensors, "registered"))
-    back = state.unpack(json.loads(text), tensors)
+    text = json.dumps(values.pack(value, tensors, "registered"))
+    back = values.unpack(json.loads(text), tensors)
     assert back.keys() == value.keys() and type(back["tuple"]) is tuple
     for key in value.keys() - {"tensor", "numbers", ("a", 1)}:
-        assert back[key] == value[key], key
+        assert back[key] == value[key] and type(back[key]) is type(value[key]), key
+    assert back["last losses"].maxlen == 2
     assert back["tensor"].equal(value["tensor"]) and (back["numbers"] == value["numbers"]).all()
     assert back[("a", 1)][0].equal(torch.ones(2))
-    for thing in (Cursor(), {1, 2}, {"deep": [Cursor()]}):
+    for thing in (Cursor(), {Cursor()}, {"deep": [Cursor()]}, np.array(["a"], dtype=object)):
         with pytest.raises(Refused, match="which a checkpoint without a pickle cannot hold"):
-            state.pack({"it": thing}, {}, "registered")
+            values.pack({"it": thing}, {}, "registered")
 
 
 def test_every_generator_goes_on_where_it_was():
@@ -205,25 +215,30 @@ def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
 
 
 def test_a_folder_that_is_saved_to_again_is_never_without_a_checkpoint(tmp_path):
-    """The process is killed between the moment the old one leaves its place and the moment the new one takes it."""
+    """The process is killed in the middle of the second save: before it is complete, and while its files are moved to
+    their places. The script's own file in the folder stays."""
     again = 'accelerator.save_state(f"{sys.argv[2]}/last")'
-    script = written(tmp_path, ("    optimizer.zero_grad()", f"    optimizer.zero_grad()\n    {again}"))
+    saving = ("    optimizer.zero_grad()", f"    optimizer.zero_grad()\n    {again}")
+    resume = f"{TOGETHER}\naccelerator.load_state(f'{{sys.argv[2]}}/last')"
+    for at, nth, step in (("manifest.json", 2, 1), ("trainer_state.json", 3, 2)):
 
-    def killed_at_the_second(rank):
-        rename, times = os.rename, []
+        def killed(rank, at=at, nth=nth):
+            replace, times = os.replace, []
 
-        def once(a, b):
-            times.append(a)
-            return os._exit(9) if len(times) == 3 else rename(a, b)  # the first new one, the old one, the new one
+            def counted(a, b):
+                times.extend([a] if os.path.basename(b) == at else [])
+                return os._exit(9) if len(times) == nth else replace(a, b)
 
-        os.rename = once
+            os.replace = counted
 
-    run = tmp_path / "run"
-    train("single_fp32", run, script=script, before=killed_at_the_second, code=9)
-    assert sorted(path.name for path in run.glob("last*")) == ["last.old", "last.tmp"]
-    script = written(tmp_path, (TOGETHER, f"{TOGETHER}\naccelerator.load_state(f'{{sys.argv[2]}}/last')"))
-    ranks = Ranks("single_fp32", ["--output_dir", str(run)], script=script)
-    assert ranks.wait() == [0] and f"resumed from {run}/last.old at step 1" in ranks.text()
+        run = tmp_path / at
+        train("single_fp32", run, script=written(tmp_path, saving), before=killed, code=9)
+        (run / "last" / "notes.txt").write_text("the script's own")
+        assert (run / "last" / ".checkpoint.tmp").exists()
+        resumed = written(tmp_path, (TOGETHER, resume))
+        ranks = Ranks("single_fp32", ["--output_dir", str(run)], script=resumed)
+        assert ranks.wait() == [0] and f"resumed from {run}/last at step {step}" in ranks.text()
+        assert (run / "last" / "notes.txt").exists()
 
 
 def test_the_exit_code_is_the_script_s(tmp_path):
@@ -316,7 +331,7 @@ def test_another_number_of_registered_objects_is_refused(tmp_path):
     run = train("single_fp32", tmp_path / "run", script=written(tmp_path, registered, saved))
     loaded = ("for x, y in loader:", f"accelerator.load_state('{run}/checkpoint-8')\nfor x, y in loader:")
     train("single_fp32", tmp_path / "again", script=written(tmp_path, loaded), code=2)
-    assert "holds 1 registered objects, the script registers 0: resume with" in (tmp_path / "again.log").read_text()
+    assert "holds 1 registered objects, the script has 0: resume with" in (tmp_path / "again.log").read_text()
 
 
 def test_zero_takes_the_model_without_its_loader(tmp_path):

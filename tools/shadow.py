@@ -16,7 +16,7 @@ from amp8 import linear as levels
 from amp8 import optimizer as adam
 from faithful.backends.linear import kind
 from faithful.strategies.plain import inner
-from faithful.tensors import named
+from faithful.tensors import named, unwrapped
 
 TENSORS = ("input", "weight", "gradient")
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -25,7 +25,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 def layers_of(model):
     """{name: layer} of all FP8 layers, with the names of the unconverted model."""
     kinds = ("amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
-    return {name: module for name, module in named(model.named_modules()) if kind(module) in kinds}
+    return {name: module for name, module in named(unwrapped(model).named_modules()) if kind(module) in kinds}
 
 
 def rounded(layer, which, x, for_gemm=None):

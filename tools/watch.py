@@ -173,10 +173,11 @@ def watching(watch):
                 raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
                               f"{self.plan.implementation}'s kernels: run it on a CPU")  # fmt: skip
 
-        def belongs(self, optimizer):
-            super().belongs(optimizer)
+        def prepare(self, *args, **kwargs):
+            prepared = super().prepare(*args, **kwargs)
             if self.evidence and watch.accelerator is None:
                 watch.begin(self, self.evidence[0])
+            return prepared
 
         def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
             self.max_norm = max_norm

@@ -85,9 +85,15 @@ def levels(model, optimizer):
     return ours("amp8").report(model, inner(optimizer))
 
 
+def converted(model):
+    return any(getattr(module, "amp8_state", None) is not None for module in model.modules())
+
+
 def tensors(strategy, model, optimizer):
     """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
-    exact = ours("amp8").exact_state(model, inner(optimizer))
+    if not converted(model):
+        return strategy.tensors(model, optimizer)
+    exact = ours("amp8").exact_state(model, optimizer and inner(optimizer))
     return {name: tensor.cpu().clone() for name, tensor in exact.items()}
 
 
@@ -97,9 +103,13 @@ def on_any_number_of_processes(plan):
 
 
 def restore(strategy, model, optimizer, parts):
+    if not converted(model):
+        if isinstance(parts, list):
+            raise Refused("a model that has no FP8 layer resumes on as many processes as saved it: launch that many")
+        return strategy.restore(model, optimizer, parts)
     if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
         parts = parts[: int(parts[0]["all/world"])]
     try:
-        ours("amp8").load_exact_state(model, inner(optimizer), parts)
+        ours("amp8").load_exact_state(model, optimizer and inner(optimizer), parts)
     except (KeyError, ValueError) as error:
         raise Refused(f"the checkpoint is of another model: {error}") from None

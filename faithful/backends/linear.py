@@ -68,7 +68,7 @@ def left_alone(model, skip=(), multiple=16):
     cannot convert: wrong size, a subclass, a shared weight. multiple: of the sizes."""
     users, asked = {}, asked_to_skip(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(parameter, []).append(name.removesuffix(".weight"))
+        users.setdefault(parameter, []).append(name.rpartition(".")[0])
     skipped = []
     for name, module in model.named_modules():
         if not is_linear(module):

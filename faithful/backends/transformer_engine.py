@@ -15,7 +15,7 @@ from torch import nn
 
 from faithful.backends.linear import in_bf16, left_alone
 from faithful.errors import Refused
-from faithful.tensors import named
+from faithful.tensors import named, unwrapped
 
 KINDS = {
     "transformer_engine.Linear": (1, 0),
@@ -142,14 +142,14 @@ def state(model):
 
 
 def tensors(strategy, model, optimizer):
-    own = {f"te/{name}": tensor.detach().cpu().clone() for name, tensor in named(state(model).items())}
+    own = {f"te/{name}": tensor.detach().cpu().clone() for name, tensor in named(state(unwrapped(model)).items())}
     return strategy.tensors(model, optimizer) | own
 
 
 @torch.no_grad()
 def restore(strategy, model, optimizer, parts):
     strategy.restore(model, optimizer, {name: part for name, part in parts.items() if not name.startswith("te/")})
-    for name, tensor in named(state(model).items()):
+    for name, tensor in named(state(unwrapped(model)).items()):
         if f"te/{name}" not in parts:
             raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
         tensor.copy_(parts[f"te/{name}"])

@@ -9,7 +9,7 @@ from faithful import averages, batch_norm
 from faithful.blocks import name_blocks
 from faithful.errors import Refused
 from faithful.strategies import plain
-from faithful.tensors import named
+from faithful.tensors import parameters_of
 
 REHEARSED_AS = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
 
@@ -63,14 +63,14 @@ def prepare(accelerator, accelerates, args, device_placement):
     return tuple(prepared)
 
 
-SHARDS = {}  # {id of an original parameter: (weak reference to it, its sharded parameter)}
+SHARDS = {}  # {id of an original parameter: weak references to it and to its sharded parameter}
 
 
 def shard(accelerator, accelerates, model, optimizers):
     plugin, policy = accelerator.state.fsdp_plugin, accelerator.state.fsdp_plugin.auto_wrap_policy
     if not getattr(model, "_no_split_modules", None) and plugin.transformer_cls_names_to_wrap is None:
         plugin.auto_wrap_policy = None  # no block is repeated: shard the model as one unit
-    before = dict(named(model.named_parameters(remove_duplicate=False)))
+    before = dict(parameters_of(model, remove_duplicate=False))
     name_of = {id(parameter): name for name, parameter in before.items()}
     places = []  # where optimizers hold this model's parameters, and would keep the full weights alive
     for optimizer in optimizers:
@@ -85,20 +85,26 @@ def shard(accelerator, accelerates, model, optimizers):
     accelerator._optimizers.remove(throwaway)
     accelerator._models[:] = [one for one in accelerator._models if one is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
-    now = dict(named(model.named_parameters(remove_duplicate=False)))
+    now = dict(parameters_of(model, remove_duplicate=False))
     for parameters, i, name in places:
         parameters[i] = now[name]
-    SHARDS.update({key: (old, now[name]) for name, (key, old) in was.items()})
+    for key in [key for key, pair in SHARDS.items() if any(reference() is None for reference in pair)]:
+        del SHARDS[key]
+    SHARDS.update({key: (old, weakref.ref(now[name])) for name, (key, old) in was.items()})
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     return model
+
+
+def none():
+    """A reference to nothing."""
 
 
 def follow(optimizer):
     """Replaces parameters that were sharded before this optimizer was prepared by their sharded parameters."""
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
-            old, now = SHARDS.get(id(parameter), (None, None))
-            if old is not None and old() is parameter:
+            old, now = (reference() for reference in SHARDS.get(id(parameter), (none, none)))
+            if old is parameter and now is not None:
                 if optimizer.state:
                     raise Refused("an optimizer has state before it is prepared, which FSDP2 cannot shard: prepare it "
                                   "first, then load its state")  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
-from faithful.tensors import elements, local, named
+from faithful.tensors import elements, local, named, parameters_of, unwrapped
 
 REHEARSED_AS = "MULTI_CPU"  # the DistributedType set at the start on a machine without an accelerator
 
@@ -31,6 +31,10 @@ def prepare(accelerator, accelerates, args, device_placement):
 
 def after_prepare(accelerator, plan, model, optimizer):
     """Called with the prepared model and optimizer, to change them."""
+
+
+def free(accelerator):
+    """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
 
 
 def inner(optimizer):
@@ -82,22 +86,23 @@ def held(parameters, optimizer):
 
 def stored(model):
     """{"model/<name>" or "buffer/<name>": live tensor} of all parameters and persistent buffers."""
-    parts = {f"model/{name}": parameter for name, parameter in named(model.named_parameters())}
-    return parts | buffers(model)
+    return {f"model/{name}": parameter for name, parameter in parameters_of(model)} | buffers(model)
 
 
 def buffers(model):
+    model = unwrapped(model)
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
     return {f"buffer/{name}": buffer for name, buffer in named(kept)}
 
 
 def tensors(model, optimizer):
-    """{"model/<name>", "buffer/<name>" and "optimizer/<name>/<state>": this rank's shard}, on the CPU."""
-    parts = stored(model)
-    for name, parameter in named(model.named_parameters()):
-        for key, value in inner(optimizer).state.get(parameter, {}).items():
-            parts[f"optimizer/{name}/{key}"] = value
+    """{"model/<name>", "buffer/<name>" and "optimizer/<name>/<state>": this rank's shard}, on the CPU. optimizer: or
+    None."""
+    parts, states = stored(model), inner(optimizer).state if optimizer else {}
+    for name, parameter in parameters_of(model):
+        tensors = {key: value for key, value in states.get(parameter, {}).items() if torch.is_tensor(value)}
+        parts |= {f"optimizer/{name}/{key}": value for key, value in tensors.items()}
     return {name: local(tensor.detach()).cpu().contiguous() for name, tensor in parts.items()}
 
 
@@ -108,10 +113,12 @@ def restore(model, optimizer, parts):
     with torch.no_grad():
         for name, tensor in own.items():
             local(tensor).copy_(parts[name])
+    if optimizer is None:
+        return
     optimizer = inner(optimizer)
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = {}
-    for name, parameter in named(model.named_parameters()):
+    for name, parameter in parameters_of(model):
         if id(parameter) not in index:
             continue
         prefix = f"optimizer/{name}/"

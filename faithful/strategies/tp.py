@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 from faithful.strategies import plain
-from faithful.tensors import fingerprint, named
+from faithful.tensors import fingerprint, parameters_of
 
 REHEARSED_AS = "MULTI_GPU"
 
@@ -79,5 +79,5 @@ def full_state(accelerator, model):
 
 def cuts(model):
     """{name: dimension of the split, or None if not split}, for readers of a checkpoint."""
-    parameters = named(model.named_parameters())
+    parameters = parameters_of(model)
     return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from faithful import batch_norm
 from faithful.errors import Refused
 from faithful.strategies import plain
-from faithful.tensors import named
+from faithful.tensors import parameters_of, unwrapped
 
 BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
@@ -90,6 +90,11 @@ def prepare(accelerator, accelerates, args, device_placement):
     script prepares the model without a loader."""
     config, key = accelerator.state.deepspeed_plugin.deepspeed_config, "train_micro_batch_size_per_gpu"
     models = [one for one in args if isinstance(one, torch.nn.Module)]
+    fresh = [one for one in models if not getattr(one, "_is_accelerate_prepared", False)]
+    if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
+        raise Refused(f"{accelerator.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
+                      "config, or for a model that it does not train accelerator.prepare_model(model, "
+                      "evaluation_mode=True)")  # fmt: skip
     if models and config.get(key) == "auto" and not any(hasattr(one, "batch_size") for one in args):
         config[key] = 1
     return plain.prepare(accelerator, accelerates, args, device_placement)
@@ -120,11 +125,11 @@ def cast_inputs(model, dtype):
 
 def before_prepare(accelerator, plan, model, optimizer):
     plain.one_call(plan, optimizer)
-    if accelerator.deepspeed_engine_wrapped is not None or accelerator.evidence:
-        raise Refused(f"{plan.strategy} trains one model, the script prepares several: use a ddp or fsdp config")
-    dtype = next(model.parameters()).dtype
-    if dtype != torch.float32:
-        raise Refused(f"the model's parameters are in {str(dtype)[6:]}, but DeepSpeed needs fp32: build it in fp32")
+    # DeepSpeed makes its master weights from the trainable ones. Frozen ones may be in 16 bit, if all are to be.
+    needed = [p for p in model.parameters() if p.requires_grad or plan.precision == "fp32"]
+    if others := {str(p.dtype)[6:] for p in needed} - {"float32"}:
+        raise Refused(f"parameters of the model are in {', '.join(others)}, but {plan.strategy} {plan.precision} needs "
+                      "them in fp32: build it in fp32")  # fmt: skip
     if plan.precision != "fp32":
         batch_norm.in_fp32(model)
         cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
@@ -164,6 +169,10 @@ def after_prepare(accelerator, plan, model, optimizer):
 
     hooks += [parameter.register_hook(see) for parameter in model.parameters() if parameter.requires_grad]
     zero.forget = forget
+
+
+def free(accelerator):
+    accelerator.scaler = None
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
@@ -290,9 +299,12 @@ def parted(optimizer):
 
 
 def tensors(model, optimizer):
-    """{name: this process's fragment} for a checkpoint: fp32 masters, optimizer state, full shapes, buffers."""
+    """{name: this process's fragment} for a checkpoint: fp32 masters, optimizer state, full shapes, buffers. A model
+    without an optimizer is not DeepSpeed's, and whole."""
+    if optimizer is None:
+        return plain.tensors(model, None)
     zero, parts = of(optimizer), plain.buffers(model)
-    for name, parameter in named(model.named_parameters()):
+    for name, parameter in parameters_of(model):
         parts[f"shape/{name}"] = torch.tensor(shape(parameter), dtype=torch.int64)
         if not parameter.requires_grad:
             parts[f"model/{name}"] = gathered(parameter).flatten()[slice(None) if dist.get_rank() == 0 else slice(0)]
@@ -309,7 +321,9 @@ def tensors(model, optimizer):
 @torch.no_grad()
 def restore(model, optimizer, parts):
     """Loads the result of `tensors`, bit for bit, and computes the 16-bit weights from the masters."""
-    zero, parameters = of(optimizer), list(named(model.named_parameters()))
+    if optimizer is None:
+        return plain.restore(model, None, parts)
+    zero, parameters = of(optimizer), list(parameters_of(model))
     own = {name: part for name, part in tensors(model, optimizer).items() if not name.startswith("optimizer/")}
     plain.same_model(own, parts)
     restore_engine(zero, parameters, parts)
@@ -367,6 +381,8 @@ def full_state(accelerator, model):
     from deepspeed.utils import safe_get_full_fp32_param
 
     main, state = dist.get_rank() == 0, {}
+    if unwrapped(model) is model:  # not DeepSpeed's
+        return {name: tensor.cpu() for name, tensor in model.state_dict().items() if main}
     for name, parameter in model.module.named_parameters():  # one at a time, to save memory
         whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else gathered(parameter)
         state |= {name: whole.cpu()} if main else {}

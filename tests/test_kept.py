@@ -1,0 +1,456 @@
+"""What Accelerate keeps is kept here: folders, models, loaders, gradients that are not finite, freed memory."""
+
+import os
+
+import pytest
+import torch
+from conftest import record, train
+from safetensors.torch import load_file
+
+from faithful import __main__ as door
+from faithful import checkpoint
+
+START = """
+import sys
+import torch
+from pathlib import Path
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, DataLoaderConfiguration, set_seed
+
+folder = Path(sys.argv[2])
+set_seed(0)
+
+
+def linear(*sizes):
+    return torch.nn.Linear(*(sizes or (16, 16)))
+
+
+def step(model, optimizer, clip=None):
+    accelerator.backward(model(torch.randn(4, 16)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+"""
+
+
+def run(folder, body, config="single_fp32", code=0):
+    """Runs `body` as an unchanged Accelerate script, in forked ranks. Returns what it prints."""
+    script = folder / "mine.py"
+    script.write_text(START + body)
+    output = folder / "run"
+    (folder / "run.log").unlink(missing_ok=True)
+    train(config, output, script=script, before=lambda rank: door.take_its_place(), code=code)
+    return (folder / "run.log").read_text()
+
+
+# ---- folders ----
+
+
+def test_a_folder_that_is_saved_to_keeps_its_files(tmp_path):
+    """Also the project's folder itself, with its checkpoints and its record, and the working directory."""
+    run(tmp_path, """
+import os
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+out = folder / "out"
+(out / "epoch_0").mkdir(parents=True)
+(out / "precious.txt").write_text("x")
+(out / "epoch_0" / "weights").write_text("y")
+step(model, optimizer)
+accelerator.save_state(out)
+accelerator.save_state()
+accelerator.save_state(folder)
+step(model, optimizer)
+accelerator.save_state(folder)
+os.chdir(out)
+accelerator.save_state(".")
+assert os.path.exists("manifest.json"), "the working directory is still the folder"
+before = model.weight.detach().clone()
+step(model, optimizer)
+accelerator.load_state(".")
+assert model.weight.equal(before)
+""")  # fmt: skip
+    folder = tmp_path / "run"
+    assert (folder / "out/precious.txt").read_text() == "x" and (folder / "out/epoch_0/weights").read_text() == "y"
+    assert record(folder)["status"] == "finished" and (folder / "metrics.jsonl").exists()
+    for saved in (folder, folder / "out", folder / "checkpoint-1"):
+        assert checkpoint.unsound(saved) is None and not (saved / ".checkpoint.tmp").exists()
+
+
+def test_pruning_keeps_the_newest_checkpoints_of_a_run_that_went_back(tmp_path):
+    """It resumes the checkpoint of step 1 and saves step 2, while those of the steps 3, 5 and 7 are there."""
+    run(tmp_path, """
+accelerator = Accelerator(project_config=ProjectConfiguration(folder, total_limit=2))
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+accelerator.project_configuration.total_limit = None
+for number in range(1, 8):
+    step(model, optimizer)
+    if number % 2:
+        accelerator.save_state()
+accelerator.load_state(folder / "checkpoint-1")
+accelerator.project_configuration.total_limit = 2
+step(model, optimizer)
+saved = accelerator.save_state()
+assert Path(saved).name == "checkpoint-2" and Path(saved).exists(), saved
+accelerator.load_state()
+assert accelerator.steps.taken == 2, "the newest checkpoint is the one written last"
+""")  # fmt: skip
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")]
+    assert names == ["checkpoint-2", "checkpoint-7"]
+
+
+# ---- what a checkpoint holds ----
+
+MODELS = """
+accelerator = Accelerator(project_dir=folder)
+model, teacher = torch.nn.Sequential(linear(), linear(), linear()), linear().requires_grad_(False)
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+if "late" in sys.argv:
+    model, optimizer = accelerator.prepare(model, optimizer)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+else:
+    model, teacher, optimizer = accelerator.prepare(model, teacher, optimizer)
+step(model, optimizer)
+accelerator.save_state(folder / "saved")
+before = accelerator.get_state_dict(teacher)
+with torch.no_grad():
+    for parameter in teacher.parameters():
+        parameter.zero_()
+accelerator.load_state(folder / "saved")
+after = accelerator.get_state_dict(teacher)
+assert before.keys() == after.keys() and (before or not accelerator.is_main_process)
+assert all(before[name].equal(after[name]) and after[name].any() for name in after)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("config", ["single_fp32 late", "ddp_fp8", "fsdp_bf16", "single_fp8_msamp_o2", "zero3_bf16 late",
+                                    pytest.param("fsdp_fp8_msamp_o2", marks=pytest.mark.slow),
+                                    pytest.param("ddp_fp8_msamp_o3", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_model_without_an_optimizer_is_in_the_checkpoint(tmp_path, config):
+    config, *late = config.split()
+    script = tmp_path / "mine.py"
+    script.write_text(START + MODELS)
+    train(config, tmp_path / "run", *late, script=script, before=lambda rank: door.take_its_place())
+
+
+def test_a_script_that_evaluates_loads_its_model_alone(tmp_path):
+    """Accelerate reads what the script has prepared. What the checkpoint lacks is an error."""
+    run(tmp_path, """
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+step(model, optimizer)
+accelerator.save_state(folder / "saved")
+weight = model.weight.detach().clone()
+accelerator.free_memory()
+model = accelerator.prepare(linear())
+accelerator.load_state(folder / "saved")
+assert model.weight.equal(weight)
+""")  # fmt: skip
+    notes = record(tmp_path / "run")["notes"]
+    assert any("also holds 1 optimizers that the script has not prepared" in note for note in notes)
+    log = run(tmp_path, """
+accelerator = Accelerator(project_dir=folder / "new")
+a, b = linear(), linear()
+a, b, optimizer = accelerator.prepare(a, b, torch.optim.AdamW(a.parameters(), 0.1))
+accelerator.load_state(folder / "saved")
+""", code=2)  # fmt: skip
+    assert "saved holds 1 models, the script has 2: resume with the script as it was" in log and "Traceback" not in log
+
+
+def test_optimizer_state_that_is_no_tensor_or_of_no_model_is_kept(tmp_path):
+    """LBFGS keeps lists. A tensor of the script's own may be in the optimizer beside the model's."""
+    run(tmp_path, """
+accelerator = Accelerator(project_dir=folder)
+model, scale = linear(), torch.nn.Parameter(torch.ones(3))
+adam = torch.optim.AdamW([*model.parameters(), scale], 0.1)
+second = torch.nn.Linear(4, 4)
+lbfgs = torch.optim.LBFGS(second.parameters(), max_iter=4)
+model, adam, second, lbfgs = accelerator.prepare(model, adam, second, lbfgs)
+accelerator.backward(model(torch.randn(4, 16)).square().mean() + scale.square().sum())
+adam.step()
+
+
+def closure():
+    lbfgs.zero_grad()
+    loss = (second(torch.eye(4)) - 1).square().mean()
+    accelerator.backward(loss)
+    return loss
+
+
+lbfgs.step(closure)
+accelerator.save_state(folder / "saved")
+was = [len(one.state) for one in (adam, lbfgs)], adam.state[scale]["exp_avg"].clone()
+lists = {k: v for k, v in lbfgs.state[lbfgs.param_groups[0]["params"][0]].items()}
+adam.optimizer.state.clear(), lbfgs.optimizer.state.clear()
+accelerator.load_state(folder / "saved")
+assert [len(one.state) for one in (adam, lbfgs)] == was[0] == [3, 1]
+assert adam.state[scale]["exp_avg"].equal(was[1])
+again = lbfgs.state[lbfgs.param_groups[0]["params"][0]]
+assert again.keys() == lists.keys() and again["n_iter"] == lists["n_iter"]
+assert all(a.equal(b) for a, b in zip(again["old_dirs"], lists["old_dirs"], strict=True)) and lists["old_dirs"]
+""")  # fmt: skip
+
+
+def test_the_epoch_s_number_is_kept(tmp_path):
+    """Accelerate's seedable sampler draws the order of an epoch from its number."""
+    run(tmp_path, """
+accelerator = Accelerator(project_dir=folder, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+
+
+def prepared():
+    model = linear()
+    loader = torch.utils.data.DataLoader(torch.arange(8), shuffle=True)
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), loader)
+
+
+model, optimizer, loader = prepared()
+step(model, optimizer)
+epochs = []
+for epoch in range(3):
+    if epoch == 2:
+        accelerator.save_state(folder / "saved")
+    epochs.append([int(x) for x in loader])
+loader.set_epoch(0)
+accelerator.load_state(folder / "saved")
+assert [int(x) for x in loader] == epochs[2] != epochs[0]
+""")  # fmt: skip
+
+
+def test_a_stateful_loader_goes_on_where_it_was(tmp_path):
+    pytest.importorskip("torchdata", reason="torchdata is not installed (setup --extra dev)")
+    run(tmp_path, """
+config = DataLoaderConfiguration(use_stateful_dataloader=True)
+accelerator = Accelerator(project_dir=folder, dataloader_config=config)
+model = linear()
+loader = torch.utils.data.DataLoader(torch.arange(10.0), batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), loader)
+left = []
+for at, x in enumerate(loader):
+    if at == 2:
+        step(model, optimizer)
+        accelerator.save_state(folder / "saved")
+    elif at > 2:
+        left.append(int(x))
+accelerator.load_state(folder / "saved")
+assert [int(x) for x in loader] == left and len(left) == (10 // accelerator.num_processes - 3), left
+""", config="ddp_fp32")  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16"])
+def test_a_weight_s_own_name_is_kept(tmp_path, config):
+    """A model may have a layer called `module`, as DDP has."""
+    run(tmp_path, """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = linear(), linear()
+
+    def forward(self, x):
+        return self.head(self.module(x))
+
+
+accelerator = Accelerator(project_dir=folder)
+model = Net()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+step(model, optimizer)
+accelerator.save_state()
+accelerator.load_state()
+accelerator.save_model(model, folder / "model")
+accelerator.end_training()
+""", config=config)  # fmt: skip
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert sorted(saved) == ["head.bias", "head.weight", "module.bias", "module.weight"]
+
+
+@pytest.fixture(scope="module")
+def accelerates(tmp_path_factory):
+    """A checkpoint that Accelerate's own class wrote."""
+    folder = tmp_path_factory.mktemp("accelerates") / "checkpoint-3"
+    if (pid := os.fork()) == 0:
+        from accelerate.accelerator import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(16, 16)
+        torch.nn.init.constant_(model.weight, 0.5)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.save_state(folder)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    return folder
+
+
+@pytest.mark.parametrize("config", ["single_fp8_msamp_o2", "ddp_fp32", "fsdp_bf16", "zero2_bf16"])
+def test_the_weights_of_accelerate_s_own_checkpoint_are_loaded(tmp_path, accelerates, config):
+    """What is a pickle is named and not read."""
+    refused = config == "zero2_bf16"
+    log = run(tmp_path, f"""
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+accelerator.load_state({str(accelerates)!r})
+weights = accelerator.get_state_dict(model)
+assert not accelerator.is_main_process or weights["weight"].eq(0.5).all()
+step(model, optimizer)
+accelerator.end_training()
+""", config=config, code=2 * refused)  # fmt: skip
+    assert "optimizer.bin, random_states_0.pkl" in log or refused
+    assert ("loads whole weights only before" in log) is refused and "Traceback" not in log
+
+
+# ---- gradients that are not finite ----
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "fsdp_bf16", "single_fp8_msamp_o2"])
+@pytest.mark.parametrize("clipped", ["both", "part", "before"])
+def test_no_gradient_that_is_not_finite_reaches_the_weights(tmp_path, config, clipped):
+    """Whatever is clipped: two models one after the other, a part of a model, or gradients that change afterwards."""
+    log = run(tmp_path, f"""
+accelerator = Accelerator(project_dir=folder)
+g, d = (torch.nn.Sequential(linear(), torch.nn.LayerNorm(16), linear()) for _ in "gd")
+opt_g, opt_d = (torch.optim.AdamW(one.parameters(), 0.1) for one in (g, d))
+g, d, opt_g, opt_d = accelerator.prepare(g, d, opt_g, opt_d)
+norms = [[p for n, p in one.named_parameters() if "1." in n] for one in (g, d)]  # in no config coded or in FP8
+accelerator.backward(g(torch.randn(4, 16)).square().mean())
+accelerator.backward(d(torch.randn(4, 16)).square().mean())
+clipped = {clipped!r}
+if clipped == "before":
+    accelerator.clip_grad_norm_(g.parameters(), 1.0)
+norms[0][0].grad.mul_(float("nan"))
+if clipped == "both":
+    accelerator.clip_grad_norm_(g.parameters(), 1.0)
+    accelerator.clip_grad_norm_(d.parameters(), 1.0)
+elif clipped == "part":
+    accelerator.clip_grad_norm_(norms[0][1:], 1.0)
+try:
+    opt_g.step()
+finally:
+    finite = [bool(getattr(p, "_local_tensor", p).isfinite().all()) for p in norms[0]]
+    accelerator.print("finite weights:", finite)
+""", config=config, code=1)  # fmt: skip
+    assert "finite weights: [True, True]" in log and "gradient norm nan is not finite; nothing was updated" in log
+
+
+def test_gradients_of_an_embedding_may_be_sparse(tmp_path):
+    run(tmp_path, """
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Embedding(8, 4, sparse=True)
+model, optimizer = accelerator.prepare(model, torch.optim.SparseAdam(model.parameters(), 0.1))
+accelerator.backward(model(torch.arange(4)).square().mean())
+optimizer.step()
+accelerator.end_training()
+""")  # fmt: skip
+    assert record(tmp_path / "run")["status"] == "finished"
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
+def test_a_loss_may_have_one_element_and_a_dimension(tmp_path, config):
+    run(tmp_path, """
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for number in range(40):
+    accelerator.backward(model(torch.randn(4, 16)).square().mean().view(1) + 1)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.end_training()
+""", config=config)  # fmt: skip
+    curve = record(tmp_path / "run")["seen"]["loss_curve"]
+    assert len(curve) > 1 and all(1 < loss < 10 for _, loss in curve)
+
+
+# ---- parameters that are not trained ----
+
+ADAPTER = """
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = linear().to(torch.bfloat16).requires_grad_(False)
+        self.down, self.up = linear(16, 4), linear(4, 16)
+
+    def forward(self, x):  # casts as peft does
+        return self.base(x.to(self.base.weight.dtype)) + self.up(self.down(x.to(self.down.weight.dtype)))
+
+
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Sequential(Layer(), Layer(), linear())
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+base = {name: weight.clone() for name, weight in accelerator.get_state_dict(model).items() if "base" in name}
+for number in range(2):
+    accelerator.backward(model(torch.randn(4, 16)).float().square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.load_state(accelerator.save_state())
+after = accelerator.get_state_dict(model)
+assert all(after[name].equal(weight) for name, weight in base.items()) and (base or not accelerator.is_main_process)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "zero2_bf16", "single_fp8_msamp_o2"])
+def test_frozen_parameters_may_be_in_16_bit(tmp_path, config):
+    """As a large model with adapters has them, which are trained in fp32."""
+    run(tmp_path, ADAPTER, config=config)
+    made = record(tmp_path / "run")
+    assert made["status"] == "finished" and made["evidence"]["optimizer_owns_all"]
+
+
+@pytest.mark.slow
+def test_an_input_that_is_cast_to_the_dtype_of_codes_is_refused(tmp_path):
+    log = run(tmp_path, ADAPTER, config="fsdp_fp8_msamp_o2", code=2)
+    assert "refused: 0.base gets an input in float8_e4m3fn. Does the script cast it" in log and "Traceback" not in log
+
+
+# ---- copies ----
+
+
+def test_accelerator_and_optimizer_can_be_pickled_and_copied(tmp_path):
+    run(tmp_path, """
+import copy, pickle
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+step(model, optimizer)
+again = pickle.loads(pickle.dumps(optimizer))
+assert again.state_dict()["state"][0]["exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
+again.step()
+copy.deepcopy(optimizer), copy.deepcopy(model)
+assert pickle.loads(pickle.dumps(accelerator)).steps.taken == 1 == accelerator.steps.taken
+accelerator.end_training()
+""")  # fmt: skip
+
+
+# ---- freed memory ----
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "single_fp8", "single_fp8_msamp_o2", "zero2_bf16"])
+def test_after_free_memory_the_run_goes_on_and_old_models_are_gone(tmp_path, config):
+    run(tmp_path, """
+import gc, weakref
+accelerator, old = Accelerator(project_dir=folder), []
+for fold in range(3):
+    model = torch.nn.Sequential(linear(), linear(), linear())
+    old.append(weakref.ref(model))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+    for number in range(2):
+        accelerator.backward(model(torch.randn(4, 16)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.steps.taken == 2 * fold + 2
+    saved = accelerator.save_state()
+    accelerator.load_state(saved)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    accelerator.print("alive:", [one() is not None for one in old])
+    assert not any(one() is not None for one in old), gc.get_referrers(old[0]() or old[-1]())
+accelerator.end_training()
+""", config=config)  # fmt: skip
+    made = record(tmp_path / "run")
+    assert made["status"] == "finished" and len(made["evidence_of_other_models"]) == 2
+    assert made["evidence"]["optimizer_owns_all"] and len(made["seen"]["loss_curve"]) > 1
