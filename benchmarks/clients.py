@@ -131,7 +131,7 @@ def outcome(client, config, folder, checkouts=None):
     row["seconds"] = round(time.monotonic() - began)
     if code is None:
         return row | {"outcome": "failed", "why": f"no end in {PATIENCE} s"}
-    refused = re.findall(r"^refused: (.*)$", printed, re.M)
+    refused = re.findall(r"refused: (.*)$", printed, re.M)  # after a progress bar, too
     file = next(iter(sorted(out.rglob("run.json"))), None)  # a script may name a folder of its own
     made = json.loads(file.read_text()) if file else None
     of_the_script = re.split("torch/distributed/elastic|subprocess.CalledProcessError", printed)[0]

@@ -11,7 +11,7 @@ import hashlib
 import subprocess
 
 TRAINER = """--max_steps 3 --per_device_train_batch_size 4 --logging_steps 1 --save_strategy no --report_to none
-    --learning_rate 1e-3 --dataset_name answers --seed 3 --use_cpu --no_gradient_checkpointing
+    --learning_rate 1e-3 --dataset_name answers --seed 3 --no_gradient_checkpointing
     --model_name_or_path HuggingFaceTB/SmolLM-360M --dtype float32 --bf16 False --output_dir OUT"""
 GENERATED = " --num_generations 2 --max_completion_length 6 --reward_funcs rewards.letters"
 DIFFUSION = """--pretrained_model_name_or_path stable-diffusion --resolution 64 --train_batch_size 2 --max_train_steps 3
@@ -88,7 +88,8 @@ OTHERS = {
         "path": "examples/by_feature/deepspeed_with_config_support.py",
         "words": """--train_file train.txt --validation_file validation.txt --model_name_or_path gpt2 --block_size 32
         --max_train_steps 4 --gradient_accumulation_steps 2 --per_device_train_batch_size 4 --seed 3
-        --learning_rate 1e-3 --checkpointing_steps 2 --with_tracking --report_to tensorboard --output_dir OUT""".split(),
+        --learning_rate 1e-3 --checkpointing_steps 2 --with_tracking --report_to tensorboard
+        --output_dir OUT""".split(),
     },
 }
 

@@ -107,7 +107,7 @@ def texts(folder):
         return Dataset.from_list(rows, features=features)
 
     def lines(count):
-        return Dataset.from_list([{"text": sentence(dice)} for _ in range(count)])
+        return Dataset.from_list([{"text": sentence(dice) if i < 64 else ""} for i in range(count)])
 
     def answers(count):
         rows = [(sentence(dice), sentence(dice), sentence(dice)) for _ in range(count)]

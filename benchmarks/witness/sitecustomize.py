@@ -30,9 +30,10 @@ if os.environ.get("WITNESS") and "ACCELERATE_MIXED_PRECISION" in os.environ and 
         digest, square = hashlib.sha256(), 0.0
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                weight = getattr(weight, "_local_tensor", weight).detach().float()
-                digest.update(weight.contiguous().numpy().tobytes())
-                square += weight.double().square().sum().item()
+                part = getattr(weight, "_local_tensor", weight)
+                part = getattr(part, "codes", part).detach()  # of amp8's weights
+                digest.update(part.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                square += part.double().square().sum().item()
         mine = optimizers.setdefault(id(optimizer), {"norms": [], "hash": None})
         mine["norms"].append(square**0.5)
         mine["hash"] = digest.hexdigest()

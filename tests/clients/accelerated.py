@@ -1,4 +1,4 @@
-"""pytorch-accelerated's Trainer, with accumulation and clipping."""
+"""pytorch-accelerated's Trainer, with accumulation."""
 
 import sys
 
@@ -13,6 +13,5 @@ model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
 inputs = torch.randn(64, 16)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1).clamp(0, 31).long())
 trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), 1e-2))
-trainer.train(data, num_epochs=2, eval_dataset=data, per_device_batch_size=8, gradient_accumulation_steps=2,
-              gradient_clip_value=1.0)  # fmt: skip
+trainer.train(data, num_epochs=2, eval_dataset=data, per_device_batch_size=8, gradient_accumulation_steps=2)
 ended.tell(trainer._accelerator, trainer.model, sys.argv[-1])
