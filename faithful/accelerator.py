@@ -41,6 +41,7 @@ from faithful.record import Record, described, now
 from faithful.steps import Steps
 from faithful.strategies import plain
 from faithful.tensors import named, nudge, parameters_of
+from faithful.whole_weights import saved_whole
 from faithful.wire import Wire
 
 
@@ -97,6 +98,7 @@ class Accelerator(accelerate.Accelerator):
         for at, one in enumerate(prepared):
             if isinstance(one, nn.Module) and not any(other.is_of(one) for other in self.models):
                 self.models.append(PreparedModel(one, *converted.get(at, ())))
+                saved_whole(self, one)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -247,7 +249,9 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_value_(self, parameters, clip_value):
         clipping.check_value(self)
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join_uneven_inputs(self, joinables, even_batches=None):
         if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):

@@ -153,6 +153,8 @@ def after_prepare(accelerator, plan, model, optimizer):
             accelerator.after_update(optimizer)
 
     accelerator.deepspeed_engine_wrapped.backward = backward
+    if stage(zero) > 1:  # Accelerate calls it in stage 1 only
+        engine.no_sync = refuse_no_sync
     optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
     if zero.dtype == torch.float16:
         accelerator.scaler = Scaler(zero)
@@ -173,6 +175,11 @@ def after_prepare(accelerator, plan, model, optimizer):
 
 def free(accelerator):
     accelerator.scaler = None
+
+
+def refuse_no_sync():
+    raise Refused("the script calls model.no_sync, which DeepSpeed has under ZeRO-1 only: call "
+                  "accelerator.accumulate(model), or use a ddp or fsdp config")  # fmt: skip
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
