@@ -52,6 +52,7 @@ NEEDS = (
     "pytest_timeout",
 )  # without them some tests of Accelerate's are not even collected
 EXAMPLES = "test_examples.py"  # needs the examples, which the source distribution does not have
+NOT_COUNTED = "test_free_memory_dereferences_prepared_components"  # reads the whole machine's free memory: chance
 REASONS = {}  # difference -> why it is a promise of ours
 
 
@@ -123,7 +124,7 @@ def tests_of(file, ours, cwd):
     return {
         name: None if line["outcome"] == "passed" else line["why"] or "the process ended"
         for name, line in ended.items()
-        if line["outcome"] != "skipped"
+        if line["outcome"] != "skipped" and not name.endswith(NOT_COUNTED)
     }
 
 

@@ -85,6 +85,10 @@ class Accelerator(accelerate.Accelerator):
     def backend(self):
         return backends.of(self.plan)
 
+    def __getstate__(self):
+        """What is pickled and copied: not the Accelerators that this process made earlier."""
+        return self.__dict__ | {"before": None}
+
     def project_folder(self, merged):
         made, self.named_folder = arguments.project(self.plan, merged, Accelerator.current)
         return made

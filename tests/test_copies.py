@@ -26,6 +26,7 @@ def main(folder):
     return accelerator, model, optimizer, loader
 """
 PICKLED = """
+Accelerator(project_dir=sys.argv[2] + "-earlier").nobody_pickles_it = lambda: 0
 made = main(sys.argv[2])
 for again in (lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy):
     for one in made:
