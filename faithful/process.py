@@ -66,8 +66,16 @@ def guard(accelerators):
         for where, name, original in exits:
             setattr(where, name, original)
         handle_signals_as_before()
+        unblock()
 
-    os.register_at_fork(after_in_child=undo)
+    # A signal that comes before `undo` has run waits for it: Python would lose it in a new child.
+    masks = []
+    unblock = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())  # noqa: E731
+    os.register_at_fork(
+        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])),
+        after_in_parent=unblock,
+        after_in_child=undo,
+    )
 
 
 def interactive():
@@ -189,7 +197,7 @@ def leave(problem, run, print_error=traceback.print_exception):
         sys.stderr = sys.__stderr__
     if isinstance(problem, Unseen):
         if not (run and run.stopping):
-            error, code = "the script raised SystemExit before accelerator.end_training(): its code is not known", 1
+            error, code = "the script ended before accelerator.end_training(), and its exit code is not known here", 1
     elif isinstance(problem, SystemExit):
         code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
         error = f"the script exited with {code}" if code not in (0, 143) else None
