@@ -23,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import tiny
-from others import OTHERS, command, origin
+from others import OTHERS, command, meant_for, origin
 from provenance import ROOT, save
 
 CONFIGS = """single_fp32 ddp_fp32 single_bf16 ddp_bf16 fsdp_bf16 hsdp_bf16 zero2_bf16 ddp_fp8 single_fp8_msamp_o2
@@ -154,6 +155,13 @@ def outcome(client, config, folder, checkouts=None):
     return row
 
 
+def installed(package):
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", default=OURS, help="names; by default all, of others with --checkouts")
@@ -168,14 +176,15 @@ def main():
     folder.mkdir(exist_ok=True)
     if args.output.exists():  # with clients or configs named, their rows alone are measured anew
         before = json.loads(args.output.read_text())["rows"]
-        rows = [row for row in before if row["client"] not in args.clients or row["config"] not in args.configs]
+        again = {(client, config) for client in args.clients for config in args.configs}
+        rows = [row for row in before if (row["client"], row["config"]) not in again]
     for client in args.clients:
-        for config in args.configs:
+        for config in [config for config in args.configs if meant_for(client, config)]:
             for old in folder.glob(f"{client}-{config}-*"):
                 shutil.rmtree(old)
             rows.append(outcome(client, config, folder, args.checkouts))
             print(json.dumps(rows[-1]), flush=True)
-            save(args.output, {"rows": rows}, PACKAGES)
+            save(args.output, {"rows": rows}, [name for name in PACKAGES if installed(name)])
     if not args.folder:
         shutil.rmtree(folder)
 

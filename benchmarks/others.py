@@ -82,6 +82,7 @@ OTHERS = {
         "repository": PEFT,
         "path": "examples/conditional_generation/peft_lora_seq2seq_accelerate_fsdp.py",
         "words": (),
+        "not": ("ddp",),  # it calls save_pretrained of what DDP returns, which has none
     },
     "clm": {  # run_clm_no_trainer.py of transformers, with more of DeepSpeed
         "repository": ACCELERATE,
@@ -92,6 +93,11 @@ OTHERS = {
         --output_dir OUT""".split(),
     },
 }
+
+
+def meant_for(name, config):
+    """Whether the script can run with what the config's strategy makes of a model, under Accelerate too."""
+    return not config.startswith(OTHERS.get(name, {}).get("not", ("nothing",)))
 
 
 def command(name, checkouts):

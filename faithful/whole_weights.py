@@ -55,7 +55,10 @@ def inside(model, weights):
     places = [(module, name, parameter) for module in unwrapped(model).modules() for name, parameter in
               module._parameters.items() if parameter is not None]  # fmt: skip
     classes = [(module, type(module)) for module in unwrapped(model).modules() if isinstance(module, FSDPModule)]
+    coded = [module for module in unwrapped(model).modules() if hasattr(module, "true_weight")]  # amp8's layers
     try:
+        for module in coded:  # not what it makes of its codes, which under FSDP2 is a shard
+            module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
         for module, kind in classes:
             module.__class__ = kind.__bases__[1]
         for module, name, parameter in places:
@@ -64,5 +67,7 @@ def inside(model, weights):
     finally:
         for module, kind in classes:
             module.__class__ = kind
+        for module in coded:
+            del module._save_to_state_dict
         for module, name, parameter in places:
             module._parameters[name] = parameter
