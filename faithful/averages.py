@@ -41,7 +41,7 @@ def on_all_processes(method, name):
     @functools.wraps(method)
     def call(*args, **kwargs):
         if call.come is None:
-            call.come = launcher.all_come(name)
+            call.come = launcher.all_come(name, needed=True)
         if not call.come:
             raise Refused(f"the main process alone calls {name}, but each process holds a part of the weights: call it "
                           "on all of them, or use a ddp config")  # fmt: skip
