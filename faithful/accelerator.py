@@ -20,6 +20,7 @@ from faithful import (
     backends,
     checkpoint,
     clipping,
+    config,
     foreign,
     launcher,
     loaders,
@@ -37,7 +38,7 @@ from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer
 from faithful.plan import describe, resolve
-from faithful.record import Record, described, now
+from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies import plain
 from faithful.tensors import named, nudge, parameters_of
@@ -59,7 +60,7 @@ class Accelerator(accelerate.Accelerator):
         process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
         self.plan = resolve()
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
-        merged["project_config"] = self.project_folder(merged)
+        folder, recorded = self.project_folder(merged)
         patches.users.add(id(self))
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         super().__init__(**merged)
@@ -69,13 +70,13 @@ class Accelerator(accelerate.Accelerator):
         self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
         self.first_batch, self.norms, self.wire = None, clipping.Norms(), None
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
-        self.record = Record(self.plan, self.project_dir, self.is_main_process)
+        self.record = Record(self.plan, folder, recorded, self.is_main_process)
         self.resumed = self.between_steps = self.stopping = self.closed = self.looked = False
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         self.epochs = []  # one per prepared loader
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
-        self.print(f"record: {self.record.folder}")
+        self.print(f"record: {self.record.shown}")
 
     @property
     def strategy(self):
@@ -90,8 +91,19 @@ class Accelerator(accelerate.Accelerator):
         return self.__dict__ | {"before": None}
 
     def project_folder(self, merged):
-        made, self.named_folder = arguments.project(self.plan, merged, Accelerator.current)
-        return made
+        """Returns (project folder, folder of the record)."""
+        named, folder, recorded = arguments.project(self.plan, merged, Accelerator.current)
+        self.named_folder = bool(named or config.default_project_dir())
+        self.default_folder = None if named else str(Path(folder).absolute())
+        return folder, recorded
+
+    @property
+    def project_dir(self):
+        return super().project_dir or self.default_folder
+
+    @property
+    def logging_dir(self):
+        return super().logging_dir or self.default_folder
 
     # ---- preparing ----
 
@@ -103,6 +115,8 @@ class Accelerator(accelerate.Accelerator):
             if isinstance(one, nn.Module) and not any(other.is_of(one) for other in self.models):
                 self.models.append(PreparedModel(one, *converted.get(at, ())))
                 saved_whole(self, one)
+                if at in converted and self.num_processes > 1:
+                    one.register_forward_pre_hook(launcher.passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -184,8 +198,7 @@ class Accelerator(accelerate.Accelerator):
             self.note(line)
         if self.record.opened:
             return
-        [holds] = broadcast_object_list([self.is_main_process and self.record.holds_a_run()])
-        self.record.open(holds and not self.resumed, self.steps.taken)
+        self.record.open(self.resumed, self.steps.taken)
         if self.evidence:
             self.record.seen["optimizer"] = described(self.strategy.inner(self.leading()))
         self.write_record()
@@ -399,7 +412,7 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        if self.strategy.sharded(model.parameters(), self.plan) and not launcher.all_come("get_state_dict"):
+        if self.strategy.sharded(model.parameters(), self.plan) and not launcher.all_come("get_state_dict", True):
             raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
                           "get_state_dict or save_model on all of them")  # fmt: skip
         whole = self.strategy.full_state(self, model)
@@ -421,21 +434,19 @@ class Accelerator(accelerate.Accelerator):
     # ---- the record ----
 
     def init_trackers(self, project_name, config=None, init_kwargs=None):
-        self.record.arguments = config
-        if self.evidence:  # without a prepared optimizer there is nothing to record yet
-            self.begin()
+        """May be called by the main process alone, as in Accelerate: it is no place to open the record."""
+        self.record.arguments = of_arguments(config)
+        if self.record.opened:
             self.write_record()
         super().init_trackers(project_name, config, init_kwargs or {})
 
     def log(self, values, step=None, log_kwargs=None):
-        """Logs to the trackers and to metrics.jsonl."""
-        if self.evidence:
-            self.begin()
+        """Logs to the trackers and to metrics.jsonl. May be called by one process, before the first step too."""
         super().log(values, step=step, log_kwargs=log_kwargs)
-        plain = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
-        if self.record.opened:
-            self.record.log(plain, self.steps.taken if step is None else step, self.device)
+        self.record.log(values, step, self.steps.taken, self.device)
         self.peak = self.memory.peak()
+        if self.closed:
+            self.write_record(now())  # with the values that it logs after the end
         self.steps.pause()
 
     def write_record(self, finished=None):
@@ -449,20 +460,25 @@ class Accelerator(accelerate.Accelerator):
             self.closed, self.record.status = True, "finished"
             if self.record.failed_saves:
                 self.record.status, self.record.error = "failed", self.record.not_saved()
-            everyone = gather_object([(self.steps.loss, self.peak or self.memory.peak())])
+            together = launcher.all_come("end_training", needed=True)
+            mine = [(self.steps.loss, self.peak or self.memory.peak())]
+            everyone = gather_object(mine) if together else mine
             losses = [loss for loss, _ in everyone if loss is not None]
             self.steps.loss = sum(losses) / len(losses) if losses else None
             if self.plan.device != "cpu":
                 self.peak = max(peak for _, peak in everyone)
             self.write_record(now())
-            self.print(f"{self.record.status}: {self.record.folder}", flush=True)
-            self.wait_for_everyone()  # no process may exit while another still receives from it
+            self.print(f"{self.record.status}: {self.record.shown}", flush=True)
+            self.record.release()
+            if together:
+                self.wait_for_everyone()  # no process may exit while another still receives from it
         process.handle_signals_as_before()  # there is no step any more to stop after
         super().end_training()
         patches.release(id(self))
 
     def close(self, error, code):
         """Writes the final record, however the process ends. Returns the exit code."""
+        launcher.tell("ended")
         record, stopped = self.record, self.record.status == "preempted"
         if self.closed:
             pass
@@ -470,12 +486,13 @@ class Accelerator(accelerate.Accelerator):
             self.closed = True
             record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
             self.write_record(now())
-            self.print(f"{record.status}: {record.folder}", flush=True)
+            self.print(f"{record.status}: {record.shown}", flush=True)
         elif error is not None and (record.opened or (code != 2 and not (record.folder / "run.json").exists())):
             self.closed, record.status, record.error = True, "failed", error
-            record.folder.mkdir(parents=True, exist_ok=True)
+            with record.writing("run.json"):
+                record.folder.mkdir(parents=True, exist_ok=True)
             self.write_record(now())
-            self.print(f"failed: {record.folder}", flush=True)
+            self.print(f"failed: {record.shown}", flush=True)
         if record.failed_saves and not code:
             self.print(f"error: {record.not_saved()}", flush=True)
             code = 1

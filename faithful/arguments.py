@@ -4,6 +4,7 @@ If the two contradict each other, the run is refused with a message that names b
 """
 
 import inspect
+from pathlib import Path
 
 from accelerate.accelerator import Accelerator as Original
 from accelerate.state import AcceleratorState, PartialState
@@ -11,7 +12,6 @@ from accelerate.utils import (
     DynamoBackend,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
     TorchDynamoPlugin,
     broadcast_object_list,
 )
@@ -66,23 +66,25 @@ def merged(plan, script):
 
 
 def project(plan, merged, before):
-    """Returns (the run's ProjectConfiguration, whether the script names a folder). A run without one gets a new folder.
-    before: the Accelerator that this script has created before, or None."""
+    """Returns (the script's project folder or None, its default, folder of the record). A run without one gets a new
+    folder. before: the Accelerator that this script has created before, or None. The records of all are in different
+    folders. The script's ProjectConfiguration stays as it is, because the script may give it to several."""
     earlier = []
     while before:
-        earlier, before = [*earlier, str(before.project_dir)], before.before
-    made = merged.pop("project_config", None) or ProjectConfiguration()
-    folder = merged.pop("project_dir", None) or config.default_project_dir()
-    named = bool(made.project_dir or folder)
-    if not named:
-        handlers = [one for one in merged["kwargs_handlers"] if isinstance(one, InitProcessGroupKwargs)]
-        PartialState(**(handlers[0].to_kwargs() if handlers else {}))
-        [folder] = broadcast_object_list([default_folder(plan)])
-    if made.project_dir is None:
-        made.set_directories(folder)
-    if str(made.project_dir) in earlier:
-        made.set_directories(f"{made.project_dir}-{len(earlier) + 1}")
-    return made, named
+        earlier, before = [before.record, *earlier], before.before
+    made = merged.get("project_config")
+    named = (made and made.project_dir) or merged.get("project_dir")
+    folder = named or config.default_project_dir()
+    other = f"run_{len(earlier) + 1}"
+    if folder:
+        taken = any(record.project == Path(folder).absolute() for record in earlier)
+        return named, folder, Path(folder, other) if taken else folder
+    if earlier:
+        return None, earlier[0].folder / other, earlier[0].folder / other
+    handlers = [one for one in merged["kwargs_handlers"] if isinstance(one, InitProcessGroupKwargs)]
+    PartialState(**(handlers[0].to_kwargs() if handlers else {}))
+    [folder] = broadcast_object_list([default_folder(plan)])
+    return None, folder, folder
 
 
 def contradictions(plan, script):

@@ -42,7 +42,7 @@ def on_all_processes(method, name):
     @functools.wraps(method)
     def call(*args, **kwargs):
         if call.come is None:
-            call.come = launcher.all_come(name)
+            call.come = launcher.all_come(name, needed=True)
         if not call.come:
             raise alone(name)
         with WholeTensors():

@@ -24,10 +24,11 @@ from pathlib import Path
 
 import psutil
 
+from faithful.config import seconds_of_patience
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
-COMES = 10  # seconds that the main process waits for the others in calls that scripts may make on one process
+COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_come`
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
@@ -110,18 +111,21 @@ def watch(launcher):
 
 def claim(folder):
     """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
-    Raises Refused if another run still holds the lock after that."""
+    Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
+    until it is closed, or None on a file system without locks."""
     descriptor, end = os.open(folder, os.O_RDONLY), None
     while end is None or time.monotonic() < end:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
         except BlockingIOError:
             if end is None:
                 print(f"waiting for the processes of another run to leave {folder}", flush=True)
                 end = time.monotonic() + GRACE + 5
             time.sleep(0.1)
         except OSError:  # a file system without locks
-            return
+            os.close(descriptor)
+            return None
     raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
 
 
@@ -177,28 +181,89 @@ def meet(patience):
         time.sleep(0.05)
 
 
+# Calls that scripts may make on one process. No collective is allowed before all processes are known to make the call,
+# because the others may be in another collective. So each process tells the store where it is: its number of training
+# forward passes, the call in which it waits, or that it has ended.
+here = {"passes": 0, "judged": set(), "impatient": set()}
+
+
+def several():
+    import torch.distributed as dist
+
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def tell(where):
+    """Tells the main process, without waiting for an answer, where this process is."""
+    import torch.distributed as dist
+
+    if several() and dist.get_rank():
+        with contextlib.suppress(dist.DistError):  # the main process has ended
+            dist.distributed_c10d._get_default_store().set(f"at/{dist.get_rank()}", str(where))
+
+
+def passes(*_):
+    """A hook of each prepared model that trains, before its forward pass."""
+    import torch
+
+    if torch.is_grad_enabled():
+        here["passes"] += 1
+        tell(here["passes"])
+
+
 @functools.cache
 def calls(what):
-    """A counter of calls per name `what`: each call of `all_come` needs keys of its own in the store."""
+    """A counter of calls per name `what`: each call of `all_come` needs a name of its own."""
     return itertools.count()
 
 
-def all_come(what):
-    """Whether all processes call this. The main process waits COMES seconds for the others; a process that calls later
-    also gets False."""
+def all_come(what, needed=False):
+    """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
+    main process waits until each is there, or one has gone on without it: is in a later forward pass or call, or has
+    ended. Where neither shows it waits COMES seconds (1 second when that was in vain before), and a process that comes
+    later gets False. needed: the main process cannot go on alone, so it waits for a slow process as long as for a
+    collective."""
     import torch.distributed as dist
 
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if not several():
         return True
-    store, key = dist.distributed_c10d._get_default_store(), f"all_come/{what}/{next(calls(what))}"
-    come = store.add(key, 1)
-    if dist.get_rank() == 0:
-        end = time.monotonic() + COMES
-        while come < dist.get_world_size() and time.monotonic() < end:
-            time.sleep(0.01)
-            come = store.add(key, 0)
-        store.set(f"{key}/verdict", "all" if come == dist.get_world_size() else "alone")
-    return store.get(f"{key}/verdict") == b"all"
+    store, call = dist.distributed_c10d._get_default_store(), f"all_come/{what}/{next(calls(what))}"
+    if dist.get_rank():
+        tell(call)
+    else:
+        here["judged"].add(call)
+        store.set(f"{call}/verdict", "all" if others_come(store, call, what, needed) else "alone")
+    return store.get(f"{call}/verdict") == b"all"
+
+
+def others_come(store, call, what, needed):
+    import torch.distributed as dist
+
+    began, said, kind = time.monotonic(), False, what.split("/")[0]
+    longest = seconds_of_patience() if needed else 1 if kind in here["impatient"] else COMES
+    while True:
+        keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
+        at = {rank: store.get(key).decode() if store.check([key]) else "0" for rank, key in keys.items()}
+        if all(where == call for where in at.values()):
+            return True
+        if any(elsewhere(where, call) for where in at.values()):
+            return False
+        waited = time.monotonic() - began
+        if waited > longest:
+            here["impatient"].add(kind)
+            return False
+        if waited > COMES and not said:
+            late = ", ".join(str(rank) for rank, where in at.items() if where != call)
+            print(f"waiting for rank {late} to call {kind}", flush=True)
+            said = True
+        time.sleep(0.01)
+
+
+def elsewhere(where, call):
+    """Whether a process that is at `where` has passed the main process's `call` without making it."""
+    if where.isdigit():
+        return int(where) > here["passes"]
+    return where == "ended" or where not in (call, *here["judged"])
 
 
 def answers(address, port):

@@ -4,78 +4,160 @@ run.json holds the plan of the run, what was observed, and the evidence. It is w
 ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
 """
 
+import contextlib
+import errno
 import json
+import math
+import numbers
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from faithful import config, launcher, machine, plan
 from faithful.checkpoint import write_json
 from faithful.errors import Refused
 
 LONGEST_CURVE = 1000  # points of the loss curve that run.json keeps
+LARGEST_ARRAY = 100  # elements of a tensor or array that metrics.jsonl holds
+LEFT_OUT = object()
 
 
 class Record:
-    """The record of one run, in `folder`. Only the main process writes."""
+    """The record of one run, in `folder`. Only the main process writes. An error in writing does not end the run.
 
-    def __init__(self, asked, folder, main):
-        self.plan, self.folder, self.main = asked, Path(folder), main
+    project: the project folder. It is the folder of the record too, unless an earlier Accelerator of this script has
+    its record there: then the record's folder is `folder`, beside that one.
+    """
+
+    def __init__(self, asked, project, folder, main):
+        self.plan, self.project, self.main = asked, Path(project).absolute(), main
+        self.name = Path(folder)
+        self.folder = self.name.absolute()  # the script may change its working directory
         self.script, self.started = Path(sys.argv[0]).stem, now()
         self.notes = []
-        self.opened, self.claimed, self.failed_saves = False, False, 0
-        self.status, self.error, self.final, self.arguments = "running", None, None, None
+        self.opened, self.lock, self.failed_saves = False, None, 0
+        self.status, self.error, self.final, self.arguments = "running", None, None, {}
         self.seen = {"samples_per_step": None, "optimizer": None, "first_batch": None, "loss_curve": []}
         self.every = 1  # steps between two points of the loss curve
         self.utilization = []
+        self.early = []  # rows that were logged before the record was opened
+        self.said = set()  # kinds of notes that are given once
 
     @property
     def metrics_file(self):
         return self.folder / "metrics.jsonl"
 
-    def holds_a_run(self):
-        return (self.folder / "run.json").exists()
+    @property
+    def shown(self):
+        """The folder as the script names it, while that name still leads there."""
+        return self.name if self.name.absolute() == self.folder else self.folder
+
+    def note(self, kind, line):
+        """Prints and keeps a note, on the main process. Only one of each kind."""
+        if self.main and kind not in self.said:
+            self.said.add(kind)
+            self.notes.append(line)
+            print(f"note: {line}", flush=True)
+
+    @contextlib.contextmanager
+    def writing(self, name):
+        """Turns an error in writing the file `name` into a note."""
+        try:
+            yield
+        except OSError as problem:
+            why = problem.strerror or problem
+            self.note(name, f"{self.shown / name} cannot be written ({why}): the run goes on without it")
 
     def claim(self):
         """Locks the folder against other runs, if it exists."""
-        if self.main and not self.claimed and self.folder.exists():
-            launcher.claim(self.folder)
-            self.claimed = True
+        if self.main and self.lock is None and self.folder.exists():
+            self.lock = launcher.claim(self.folder)
+
+    def release(self):
+        """Lets other runs use the folder, when this one has ended."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def not_saved(self):
         return f"{self.failed_saves} checkpoints could not be written"
 
-    def open(self, of_another, step):
-        """Begins the record of a run that starts at `step`. Raises Refused if the folder holds a run (`of_another`)."""
-        if of_another:
-            raise Refused(f"{self.folder} already holds a run: choose another folder for this one (recipes: "
-                          "--output_dir), or resume that one (--resume_from_checkpoint latest)")  # fmt: skip
+    def open(self, resumed, step):
+        """Begins the record of a run that starts at `step`. No other process takes part. Raises Refused if another run
+        is writing to the folder."""
         self.opened = True
-        if self.main:
+        if not self.main:
+            return
+        if (file := config.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
+            Path(file).write_text(str(self.folder))
+        with self.writing("run.json"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.claim()
-            if file := config.tell_folder():
-                Path(file).write_text(str(self.folder))
             for stale in self.folder.glob("checkpoint-*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)
+            if not resumed:
+                self.set_aside()
+        with self.writing("metrics.jsonl"):
             rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
             rows = [row for row in rows if row.endswith("}") and stays(json.loads(row), step)]
-            self.metrics_file.write_text("".join(row + "\n" for row in rows))
+            self.metrics_file.write_text("".join(row + "\n" for row in rows + self.early))
+        self.early.clear()
 
-    def log(self, values, step, device):
-        """Appends a line to metrics.jsonl."""
-        self.final = values
-        if self.main:
-            with self.metrics_file.open("a") as file:
-                file.write(json.dumps({"step": step} | values) + "\n")
-            utilization = machine.gpu_utilization(device)
-            self.utilization += [utilization] if utilization is not None else []
+    def set_aside(self):
+        """Moves the record of an earlier run in this folder to a folder of its own in it."""
+        there = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
+        if not there:
+            return
+        try:
+            earlier = json.loads((self.folder / "run.json").read_text())
+            status, started = str(earlier["status"]), str(earlier["started"])
+        except (OSError, ValueError, KeyError, TypeError):
+            status, started = "of unknown state", ""
+        if status == "running" and self.lock is None:
+            raise Refused(f"{self.shown} holds a run that may still be running (its file system has no locks): "
+                          "choose another folder for this one, or delete its run.json if it was killed")  # fmt: skip
+        name = f"run_{re.sub('[^0-9T]', '', started)[:15] or 'earlier'}"
+        names = [name, *(f"{name}_{again}" for again in range(2, 1000))]
+        aside = next(self.folder / one for one in names if not (self.folder / one).exists())
+        aside.mkdir()
+        for path in there:
+            os.replace(path, aside / path.name)
+        status = "was killed" if status == "running" else f"is {status}"
+        self.note("earlier", f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/; "
+                             "to go on with it, load a checkpoint before the first step")  # fmt: skip
+
+    def log(self, values, step, taken, device):
+        """Appends a line to metrics.jsonl. Values that JSON does not have are left out, with a note.
+        step: the script's, or None. taken: optimizer steps."""
+        if not self.main:
+            return
+        left = []
+        row = as_json(values, left) if isinstance(values, Mapping) else as_json({"values": values}, left)
+        if left:
+            self.note("left out", f"metrics.jsonl leaves out {', '.join(left)}: JSON has no such values, or they are "
+                                  "large. Trackers get them as they are")  # fmt: skip
+        self.final = row
+        steps = row.get("step"), as_json(step, left), taken
+        at = next(one for one in steps if isinstance(one, int | float))
+        line = json.dumps({"step": at} | row | {"step": at})
+        if self.opened:
+            with self.writing("metrics.jsonl"):
+                append(self.metrics_file, line)
+        else:
+            self.early.append(line)
+        utilization = machine.gpu_utilization(device)
+        self.utilization += [utilization] if utilization is not None else []
 
     def point(self, step, loss):
         """Adds a point to the loss curve. Drops every second point if there are more than LONGEST_CURVE."""
@@ -96,7 +178,7 @@ class Record:
             "schema_version": 2,
             "recipe": self.script,
             "command": " ".join(line or [sys.executable, *sys.argv]),
-            "args": self.arguments or {},
+            "args": self.arguments,
             "seen": self.seen,
             "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
             "plan": asdict(self.plan),
@@ -122,12 +204,73 @@ class Record:
             "status": self.status,
             "error": self.error,
         }
-        write_json(self.folder / "run.json", record)
+        with self.writing("run.json"):
+            write_json(self.folder / "run.json", as_json(record, []))
 
 
 def stays(row, step):
     """Whether to keep a row of metrics.jsonl: a run resumed at `step` does not write it again."""
-    return row["step"] < step or (row["step"] == step and "loss" in row)
+    at = row.get("step") if isinstance(row, dict) else None
+    return not isinstance(at, int | float) or at < step or (at == step and "loss" in row)
+
+
+def append(path, line):
+    """Appends a line to a file: all of it or, on a full disk, nothing."""
+    with path.open("ab", buffering=0) as file:
+        before, data = file.tell(), line.encode() + b"\n"
+        try:
+            whole = file.write(data) == len(data)
+        except OSError:
+            file.truncate(before)
+            raise
+        if not whole:
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def as_json(value, left, at=""):
+    """`value` in the types that JSON has: a tensor as its number or a list, a number that is not finite as a string
+    that float() reads. What JSON cannot hold is left out, and its name is added to the list `left`."""
+    if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
+        value = value.to_local()
+    if hasattr(value, "tolist"):
+        value = numbers_of(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        parts = {str(key): as_json(one, left, f"{at}.{key}".lstrip(".")) for key, one in value.items()}
+        return {key: one for key, one in parts.items() if one is not LEFT_OUT}
+    if isinstance(value, list | tuple):
+        lacks = []
+        parts = [as_json(one, lacks, at) for one in value]
+        if not lacks:
+            return parts
+    left.append(f"{at} ({type(value).__name__})")
+    return LEFT_OUT
+
+
+def numbers_of(array):
+    """The number or the list of numbers in a tensor or array, or `array` itself if it is large or holds other types."""
+    try:
+        count = array.numel() if torch.is_tensor(array) else array.size
+        if count > LARGEST_ARRAY or isinstance(array, DTensor):  # a collective would gather the shards
+            return array
+        return array.item() if count == 1 else array.tolist()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return array
+
+
+def of_arguments(arguments):
+    """What a script passes to init_trackers as its configuration, in the types that JSON has. Others become text."""
+    if not isinstance(arguments, Mapping):
+        arguments = vars(arguments) if hasattr(arguments, "__dict__") else {"config": arguments} if arguments else {}
+    left = []
+    whole = {str(key): as_json(value, left) for key, value in arguments.items()}
+    return {key: str(arguments[key]) if value is LEFT_OUT else value for key, value in whole.items()}
 
 
 def now():

@@ -232,11 +232,15 @@ def test_another_run_is_refused_by_name(finished, tmp_path):
     assert "strategy ddp -> single" in log and "num_processes 2 -> 1" in log and "Traceback" not in log
 
 
-def test_a_run_is_never_written_over(finished):
-    before = (finished / "run.json").read_bytes()
-    train("ddp_fp32", finished, "--max_steps", 8, code=2)
-    assert "already holds a run" in (finished.with_name("run.log")).read_text()
-    assert (finished / "run.json").read_bytes() == before
+def test_a_record_is_never_written_over(finished, tmp_path):
+    """A new run in the folder of one that has ended keeps that one's record."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    train("ddp_fp32", run, "--max_steps", 8, "--save_steps", 0)
+    [aside] = run.glob("run_*")
+    for name in ("run.json", "metrics.jsonl"):
+        assert (aside / name).read_bytes() == (finished / name).read_bytes()
+    assert f"note: {run} holds an earlier run, which is finished" in (tmp_path / "run.log").read_text()
+    assert record(run)["started"] != record(aside)["started"] and len(metrics(run)) == len(metrics(aside))
 
 
 def test_pruning_keeps_the_newest(tmp_path):

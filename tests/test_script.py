@@ -321,8 +321,8 @@ def test_a_second_accelerator_has_a_folder_of_its_own(tmp_path):
     text = LOOP.replace("accelerator.end_training()\n", second) + LOOP.split("project_dir=sys.argv[2])\n", 1)[1]
     (tmp_path / "mine.py").write_text(text)
     run = train("single_fp32", tmp_path / "run", script=tmp_path / "mine.py")
-    other = tmp_path / "run-2"
-    assert record(run)["seen"]["loss_curve"] == record(other)["seen"]["loss_curve"]
+    assert record(run)["seen"]["loss_curve"] == record(run / "run_2")["seen"]["loss_curve"]
+    assert not (tmp_path / "run-2").exists() and (run / "model").exists()
 
 
 def test_another_number_of_registered_objects_is_refused(tmp_path):

@@ -16,6 +16,7 @@ from shared.args import Refused
 from tools import paired
 
 SCHEMA = 2  # of run.json
+NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 COSTS = ("step_seconds", "samples_per_second", "peak_memory_bytes")
 TIMES = COSTS[:2]
 TRAINING_LOSS = "training loss, last tenth"  # of runs that log no metric
@@ -76,7 +77,8 @@ def problem(record, metrics):
 def logged(record):
     """The last metrics that the run logged."""
     values = (record.get("final") or {}).get("metrics") or {}
-    return {key: value for key, value in values.items() if key not in ASIDE and isinstance(value, int | float)}
+    values = {key: float(value) if value in NOT_FINITE else value for key, value in values.items() if key not in ASIDE}
+    return {key: value for key, value in values.items() if isinstance(value, int | float)}
 
 
 def nudged(run):

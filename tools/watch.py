@@ -163,9 +163,8 @@ def watching(watch):
 
     class Accelerator(accelerator.Accelerator):
         def project_folder(self, merged):
-            config = super().project_folder(merged)
-            config.set_directories(str(Path(watch.args.to) / "run"))
-            return config
+            merged |= {"project_dir": str(Path(watch.args.to) / "run"), "project_config": None}
+            return super().project_folder(merged)
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)

@@ -1,0 +1,297 @@
+"""Folders, the record and what is logged: a script finds what it gets from Accelerate, and the record never stops it."""
+
+import json
+import math
+import os
+import resource
+import signal
+
+import pytest
+import torch
+from conftest import metrics, record
+from test_kept import run
+
+from faithful import Refused, launcher, plan
+from faithful.record import Record
+
+PREPARED = """
+model = linear()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+"""
+
+
+def rows(folder):
+    """metrics.jsonl, read as strict JSON, which has no NaN."""
+
+    def fail(name):
+        raise ValueError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=fail) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def notes(text):
+    return [line for line in text.splitlines() if line.startswith("note: ")]
+
+
+# ---- folders ----
+
+
+def test_all_accelerators_keep_the_folder_that_the_script_names(tmp_path):
+    """Saves and loads go there. Only the records are in different folders."""
+    run(tmp_path, f"""
+shared = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+before = dict(vars(shared))
+accelerator = first = Accelerator(project_config=shared)
+{PREPARED}
+step(model, optimizer)
+assert first.save_state() == str(folder / "checkpoints/checkpoint_0")
+accelerator = second = Accelerator(project_config=shared)
+{PREPARED}
+step(model, optimizer)
+assert second.save_state() == str(folder / "checkpoints/checkpoint_1")
+assert vars(shared) == before | {{"iteration": 2}}
+assert {{first.project_dir, second.project_dir, first.logging_dir, second.logging_dir}} == {{str(folder)}}
+third = Accelerator(project_dir=folder / ".." / folder.name)
+assert third.project_dir == folder / ".." / folder.name
+weight = model.weight.detach().clone()
+model.weight.data.zero_()
+second.load_state()
+assert model.weight.equal(weight), "the newest checkpoint of the folder"
+for one in (first, second):
+    one.end_training()
+""")  # fmt: skip
+    folder = tmp_path / "run"
+    assert record(folder)["status"] == record(folder / "run_2")["status"] == "finished"
+    assert not (tmp_path / "run-2").exists()
+
+
+def test_folders_that_a_script_does_not_name(tmp_path):
+    """A second Accelerator has its record beside the first's. Its ProjectConfiguration gets no folder."""
+    run(tmp_path, f"""
+import os
+os.chdir(folder.parent)
+none = ProjectConfiguration(total_limit=3, logging_dir="mine")
+accelerator = first = Accelerator(project_config=none)
+{PREPARED}
+os.chdir("/")
+step(model, optimizer)
+saved = first.save_state()
+assert none.project_dir is None and first.logging_dir == "mine"
+assert saved == f"{{first.project_dir}}/checkpoint-1" and saved.startswith(str(folder.parent / "runs"))
+second = Accelerator()
+assert second.project_dir == f"{{first.project_dir}}/run_2" == second.logging_dir
+""")  # fmt: skip
+    [made] = (tmp_path / "runs").glob("*/run.json")
+    assert record(made.parent)["status"] == "finished"
+
+
+@pytest.mark.parametrize("named", ["project_dir='mine'", "project_config=ProjectConfiguration('mine', 'logs')"])
+def test_a_script_that_changes_its_working_directory(tmp_path, named):
+    """Its relative folder is where it is then, as in Accelerate; the record stays where it began."""
+    run(tmp_path, f"""
+import os
+os.chdir(folder.parent)
+accelerator = Accelerator({named})
+{PREPARED}
+step(model, optimizer)
+Path("there").mkdir()
+os.chdir("there")
+assert accelerator.save_state() == "mine/checkpoint-1" and Path("mine/checkpoint-1/manifest.json").exists()
+accelerator.log({{"a": 1}})
+step(model, optimizer)
+assert accelerator.project_dir == "mine"
+accelerator.end_training()
+""")  # fmt: skip
+    assert record(tmp_path / "mine")["status"] == "finished" and len(metrics(tmp_path / "mine")) == 1
+
+
+ONCE = f"""
+accelerator = Accelerator(project_dir=folder)
+{PREPARED}
+step(model, optimizer)
+accelerator.log({{"a": 1}}, step=1)
+accelerator.end_training()
+"""
+
+
+def opened(folder):
+    """The record of a new run in `folder`."""
+    made = Record(plan.Plan(None, "single", 1, "fp32", "cpu"), folder, folder, True)
+    made.open(False, 0)
+    made.release()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("status", "how"), [("finished", "is finished"), ("running", "was killed"), (None, "is of unknown state")]
+)
+def test_a_second_run_in_a_folder_keeps_the_record_of_the_first(tmp_path, capsys, status, how):
+    earlier = json.dumps({"status": status, "started": "2026-11-22T08:30:00+0000"}) if status else "{half"
+    for again in range(2):
+        (tmp_path / "run.json").write_text(earlier)
+        (tmp_path / "metrics.jsonl").write_text(f"{again}\n")
+        assert opened(tmp_path).notes == [capsys.readouterr().out.removeprefix("note: ").strip()]
+        assert not (tmp_path / "run.json").exists() and rows(tmp_path) == []
+    name = "run_20261122T083000" if status else "run_earlier"
+    for again, aside in enumerate((tmp_path / name, tmp_path / f"{name}_2")):
+        assert (aside / "run.json").read_text() == earlier and (aside / "metrics.jsonl").read_text() == f"{again}\n"
+    (tmp_path / "run.json").write_text(earlier)
+    assert f"{tmp_path} holds an earlier run, which {how}: its record is now in {name}_3/" in opened(tmp_path).notes[0]
+
+
+def test_a_file_of_the_script_with_the_same_name_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    opened(tmp_path)
+    assert (tmp_path / "run_earlier" / "metrics.jsonl").read_text() == "mine\n" and rows(tmp_path) == []
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_folder_in_which_a_run_is_running_is_refused(tmp_path, monkeypatch, locks):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "started": "2026"}))
+    monkeypatch.setattr(launcher, "GRACE", -5)
+    held = launcher.claim(tmp_path)
+    if not locks:
+        monkeypatch.setattr(launcher, "claim", lambda folder: None)
+    why = "another run is writing to" if locks else "holds a run that may still be running"
+    with pytest.raises(Refused, match=why):
+        opened(tmp_path)
+    os.close(held)
+    assert record(tmp_path)["status"] == "running"
+    monkeypatch.undo()
+    opened(tmp_path)
+
+
+def test_a_run_that_has_ended_lets_another_use_its_folder_while_it_lives(tmp_path):
+    text = run(tmp_path, f"""{ONCE}
+import subprocess
+other = "import os; from faithful import launcher; launcher.GRACE = -5; print('locked', launcher.claim(os.sys.argv[1]))"
+print(subprocess.run([sys.executable, "-c", other, folder], capture_output=True, text=True).stdout)
+""")  # fmt: skip
+    assert "locked " in text and "locked None" not in text
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    """Accelerate writes nothing there before a script saves something."""
+    (tmp_path / "file").touch()
+    text = run(tmp_path, f"""
+accelerator = Accelerator(project_dir=folder.parent / "file" / "run")
+{PREPARED}
+accelerator.init_trackers("mine", {{"a": 1}})
+step(model, optimizer)
+accelerator.log({{"a": 1}})
+step(model, optimizer)
+accelerator.end_training()
+print("came to its end")
+""")  # fmt: skip
+    assert "came to its end" in text and "Traceback" not in text
+    assert [line.split("run/")[1] for line in notes(text)] == [
+        f"{name} cannot be written (Not a directory): the run goes on without it"
+        for name in ("run.json", "metrics.jsonl")
+    ]
+
+
+def test_a_full_disk_costs_whole_lines_of_the_metrics(tmp_path, capsys, monkeypatch):
+    made = opened(tmp_path)
+    made.log({"a": 1}, 1, 1, torch.device("cpu"))
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    for more in (5, 0):  # a part of the next line fits, or nothing
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + more, limits[1]))
+        monkeypatch.setattr("builtins.print", lambda *_, **__: None)  # pytest's capture is a file, too
+        made.log({"a": 2}, 2, 2, torch.device("cpu"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    made.log({"a": 3}, 3, 3, torch.device("cpu"))
+    assert rows(tmp_path) == [{"step": 1, "a": 1}, {"step": 3, "a": 3}] and len(made.notes) == 1
+    assert "metrics.jsonl cannot be written (" in made.notes[0]
+
+
+# ---- what is logged ----
+
+
+def test_what_a_tracker_takes_is_logged(tmp_path):
+    """metrics.jsonl holds what JSON can, run.json too. A tracker gets the objects themselves."""
+    text = run(tmp_path, f"""
+import numpy as np, collections, datetime, enum, argparse
+from accelerate.tracking import GeneralTracker
+
+class Mine(GeneralTracker):
+    name, requires_logging_directory, tracker = "mine", False, None
+    def __init__(self):
+        super().__init__()
+        self.got, self.configs = [], []
+    def store_init_configuration(self, values): self.configs.append(values)
+    def log(self, values, step=None, **kwargs): self.got.append((values, step, kwargs))
+
+class Table: pass
+
+one, two = Mine(), Mine()
+accelerator = Accelerator(project_dir=folder, log_with=[one, two])
+asked = {{"path": folder, "dtype": torch.bfloat16, "rate": np.float32(0.5), "nan": float("nan"), 3: None, "l": [1, "a"]}}
+accelerator.init_trackers("mine", asked)
+accelerator.log({{"before": torch.tensor(1.5, dtype=torch.bfloat16)}}, step=0)
+{PREPARED}
+step(model, optimizer)
+big, table = np.zeros(1000), Table()
+accelerator.log({{"hist": np.ones(3), "big": big, "table": table, "nested": {{"a": np.float32(1), "t": table}}}})
+accelerator.log({{np.int64(7): torch.ones(2, requires_grad=True), "one": torch.ones(1, 1), "parameter": model.bias[0]}})
+accelerator.log({{"nan": float("nan"), "inf": np.float64("inf"), "t": torch.tensor(-float("inf")), "none": None}}, step=None)
+accelerator.log(collections.UserDict(text="hi", flag=np.bool_(True), half=np.float16(0.5), big=2**70), step=np.int64(5))
+accelerator.log({{"when": datetime.date.today(), "list": [1, table], "image": [np.zeros((64, 64))], "z": 1j}}, step="x")
+accelerator.log({{"step": 3, "meta": torch.ones(2, device="meta")}}, log_kwargs={{"mine": {{"commit": True}}}})
+accelerator.log({{}}, step=torch.tensor(9))
+accelerator.log("no mapping")
+accelerator.end_training()
+accelerator.log({{"after": 1}})
+assert one.got[1][0]["big"] is big and one.got[1][0]["table"] is table and one.got[0][1] == 0
+assert one.configs[0] is asked and len(two.got) == len(one.got) and one.got[6][2] == {{"commit": True}}
+""")  # fmt: skip
+    nested = {"a": 1.0}
+    assert rows(tmp_path / "run") == [
+        {"step": 0, "before": 1.5},
+        {"step": 1, "hist": [1.0, 1.0, 1.0], "nested": nested},
+        {"step": 1, "7": [1.0, 1.0], "one": 1.0, "parameter": rows(tmp_path / "run")[2]["parameter"]},
+        {"step": 1, "nan": "nan", "inf": "inf", "t": "-inf", "none": None},
+        {"step": 5, "text": "hi", "flag": True, "half": 0.5, "big": 2**70},
+        {"step": 1},
+        {"step": 3},
+        {"step": 9},
+        {"step": 1, "values": "no mapping"},
+        {"step": 1, "after": 1},
+    ]
+    assert len(notes(text)) == 1, "one note for all"
+    assert "leaves out big (ndarray), table (Table), nested.t (Table): JSON has no such values" in text
+    made = record(tmp_path / "run")
+    args = {
+        "path": str(tmp_path / "run"),
+        "dtype": "torch.bfloat16",
+        "rate": 0.5,
+        "nan": "nan",
+        "3": None,
+        "l": [1, "a"],
+    }
+    assert made["args"] == args and made["final"]["metrics"] == {"after": 1} and made["status"] == "finished"
+
+
+def test_a_tracker_that_needs_a_folder_in_a_run_that_names_none(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(tmp_path, f"""
+import os
+os.chdir(folder.parent)
+accelerator = Accelerator(log_with="tensorboard")
+accelerator.init_trackers("mine", {{"a": 1}})
+{PREPARED}
+step(model, optimizer)
+accelerator.log({{"a": 1.0}}, step=1)
+accelerator.end_training()
+assert list(Path(accelerator.logging_dir).glob("mine/events*"))
+""")  # fmt: skip
+
+
+def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):
+    from tools import judge
+
+    run(tmp_path, ONCE.replace('"a": 1', '"eval_loss": float("nan")'))
+    made = record(tmp_path / "run")
+    assert math.isnan(judge.logged(made)["eval_loss"])
