@@ -66,8 +66,8 @@ def run(folder, body, config, code=0, more=()):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param("fsdp_bf16", marks=pytest.mark.slow), "single_fp8_msamp_o2", pytest.param("fsdp_fp8_msamp_o2", marks=pytest.mark.slow),
-     pytest.param("zero2_bf16", marks=pytest.mark.slow), pytest.param("zero3_bf16", marks=pytest.mark.slow)],
+    ["fsdp_bf16", "single_fp8_msamp_o2", "fsdp_fp8_msamp_o2",
+     "zero2_bf16", "zero3_bf16"],
 )  # fmt: skip
 def test_save_pretrained_writes_whole_weights(tmp_path, config):
     """Without `state_dict`, as most scripts call it: in fp32, as `save_model` writes them."""
@@ -85,7 +85,6 @@ def test_save_pretrained_writes_whole_weights(tmp_path, config):
     assert record(tmp_path / config)["status"] == "finished"
 
 
-@pytest.mark.slow
 def test_the_main_process_alone_cannot_save_what_it_has_a_part_of(tmp_path):
     def before(rank):
         door.take_its_place()
@@ -116,7 +115,6 @@ accelerator.save_model(model, f"{folder}/weights")
     assert len(weights) > 10 and all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-@pytest.mark.slow
 def test_diffusers_writes_the_models_own_class(tmp_path):
     """FSDP2 gives a sharded module a class with another name."""
     pytest.importorskip("diffusers", reason="not installed: diffusers")
@@ -146,7 +144,6 @@ accelerator.save_model(model, f"{folder}/weights")
 """
 
 
-@pytest.mark.slow
 def test_a_weight_in_three_places_is_sharded_once(tmp_path):
     """T5's embedding is also its head and both embeddings of encoder and decoder. DDP is the measure."""
     weights = []
@@ -191,7 +188,7 @@ def test_a_block_list_that_cannot_be_set_is_none_to_fsdp2():
     assert block_names(model) == ["Layer"]
 
 
-@pytest.mark.parametrize("config", ["single_fp8_msamp_o2", pytest.param("fsdp_fp8_msamp_o2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", ["single_fp8_msamp_o2", "fsdp_fp8_msamp_o2"])
 def test_one_optimizer_of_two_models_is_refused_under_a_level(tmp_path, config):
     log = run(tmp_path, """
 models = [torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)]
@@ -199,3 +196,24 @@ optimizer = torch.optim.AdamW([parameter for model in models for parameter in mo
 accelerator.prepare(*models, optimizer)
 """, config, code=2)  # fmt: skip
     assert log.count("refused: one optimizer updates two models") == 1 and "Traceback" not in log
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
+def test_peft_computes_its_prompts_from_whole_weights(tmp_path, config):
+    """p-tuning's `save_pretrained` runs its encoder, with `state_dict` too, which only the main process has."""
+    pytest.importorskip("peft", reason="not installed: peft")
+    run(tmp_path, """
+from peft import PromptEncoderConfig, get_peft_model
+
+options = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
+model, *_ = trained(get_peft_model(llama(), options))
+weights = accelerator.get_state_dict(model)
+accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved", state_dict=weights)
+""", config)  # fmt: skip
+    [saved] = load_file(tmp_path / config / "saved" / "adapter_model.safetensors").values()
+    assert saved.shape == (4, 32) and saved.isfinite().all() and saved.abs().sum() > 0
+
+
+def test_ddps_no_sync_is_refused_where_deepspeed_has_none(tmp_path):
+    log = run(tmp_path, "model, *_ = trained(llama())\nwith model.no_sync():\n    pass\n", "zero2_bf16", code=2)
+    assert log.count("refused: the script calls model.no_sync") == 1 and "Traceback" not in log
