@@ -31,7 +31,8 @@ before = state()
 threads = [threading.Thread(target=lambda: __import__("faithful.accelerator"))]
 threads[0].start()
 threads[0].join()
-print(json.dumps([str(one) for one, other in zip(before, state()) if one != other]), flush=True)
+changed = [str(one) for one, other in zip(before, state()) if one != other]
+print(json.dumps(["faithful.accelerator" in sys.modules, changed]), flush=True)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 gc.freeze()  # else the exit of each fork copies all memory
 
@@ -115,7 +116,7 @@ def end(server, tmp_path):
 
 def test_the_import_changes_nothing_in_the_process(server):
     """No handler of signals, no hook, no thread, no exit handler and no environment variable is another after it."""
-    assert server.changed == []
+    assert server.changed == [True, []]
 
 
 UNKNOWN = "the script ended before accelerator.end_training(), and its exit code is not known here"
@@ -154,7 +155,7 @@ def test_a_program_that_makes_no_accelerator_ends_as_without_faithful(end):
         "import sys\nfrom faithful import Accelerator\nhook = sys.excepthook\nassert hook is sys.__excepthook__\n1 / 0"
     )
     code, said, _ = end(text)
-    assert code == 1 and said.startswith("Traceback") and "faithful" not in said.split("Traceback")[1]
+    assert code == 1 and "ZeroDivisionError" in said and "faithful" not in said.split("Traceback")[1]
 
 
 def test_a_refusal_is_one_line_and_cleans_up(end, tmp_path):
