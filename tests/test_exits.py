@@ -231,6 +231,21 @@ def test_training_in_a_thread(end, last, left):
     assert end(f"{text}{body}\nthread = threading.Thread(target=body)\nthread.start()\nthread.join()")[::2] == (0, left)
 
 
+@pytest.mark.parametrize(
+    ("last", "code", "left"),
+    [("", 0, ("finished", None)), ("1 / 0", 1, ("failed", "ZeroDivisionError: division by zero")),
+     ("raise SystemExit(4)", 4, ("failed", "the script exited with 4"))],
+)  # fmt: skip
+def test_a_child_of_multiprocessing_closes_its_record(end, last, code, left):
+    """It ends with os._exit, without Python's exit handlers."""
+    text = TRAIN.replace('accelerator = Accelerator(project_dir="run")\n', "") + (
+        f"def body():\n    train(Accelerator(project_dir='run'))\n    {last}\n"
+        "import multiprocessing\nchild = multiprocessing.get_context('fork').Process(target=body)\n"
+        "child.start()\nchild.join()\nsys.exit(child.exitcode)"
+    )
+    assert end(text)[::2] == (code, left)
+
+
 def test_an_interactive_session_goes_on_after_an_error(end):
     lines = ["train(accelerator)", "1 / 0", "train(accelerator)", "print('here')", "accelerator.end_training()"]
     said = f"import code\nconsole = code.InteractiveConsole(globals())\nfor line in {lines}: console.push(line)\n"
