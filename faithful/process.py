@@ -125,7 +125,7 @@ def show(accelerators, before, kind, problem, trace):
         return before(kind, problem, trace)
     code = leave(problem, accelerators.current, lambda problem: before(kind, problem, trace))
     if several_processes():
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
         os._exit(code)
     raise SystemExit(code)  # Python then exits with this code
