@@ -66,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
         self.first_batch, self.norms, self.wire = None, clipping.Norms(), None
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
-        self.resumed = self.between_steps = self.stopping = self.closed = self.looked = False
+        self.resumed = self.between_steps = self.stopping = self.closed = self.looked = self.uneven = False
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         self.epochs = []  # one per prepared loader
         self.before, Accelerator.current = Accelerator.current, self
@@ -178,6 +178,10 @@ class Accelerator(accelerate.Accelerator):
 
     def begin(self):
         """Looks at everything that is prepared, and opens the record. Called in each step."""
+        if self.uneven:
+            raise Refused("join_uneven_inputs without even batches: a process that has none left would miss optimizer "
+                          "steps, and its optimizer's state would be another. Leave even_batches at True to train, or "
+                          "only evaluate in it")  # fmt: skip
         if self.looked:
             return
         self.looked = True
@@ -258,11 +262,16 @@ class Accelerator(accelerate.Accelerator):
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    @contextlib.contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
-            raise Refused("join_uneven_inputs without even batches: a process that has none left would miss optimizer "
-                          "steps, and its optimizer's state would be another. Leave even_batches at True")  # fmt: skip
-        return super().join_uneven_inputs(joinables, even_batches)
+        """Accelerate's. Without even batches it is for evaluations: `begin` refuses a step in it."""
+        even = self.even_batches if even_batches is None else even_batches
+        self.uneven = self.num_processes > 1 and not even
+        try:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+        finally:
+            self.uneven = False
 
     def before_update(self, optimizer):
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
