@@ -350,9 +350,10 @@ class Accelerator(accelerate.Accelerator):
                               "or set project_configuration.iteration to the number to start with")  # fmt: skip
         elif output_dir is None:
             output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
-        agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}")
+        in_parts = self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"
+        agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}", needed=in_parts)
         folder, alone = Path(output_dir), not agreed
-        if alone and (self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"):
+        if alone and in_parts:
             raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
                           "on all of them")  # fmt: skip
         if alone and not self.is_main_process:
