@@ -14,6 +14,7 @@ import accelerate
 import accelerate.optimizer
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils.modeling import has_offloaded_params
 from torch import nn
 
 from faithful import (
@@ -415,18 +416,29 @@ class Accelerator(accelerate.Accelerator):
                           "get_state_dict or save_model on all of them")  # fmt: skip
         whole = self.strategy.full_state(self, model)
         whole = super().get_state_dict(model, unwrap) if whole is None else whole  # unwrap=False keeps DDP's `module.`
-        tensors = {name: tensor for name, tensor in named(whole.items()) if torch.is_tensor(tensor)}
+        whole = dict(named(whole.items()))
+        if self.plan.precision != "fp8":
+            return whole
+        tensors = {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor)}
         return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization=True):
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
         self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
-        weights = self.get_state_dict(model)
-        if not self.is_main_process:
+        offloaded = any(map(has_offloaded_params, model.modules()))
+        if not offloaded and (empty := sum(one.is_meta for one in model.parameters())):
+            raise Refused(f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
+                          "model's weights before")  # fmt: skip
+        weights = checkpoint.offloaded_weights(model) if offloaded else self.get_state_dict(model)
+        each_node = self.project_configuration.save_on_each_node and weights  # only process 0 has those of shards
+        if not (self.is_local_main_process if each_node else self.is_main_process):
             return
+        if Path(save_directory).is_file():  # Accelerate says so, too, and goes on
+            self.record.failed_saves += 1
+            return self.print(f"warning: {save_directory} is a file, save_model writes to a folder: nothing was saved")
         own = {name for name, _ in parameters_of(model)}
         twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - own
-        plain_weights = {name: weight for name, weight in weights.items() if name not in twice}
+        plain_weights = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
         checkpoint.write_weights(plain_weights, Path(save_directory), max_shard_size, safe_serialization)
 
     # ---- the record ----
