@@ -13,6 +13,7 @@ import accelerate
 import accelerate.optimizer
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils.modeling import has_offloaded_params
 from torch import nn
 
 from faithful import (
@@ -71,7 +72,7 @@ class Accelerator(accelerate.Accelerator):
         self.first_batch, self.norms, self.wire = None, clipping.Norms(), None
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
-        self.resumed = self.between_steps = self.stopping = self.closed = self.looked = False
+        self.resumed = self.between_steps = self.stopping = self.closed = self.looked = self.uneven = False
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         self.epochs = []  # one per prepared loader
         self.before, Accelerator.current = Accelerator.current, self
@@ -188,6 +189,10 @@ class Accelerator(accelerate.Accelerator):
 
     def begin(self):
         """Looks at everything that is prepared, and opens the record. Called in each step."""
+        if self.uneven:
+            raise Refused("join_uneven_inputs without even batches: a process that has none left would miss optimizer "
+                          "steps, and its optimizer's state would be another. Leave even_batches at True to train, or "
+                          "only evaluate in it")  # fmt: skip
         if self.looked:
             return
         self.looked = True
@@ -270,11 +275,16 @@ class Accelerator(accelerate.Accelerator):
         if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    @contextlib.contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
-            raise Refused("join_uneven_inputs without even batches: a process that has none left would miss optimizer "
-                          "steps, and its optimizer's state would be another. Leave even_batches at True")  # fmt: skip
-        return super().join_uneven_inputs(joinables, even_batches)
+        """Accelerate's. Without even batches it is for evaluations: `begin` refuses a step in it."""
+        even = self.even_batches if even_batches is None else even_batches
+        self.uneven = self.num_processes > 1 and not even
+        try:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+        finally:
+            self.uneven = False
 
     def before_update(self, optimizer):
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
@@ -353,9 +363,10 @@ class Accelerator(accelerate.Accelerator):
                               "or set project_configuration.iteration to the number to start with")  # fmt: skip
         elif output_dir is None:
             output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
-        agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}")
+        in_parts = self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"
+        agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}", needed=in_parts)
         folder, alone = Path(output_dir), not agreed
-        if alone and (self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"):
+        if alone and in_parts:
             raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
                           "on all of them")  # fmt: skip
         if alone and not self.is_main_process:
@@ -417,18 +428,29 @@ class Accelerator(accelerate.Accelerator):
                           "get_state_dict or save_model on all of them")  # fmt: skip
         whole = self.strategy.full_state(self, model)
         whole = super().get_state_dict(model, unwrap) if whole is None else whole  # unwrap=False keeps DDP's `module.`
-        tensors = {name: tensor for name, tensor in named(whole.items()) if torch.is_tensor(tensor)}
+        whole = dict(named(whole.items()))
+        if self.plan.precision != "fp8":
+            return whole
+        tensors = {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor)}
         return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization=True):
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
         self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
-        weights = self.get_state_dict(model)
-        if not self.is_main_process:
+        offloaded = any(map(has_offloaded_params, model.modules()))
+        if not offloaded and (empty := sum(one.is_meta for one in model.parameters())):
+            raise Refused(f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
+                          "model's weights before")  # fmt: skip
+        weights = checkpoint.offloaded_weights(model) if offloaded else self.get_state_dict(model)
+        each_node = self.project_configuration.save_on_each_node and weights  # only process 0 has those of shards
+        if not (self.is_local_main_process if each_node else self.is_main_process):
             return
+        if Path(save_directory).is_file():  # Accelerate says so, too, and goes on
+            self.record.failed_saves += 1
+            return self.print(f"warning: {save_directory} is a file, save_model writes to a folder: nothing was saved")
         own = {name for name, _ in parameters_of(model)}
         twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - own
-        plain_weights = {name: weight for name, weight in weights.items() if name not in twice}
+        plain_weights = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
         checkpoint.write_weights(plain_weights, Path(save_directory), max_shard_size, safe_serialization)
 
     # ---- the record ----

@@ -15,18 +15,24 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils.modeling import get_state_dict_offloaded_model
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from faithful.errors import Refused
+from faithful.errors import NotSaved, Refused
 from faithful.tensors import local
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
 STAGED = ".checkpoint.tmp"  # in a folder that existed before
+WEIGHTS = {  # file names of save_model, with safe_serialization and without
+    True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
+    False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
+}
 # Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
 FORMAT, READABLE = 4, (3, 4)
 
@@ -228,16 +234,40 @@ def read_tensors(folder, rank):
 
 
 def write_weights(weights, folder, max_shard_size, safe_serialization):
-    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
-    plain = {name: alone(weight) for name, weight in weights.items()}
-    save_torch_state_dict(plain, temporary, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
-    folder.mkdir(exist_ok=True)
-    for path in temporary.iterdir():
-        sync(path)
-        os.replace(path, folder / path.name)
-    temporary.rmdir()
+    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`. Of the files in `folder`,
+    only those of an earlier save are replaced. Raises NotSaved; then they are still there."""
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder))
+        plain = {name: alone(weight) for name, weight in weights.items()}
+        save_torch_state_dict(plain, temporary, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        new = sorted(path.name for path in temporary.iterdir())
+        for name in new:
+            sync(temporary / name)
+        for name in new:
+            os.replace(temporary / name, folder / name)
+        sync(folder)
+        for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
+            if re.fullmatch(WEIGHTS[safe_serialization], old.name) and old.name not in new:
+                old.unlink()
+    except (OSError, RuntimeError, SafetensorError) as problem:
+        why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise NotSaved(f"{folder}: the weights could not be written ({why}): free its disk, or save to another "
+                       "folder") from None  # fmt: skip
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def offloaded_weights(model):
+    """{name: tensor} on the CPU of a model that Accelerate's hooks have offloaded to the CPU or a disk. Accelerate's
+    own function leaves out the outermost module's parameters."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
+    hook = getattr(model, "_hf_hook", None)
+    kept = next((one.weights_map for one in getattr(hook, "hooks", [hook]) if getattr(one, "weights_map", None)), {})
+    own = {name: kept[name] if tensor.is_meta else tensor for name, tensor in own.items()}
+    return get_state_dict_offloaded_model(model) | own
 
 
 def alone(tensor):

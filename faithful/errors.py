@@ -13,6 +13,12 @@ class Diverged(Refused):
     exit_code = 1
 
 
+class NotSaved(Refused, OSError):
+    """A file could not be written. A script may catch it as the OSError that Accelerate would raise."""
+
+    exit_code = 1
+
+
 class Alone(Refused):
     """Another process of this run is missing. Unlike other errors, every process prints this one."""
 

@@ -252,7 +252,7 @@ def others_come(store, call, what, needed):
         if waited > longest:
             here["impatient"].add(kind)
             return False
-        if waited > COMES and not said:
+        if needed and waited > COMES and not said:
             late = ", ".join(str(rank) for rank, where in at.items() if where != call)
             print(f"waiting for rank {late} to call {kind}", flush=True)
             said = True

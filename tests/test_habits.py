@@ -164,6 +164,15 @@ def test_what_would_train_a_model_in_each_process_is_refused(tmp_path, config, h
     assert log.count("refused: ") == 1 and line in log and "Traceback" not in log
 
 
+def test_uneven_batches_in_an_evaluation(tmp_path):
+    """They are refused only where they train."""
+    habit = ("accelerator.save_model", "with torch.no_grad(), accelerator.join_uneven_inputs([model], even_batches=False):\n"
+             "    seen = sum(len(model(x)) for x in loader)\nwith accelerator.join_uneven_inputs([model], even_batches=False):\n"
+             "    accelerator.print('seen', seen, 'without a step')\naccelerator.save_model")  # fmt: skip
+    train("ddp_fp32", tmp_path / "run", **written(tmp_path, *FLOATS, habit))
+    assert "seen 32 without a step" in (tmp_path / "run.log").read_text()
+
+
 def test_in_one_process_the_same_habits_run(tmp_path, alone):
     """Accelerate's LocalSGD does nothing there; with even batches nobody waits for anybody."""
     local = train("single_fp32", tmp_path / "local", **written(tmp_path, *LOCAL))

@@ -295,3 +295,110 @@ def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):
     run(tmp_path, ONCE.replace('"a": 1', '"eval_loss": float("nan")'))
     made = record(tmp_path / "run")
     assert math.isnan(judge.logged(made)["eval_loss"])
+
+
+# ---- save_model ----
+
+SAVE = """
+from safetensors.torch import load_file
+import os
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Sequential(linear(), linear())
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+step(model, optimizer)
+weights = accelerator.get_state_dict(model)
+
+def same(folder, ours=weights):
+    found = {name: tensor for file in sorted(Path(folder).glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+    return found.keys() == ours.keys() and all(found[name].equal(ours[name]) for name in found)
+
+"""  # fmt: skip
+
+
+def test_save_model_to_any_folder(tmp_path):
+    """The working directory, its root, one with other files, in another number of files than before."""
+    run(tmp_path, f"""{SAVE}
+here = folder / "here"
+here.mkdir(parents=True)
+os.chdir(here)
+Path("mine.txt").write_text("x")
+Path("model-card.safetensors").write_text("x")
+accelerator.save_model(model, ".", max_shard_size="1KB")
+assert len(list(here.glob("model-0*"))) > 1
+Path("model-card.safetensors").unlink()
+assert same(here) and Path("model.safetensors.index.json").exists()
+accelerator.save_model(model, "")
+assert same(here) and sorted(os.listdir()) == ["mine.txt", "model.safetensors"]
+accelerator.save_model(model, here, max_shard_size="1KB")
+assert same(here) and not Path("model.safetensors").exists()
+accelerator.save_model(model, here, safe_serialization=False)
+assert same(here) and Path("pytorch_model.bin").exists() and Path("model.safetensors.index.json").exists()
+accelerator.save_model(model, folder / "new" / "deep")
+os.symlink(folder / "new", folder / "link")
+accelerator.save_model(model, str(folder / "link"))
+assert same(folder / "new/deep") and same(folder / "new")
+""")  # fmt: skip
+
+
+def test_save_model_of_offloaded_weights(tmp_path):
+    """Accelerate's own leaves out the parameters of the outermost module."""
+    text = run(tmp_path, f"""{SAVE}
+from accelerate import cpu_offload, disk_offload
+
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = torch.nn.Parameter(torch.ones(3)), linear()
+        self.register_buffer("kept", torch.ones(1))
+        self.register_buffer("left", torch.ones(1), persistent=False)
+    def forward(self, x):
+        return self.inner(x)
+
+for offload in (cpu_offload, lambda one: disk_offload(one, folder / "disk")):
+    outer = Outer()
+    whole = {{name: tensor.clone() for name, tensor in outer.state_dict().items()}}
+    offload(outer)
+    assert outer.inner.weight.is_meta
+    accelerator.save_model(outer, folder / "outer")
+    assert same(folder / "outer", whole)
+accelerator.save_model(torch.nn.Linear(2, 2, device="meta"), folder / "w")
+""", code=2)  # fmt: skip
+    assert "refused: save_model: 2 parameters are on the meta device, so they have no values" in text
+    assert "Traceback" not in text and not (tmp_path / "run" / "w").exists()
+
+
+def test_save_model_to_a_file_is_said_and_the_run_goes_on(tmp_path):
+    text = run(tmp_path, f"""{SAVE}
+(folder / "w").write_text("x")
+accelerator.save_model(model, folder / "w")
+accelerator.end_training()
+print("goes on")
+""", code=1)  # fmt: skip
+    assert "w is a file, save_model writes to a folder: nothing was saved" in text and "goes on" in text
+    assert "Traceback" not in text and (tmp_path / "run" / "w").read_text() == "x"
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_save_model_on_a_full_disk_keeps_what_was_there(tmp_path, caught):
+    """A script may catch the error. Otherwise it ends the run in one line."""
+    save = 'accelerator.save_model(model, folder / "w")\n'
+    call = f"try:\n    {save}except OSError as problem:\n    print('caught', problem)\n" if caught else save
+    text = run(tmp_path, f"""{SAVE}
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+accelerator.save_model(model, folder / "w")
+Path(folder / "w/model.safetensors").rename(folder / "w/model-00001-of-00001.safetensors")
+from faithful import checkpoint
+write = checkpoint.save_torch_state_dict
+def limited(*args, **kwargs):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        write(*args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+checkpoint.save_torch_state_dict = limited
+{call}
+""", code=0 if caught else 1)  # fmt: skip
+    assert os.listdir(tmp_path / "run" / "w") == ["model-00001-of-00001.safetensors"] and "Traceback" not in text
+    assert ("caught" if caught else "error:") + f" {tmp_path}/run/w: the weights could not be written (" in text
