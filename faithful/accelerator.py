@@ -44,7 +44,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
-        self.plan = resolve()
+        self.plan, self.made_by = resolve(), os.getpid()
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
         merged["project_config"] = self.project_folder(merged)
@@ -405,6 +405,8 @@ class Accelerator(accelerate.Accelerator):
 
     def close(self, error, code):
         """Writes the final record, however the process ends. Returns the exit code."""
+        if self.made_by != os.getpid():  # of the process that has forked this one
+            return code
         record, stopped = self.record, self.record.status == "preempted"
         if self.closed:
             pass
