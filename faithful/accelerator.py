@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
-        self.plan = resolve()
+        self.plan, self.made_by = resolve(), os.getpid()
         merged = arguments.merged(self.plan, arguments.given(args, kwargs))
         folder, recorded = self.project_folder(merged)
         patches.users.add(id(self))
@@ -500,6 +500,8 @@ class Accelerator(accelerate.Accelerator):
 
     def close(self, error, code):
         """Writes the final record, however the process ends. Returns the exit code."""
+        if self.made_by != os.getpid():  # of the process that has forked this one
+            return code
         launcher.tell("ended")
         record, stopped = self.record, self.record.status == "preempted"
         if self.closed:

@@ -33,7 +33,7 @@ kept = set()  # signals whose handler is the script's own
 
 
 class Unseen(SystemExit):
-    """Stands for a SystemExit that the script raised without sys.exit(). Python does not show it to exit handlers."""
+    """Stands for an end that exit handlers cannot see: by SystemExit, raised without sys.exit(), or in a thread."""
 
 
 def told_to_stop():
@@ -61,7 +61,6 @@ def guard(accelerators):
 
     def undo():
         """Makes a forked child a process of its own: it neither closes the record nor waits for a checkpoint."""
-        accelerators.current = None
         sys.excepthook = hook
         for where, name, original in exits:
             setattr(where, name, original)

@@ -237,8 +237,8 @@ def test_training_in_a_thread(end, last, left):
      ("raise SystemExit(4)", 4, ("failed", "the script exited with 4"))],
 )  # fmt: skip
 def test_a_child_of_multiprocessing_closes_its_record(end, last, code, left):
-    """It ends with os._exit, without Python's exit handlers."""
-    text = TRAIN.replace('accelerator = Accelerator(project_dir="run")\n', "") + (
+    """It ends with os._exit, without Python's exit handlers. The record of its parent is not its own."""
+    text = TRAIN.replace('"run"', '"parent"') + (
         f"def body():\n    train(Accelerator(project_dir='run'))\n    {last}\n"
         "import multiprocessing\nchild = multiprocessing.get_context('fork').Process(target=body)\n"
         "child.start()\nchild.join()\nsys.exit(child.exitcode)"
