@@ -38,7 +38,7 @@ from faithful.evidence import Layers, notes
 from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer
-from faithful.plan import describe, resolve
+from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies import plain
@@ -55,8 +55,9 @@ class Accelerator(accelerate.Accelerator):
     # ---- the launch ----
 
     def __init__(self, *args, **kwargs):
-        self.plan = resolve()
-        merged = arguments.merged(self.plan, arguments.given(args, kwargs))
+        script = arguments.given(args, kwargs)
+        self.plan = arguments.resolved(script, Accelerator.current)
+        merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
         super().__init__(**merged)
         # Accelerate searches sys.path for this package twice in every optimizer step: cache the answer.
@@ -73,6 +74,8 @@ class Accelerator(accelerate.Accelerator):
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
+        for line in arguments.notes(self.plan, script):
+            self.note(line)
 
     @property
     def strategy(self):

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from faithful import backends, launcher, machine, strategies
-from faithful.config import TAILS, asked, exported, seconds_of_patience
+from faithful.config import TAILS, asked, exported, of_script, seconds_of_patience
 from faithful.errors import Refused
 from faithful.rules import file_problems, problems
 
@@ -46,9 +46,10 @@ LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "
 
 
 @functools.cache
-def resolve():
-    """The Plan of this process. Raises Refused with every reason at once."""
-    wanted, here = asked(os.environ), machine.of_torch()
+def resolve(precision=None):
+    """The Plan of this process. precision: the script's, where no launcher says one. Raises Refused with every reason
+    at once."""
+    wanted, here = asked(os.environ | of_script(precision)), machine.of_torch()
     _, file = launch_line()
     lines = []
     if file is not None:
@@ -74,21 +75,28 @@ def resolve():
     if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if plan.num_processes > 1:  # FSDP2 and DeepSpeed make process groups with the default timeouts
-        from torch.distributed import distributed_c10d
-
-        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
-        launcher.meet(patience())
+        meet()
     if rehearsal and plan.strategy != "single":
-        rehearse(plan)
+        rehearse(plan.strategy)
     return plan
+
+
+@functools.cache
+def meet():
+    """Waits once for all processes of this run."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
+    launcher.meet(patience())
 
 
 def patience():
     return timedelta(seconds=seconds_of_patience())
 
 
-def rehearse(plan):
-    """Makes Accelerate run `plan.strategy` on the CPU, with gloo.
+@functools.cache
+def rehearse(strategy):
+    """Makes Accelerate run `strategy` on the CPU, with gloo.
 
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
     0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.
@@ -96,11 +104,12 @@ def rehearse(plan):
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    kind = DistributedType[strategies.of(plan).REHEARSED_AS]
+    functions = strategies.named(strategy)
+    kind = DistributedType[functions.REHEARSED_AS]
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate would run every strategy as plain DDP
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", kind)
-    if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
+    if prepare := getattr(functions, "before_rehearsal", None):
         prepare()
 
 
