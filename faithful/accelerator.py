@@ -38,7 +38,7 @@ from faithful.evidence import Layers, notes
 from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer
-from faithful.plan import describe, resolve
+from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies import plain
@@ -59,8 +59,9 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
-        self.plan, self.made_by = resolve(), os.getpid()
-        merged = arguments.merged(self.plan, arguments.given(args, kwargs))
+        script, self.made_by = arguments.given(args, kwargs), os.getpid()
+        self.plan = arguments.resolved(script, Accelerator.current)
+        merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
         patches.users.add(id(self))
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
@@ -78,6 +79,8 @@ class Accelerator(accelerate.Accelerator):
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
+        for line in arguments.notes(self.plan, script):
+            self.note(line)
 
     @property
     def strategy(self):

@@ -4,6 +4,7 @@ If the two contradict each other, the run is refused with a message that names b
 """
 
 import inspect
+import sys
 from pathlib import Path
 
 from accelerate.accelerator import Accelerator as Original
@@ -18,10 +19,11 @@ from accelerate.utils import (
 
 from faithful import backends, config, strategies
 from faithful.errors import Refused
-from faithful.plan import patience
+from faithful.plan import patience, resolve
 from faithful.record import default_folder
 
 FP8_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
+PRECISION_OPTIONS = ("precision", "fp16", "bf16", "fp32", "amp")
 OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
                  "parallelism_config", "dynamo_backend", "dynamo_plugin")  # fmt: skip
 
@@ -34,9 +36,42 @@ def given(args, kwargs):
     return {name: value for name, value in named.items() if value is not defaults.get(name, inspect.Parameter.empty)}
 
 
+def precision(script):
+    """What the script says of the precision where no config and no launcher does, or None."""
+    asked = script.get("mixed_precision")
+    return None if asked is None or config.says_precision() else str(asked)
+
+
+def resolved(script, before):
+    """The Plan of this process. before: the Accelerator that this script has created before, or None."""
+    return before.plan if before and AcceleratorState._shared_state else resolve(precision(script))
+
+
+def notes(plan, script):
+    """Yields a note where the script passes Accelerate's default against the config, and nobody has typed it."""
+    if is_default(plan, script):
+        yield f"the script passes mixed_precision='no', Accelerate's default: the config's {plan.precision} applies"
+
+
+def is_default(plan, script):
+    return str(script.get("mixed_precision")) == "no" and config.says_precision() and plan.precision != "fp32" \
+        and not typed(sys.argv[1:])  # fmt: skip
+
+
+def typed(words):
+    """Whether a command line has an option for the precision, which argparse lets one shorten."""
+    for word in words:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if word.startswith("-") and (
+            name in PRECISION_OPTIONS or (name[:3] == "mix" and "mixed_precision".startswith(name))
+        ):
+            return True
+    return False
+
+
 def merged(plan, script):
     """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
-    script = dict(script)
+    given_by_script, script = script, dict(script)
     found = list(contradictions(plan, script))
     if found and not config.config_wins():
         raise Refused("\n".join(f"{both}: {cure}, or launch with --config_wins" for _, both, cure in found))
@@ -56,6 +91,8 @@ def merged(plan, script):
     for name in ("mixed_precision", "cpu", *OF_THE_CONFIG):
         script.pop(name, None)
     arguments = strategies.of(plan).arguments(plan, scaling) | backends.of(plan).arguments(plan)
+    if said := precision(given_by_script):
+        arguments = {"mixed_precision": said} | arguments
     handlers += arguments.pop("kwargs_handlers", [])
     if AcceleratorState._shared_state:  # a second Accelerator shares the state of the first
         for name in OF_THE_CONFIG:
@@ -89,10 +126,12 @@ def project(plan, merged, before):
 
 def contradictions(plan, script):
     """Yields (argument, what script and config say, what to do) for each argument that contradicts the config."""
-    precision = {"fp32": "no"}.get(plan.precision, plan.precision)
+    planned = {"fp32": "no"}.get(plan.precision, plan.precision)
     asked = script.get("mixed_precision")
-    if asked is not None and str(asked) != precision:
-        both = f"the script passes mixed_precision={str(asked)!r}, the config says {plan.precision}"
+    if asked is not None and str(asked) != planned and not is_default(plan, script):
+        first = AcceleratorState._shared_state and not config.says_precision()
+        who = "first Accelerator" if first else "config"
+        both = f"the script passes mixed_precision={str(asked)!r}, the {who} says {plan.precision}"
         yield "mixed_precision", both, "leave it out"
     if script.get("cpu") and not plan.rehearsal:
         yield "cpu", "the script passes cpu=True, the config asks for an accelerator", "leave it out"
@@ -116,6 +155,8 @@ def contradictions(plan, script):
 
 def as_planned(plan, plugin):
     """Whether a plugin agrees with the config. transformers' TrainingArguments make plugins from the environment."""
+    if isinstance(plugin, str):  # dynamo_backend
+        return plan.compile or plugin.lower() == "no"
     if isinstance(plugin, TorchDynamoPlugin):
         return plan.compile or plugin.backend == DynamoBackend.NO
     return plan.strategy == f"zero{getattr(plugin, 'zero_stage', None)}"

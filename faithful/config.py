@@ -201,6 +201,19 @@ def tell_folder():
     return os.environ.get("FAITHFUL_TELL_FOLDER")
 
 
+def says_precision():
+    """Whether a launcher says the precision. `accelerate launch` always does, torchrun and plain python do not."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def of_script(precision):
+    """The launcher's variables for a precision that the script says. FP8 is then torchao's, with a gather in FP8 only
+    where there is one."""
+    gathers = str(on(os.environ.get("ACCELERATE_USE_FSDP")))
+    fp8 = {"ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": gathers} if precision == "fp8" else {}
+    return {} if precision is None else {"ACCELERATE_MIXED_PRECISION": precision} | fp8
+
+
 def config_wins():
     """Whether script arguments that contradict the config are dropped with a note, instead of refused."""
     return "FAITHFUL_CONFIG_WINS" in os.environ

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from faithful import backends, launcher, machine, patches, strategies
-from faithful.config import TAILS, asked, exported, seconds_of_patience
+from faithful.config import TAILS, asked, exported, of_script, seconds_of_patience
 from faithful.errors import Refused
 from faithful.rules import file_problems, problems
 
@@ -45,16 +45,18 @@ class Plan:
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
 
 
-def resolve():
-    """The Plan of this process. Raises Refused with every reason at once."""
-    return resolved(os.getpid())  # a script may fork the processes that train, as debug_launcher does
+def resolve(precision=None):
+    """The Plan of this process. precision: the script's, where no launcher says one. Raises Refused with every reason
+    at once."""
+    return resolved(precision, os.getpid())  # a script may fork the processes that train, as debug_launcher does
 
 
 @functools.cache
-def resolved(process):
+def resolved(precision, process):
     debugged = in_debug_launcher()
     launcher.take_part()
-    wanted, here = asked(os.environ), machine.without_accelerator() if debugged else machine.of_torch()
+    here = machine.without_accelerator() if debugged else machine.of_torch()
+    wanted = asked(os.environ | of_script(precision))
     _, file = (None, None) if debugged else launch_line()
     lines = []
     if file is not None:
@@ -80,11 +82,9 @@ def resolved(process):
     if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
     if plan.num_processes > 1:
-        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-            patches.replace(f"torch.distributed.distributed_c10d:{name}", patience())
-        launcher.meet(patience())
+        meet(os.getpid())
     if rehearsal and plan.strategy != "single":
-        rehearse(plan)
+        rehearse(plan.strategy)
     return plan
 
 
@@ -102,23 +102,33 @@ def in_debug_launcher():
     return True
 
 
+@functools.cache
+def meet(process):
+    """Waits once for all processes of this run."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        patches.replace(f"torch.distributed.distributed_c10d:{name}", patience())
+    launcher.meet(patience())
+
+
 def patience():
     return timedelta(seconds=seconds_of_patience())
 
 
-def rehearse(plan):
-    """Makes Accelerate run `plan.strategy` on the CPU, with gloo.
+@functools.cache
+def rehearse(strategy):
+    """Makes Accelerate run `strategy` on the CPU, with gloo.
 
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
     0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.
     """
     from accelerate.utils import DistributedType
 
-    kind = DistributedType[strategies.of(plan).REHEARSED_AS]
+    functions = strategies.named(strategy)
+    kind = DistributedType[functions.REHEARSED_AS]
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
-    if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
+    if prepare := getattr(functions, "before_rehearsal", None):
         prepare()
 
 

@@ -226,12 +226,12 @@ def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):
     (tmp_path / "no.py").write_text((CLIENTS / "gan.py").read_text().replace(
-        "Accelerator()", "Accelerator(mixed_precision='no', split_batches=False)"))  # fmt: skip
+        "Accelerator()", "Accelerator(mixed_precision='fp16', split_batches=False)"))  # fmt: skip
     log = run("gan", "single_bf16", tmp_path, code=2, script=tmp_path / "no.py")
-    assert "refused: the script passes mixed_precision='no', the config says bf16" in log
+    assert "refused: the script passes mixed_precision='fp16', the config says bf16" in log
     assert "launch with --config_wins" in log and "Traceback" not in log
     log = run("gan", "single_bf16", tmp_path, wins=True, script=tmp_path / "no.py")
-    assert "note: the script passes mixed_precision='no', the config says bf16: the config wins" in log
+    assert "note: the script passes mixed_precision='fp16', the config says bf16: the config wins" in log
     assert of(tmp_path)["evidence"]["dtypes"]["linear_output"] == "bfloat16"
 
 

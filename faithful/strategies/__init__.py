@@ -19,4 +19,8 @@ TABLE = {
 
 def of(plan):
     """The functions of the plan's strategy, as attributes."""
-    return functions("strategies", TABLE[plan.strategy])
+    return named(plan.strategy)
+
+
+def named(strategy):
+    return functions("strategies", TABLE[strategy])
