@@ -140,14 +140,14 @@ class Record:
     def log(self, values, step, taken, device):
         """Appends a line to metrics.jsonl. Values that JSON does not have are left out, with a note.
         step: the script's, or None. taken: optimizer steps."""
-        if not self.main:
-            return
         left = []
         row = as_json(values, left) if isinstance(values, Mapping) else as_json({"values": values}, left)
+        self.final = row
+        if not self.main:
+            return
         if left:
             self.note("left out", f"metrics.jsonl leaves out {', '.join(left)}: JSON has no such values, or they are "
                                   "large. Trackers get them as they are")  # fmt: skip
-        self.final = row
         steps = row.get("step"), as_json(step, left), taken
         at = next(one for one in steps if isinstance(one, int | float))
         line = json.dumps({"step": at} | row | {"step": at})

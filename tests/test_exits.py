@@ -159,7 +159,7 @@ def test_a_program_that_makes_no_accelerator_ends_as_without_faithful(end):
 
 
 def test_a_refusal_is_one_line_and_cleans_up(end, tmp_path):
-    text = TRAIN.replace('"run"', '"run", mixed_precision="fp16"')
+    text = TRAIN.replace('"run"', '"run", dynamo_backend="inductor"')
     code, said, left = end(text)
     assert code == 2 and said.startswith("refused: ") and said.count("\n") == 1 and left is None
     assert not list(tmp_path.glob("temporary*"))

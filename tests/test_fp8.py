@@ -305,8 +305,8 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     before, planned = copy.deepcopy(model), resolved(name)
     optimizer = torch.optim.AdamW(model.parameters())
     backends.of(planned).convert(None, planned, model, optimizer)
-    prepared = SimpleNamespace(optimizer=optimizer)  # as Accelerate's
-    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True), planned, model, prepared)
+    prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
+    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, known=set), planned, model, prepared)
     assert converted(planned, model)[0] >= 2
 
     def computed(some):

@@ -267,6 +267,9 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             kwargs |= {"cpu": True, "mixed_precision": "no" if precision == "fp32" else "bf16"}
             super().__init__(**kwargs | {"log_with": None, "project_config": ProjectConfiguration(folder)})
 
+        def known(self):
+            return set()  # the ids of the parameters of other prepared models
+
         def prepare(self, *args, **kwargs):
             models = [one for one in args if isinstance(one, nn.Module)]
             optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
