@@ -186,18 +186,18 @@ def fsdp_levels(made):
 
 
 def clients(made):
-    """One line per config, one column per script."""
-    rows, names = {}, list(dict.fromkeys(row["client"] for row in made["rows"]))
+    """One line per script, one column per config."""
+    rows, configs = {}, list(dict.fromkeys(row["config"] for row in made["rows"]))
     for row in made["rows"]:
         cell = row["outcome"]
         if cell == "ran":
             cell = f"{row['processes']}{' sharded' * row['sharded']}, {row['linear_converted']}/{row['linear_total']}, "
             cell += f"{row['bytes_per_parameter']:.1f}"
-        rows.setdefault(row["config"], {})[row["client"]] = cell
-    table = [[f"`{config}`", *(cells.get(name, "-") for name in names)] for config, cells in rows.items()]
+        rows.setdefault(row["client"], {})[row["config"]] = cell
+    table = [[f"`{client}`", *(cells.get(config, "-") for config in configs)] for client, cells in rows.items()]
     refused = [f"- `{row['client']}`, `{row['config']}`: {row['why']}" for row in made["rows"] if "why" in row]
     text = f"{came_from(made)}. A cell: processes, Linear layers in FP8, bytes per parameter:\n\n"
-    text += report.table(["config", *names], table)
+    text += report.table(["script", *(f"`{config}`" for config in configs)], table)
     return text + ("\n\n" + "\n".join(refused) if refused else "")
 
 

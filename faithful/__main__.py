@@ -52,9 +52,11 @@ def take_its_place():
 
 
 if __name__ == "__main__":
-    from faithful.accelerator import Accelerator  # the import installs the hooks that print errors as one line
+    from faithful.accelerator import Accelerator
 
+    process.guard(Accelerator)
     try:
         main(sys.argv[1:])
     except SystemExit as left:
-        process.leave(left, Accelerator.current)
+        process.left = left
+        raise

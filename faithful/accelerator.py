@@ -6,7 +6,6 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 
 import contextlib
 import functools
-import logging
 import os
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from faithful import (
     foreign,
     launcher,
     loaders,
+    patches,
     process,
     state,
     strategies,
@@ -43,10 +43,13 @@ from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies import plain
 from faithful.tensors import named, nudge, parameters_of
+from faithful.whole_weights import saved_whole
 from faithful.wire import Wire
 
-# torchao registers enums in a way that makes torch warn in every process. The warning is harmless.
-logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
+
+@functools.cache
+def is_lomo_available():
+    return accelerate.utils.is_lomo_available()
 
 
 class Accelerator(accelerate.Accelerator):
@@ -55,13 +58,15 @@ class Accelerator(accelerate.Accelerator):
     # ---- the launch ----
 
     def __init__(self, *args, **kwargs):
+        process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
         script = arguments.given(args, kwargs)
         self.plan = arguments.resolved(script, Accelerator.current)
         merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
+        patches.users.add(id(self))
+        patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         super().__init__(**merged)
-        # Accelerate searches sys.path for this package twice in every optimizer step: cache the answer.
-        accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
+        patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         self.backend.started(self, self.plan)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
@@ -84,6 +89,10 @@ class Accelerator(accelerate.Accelerator):
     @property
     def backend(self):
         return backends.of(self.plan)
+
+    def __getstate__(self):
+        """What is pickled and copied: not the Accelerators that this process made earlier."""
+        return self.__dict__ | {"before": None}
 
     def project_folder(self, merged):
         """Returns (project folder, folder of the record)."""
@@ -109,6 +118,7 @@ class Accelerator(accelerate.Accelerator):
         for at, one in enumerate(prepared):
             if isinstance(one, nn.Module) and not any(other.is_of(one) for other in self.models):
                 self.models.append(PreparedModel(one, *converted.get(at, ())))
+                saved_whole(self, one)
                 if at in converted and self.num_processes > 1:
                     one.register_forward_pre_hook(launcher.passes, prepend=True)
         for optimizer in self._optimizers:
@@ -264,7 +274,9 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_value_(self, parameters, clip_value):
         clipping.check_value(self)
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
@@ -298,7 +310,7 @@ class Accelerator(accelerate.Accelerator):
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
-            process.finish_steps_first()
+            process.finish_steps_first(self)
 
     def samples_per_step(self):
         if self.record.seen["samples_per_step"] is None and self.first_batch:
@@ -485,7 +497,9 @@ class Accelerator(accelerate.Accelerator):
             self.record.release()
             if together:
                 self.wait_for_everyone()  # no process may exit while another still receives from it
+        process.handle_signals_as_before()  # there is no step any more to stop after
         super().end_training()
+        patches.release(id(self))
 
     def close(self, error, code):
         """Writes the final record, however the process ends. Returns the exit code."""
@@ -510,9 +524,6 @@ class Accelerator(accelerate.Accelerator):
         if stopped:
             code = 130 if process.interrupted else 143
         return (self.before.close(error, code) or code) if self.before else code
-
-
-process.guard(lambda: Accelerator.current)  # at import, so that errors before the first Accelerator() are caught too
 
 
 def owns(optimizer, model):

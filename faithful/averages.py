@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from faithful import launcher
+from faithful import launcher, patches
 from faithful.errors import Refused
 
 METHODS = {  # (module, class): those of its methods that compute with the model's weights
@@ -31,7 +31,8 @@ def of_shards():
         kind = getattr(sys.modules.get(module), name, None)
         for method in methods if kind else ():
             if not hasattr(getattr(kind, method), "of_shards"):
-                setattr(kind, method, on_all_processes(getattr(kind, method), f"{name}.{method}"))
+                ours = on_all_processes(getattr(kind, method), f"{name}.{method}")
+                patches.replace("methods of averages of weights", ours, kind, method)
 
 
 def on_all_processes(method, name):
@@ -43,8 +44,7 @@ def on_all_processes(method, name):
         if call.come is None:
             call.come = launcher.all_come(name, needed=True)
         if not call.come:
-            raise Refused(f"the main process alone calls {name}, but each process holds a part of the weights: call it "
-                          "on all of them, or use a ddp config")  # fmt: skip
+            raise alone(name)
         with WholeTensors():
             return method(*args, **kwargs)
 
@@ -52,8 +52,18 @@ def on_all_processes(method, name):
     return call
 
 
+def alone(name):
+    return Refused(f"the main process alone calls {name}, but each process holds a part of the weights: call it on all "
+                   "of them, or use a ddp config")  # fmt: skip
+
+
 class WholeTensors(TorchFunctionMode):
-    """Gives a function that gets whole tensors and shards together only tensors of one kind."""
+    """Gives a function that gets whole tensors and shards together only tensors of one kind. name: what the script
+    calls, if it is not known yet whether all processes call it."""
+
+    def __init__(self, name=None):
+        super().__init__()
+        self.name = name
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -61,6 +71,9 @@ class WholeTensors(TorchFunctionMode):
         shards = [isinstance(leaf, DTensor) for leaf in leaves]
         if not any(shards) or (all(shards) and function.__name__ != "_foreach_copy_"):  # torch has none for shards
             return function(*args, **kwargs)
+        name, self.name = self.name, None
+        if name and not launcher.all_come(name):
+            raise alone(name)
         if function.__name__.endswith("_"):  # in place
             function(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
             return args[0]

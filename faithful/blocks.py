@@ -12,13 +12,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def name_blocks(model):
     """Sets `model._no_split_modules` to the names of its block classes: those that the model lists there itself, or its
-    repeated layers if it lists none."""
+    repeated layers if it lists none. `block_names` reads them: sentence-transformers has a property of this name."""
     classes = {type(module).__name__ for module in model.modules()}
     named = [name for name in getattr(model, "_no_split_modules", None) or () if name in classes]
     # Accelerate shards the embedding separately: a block that contains it (BertEmbeddings) would be sharded twice.
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     holders = {type(m).__name__ for m in model.modules() if embedding is not None and embedding in m.modules()}
-    model._no_split_modules = [name for name in named if name not in holders] or repeated(model)
+    vars(model)["_no_split_modules"] = [name for name in named if name not in holders] or repeated(model)
+
+
+def block_names(model):
+    """What `name_blocks` has set, or None."""
+    return vars(model).get("_no_split_modules")
 
 
 def repeated(model):
@@ -42,7 +47,7 @@ def compile_blocks(model, eager_in_eval):
     """Compiles each block as dynamo_config says; blocks of one class share the compiled code. Compiling in place keeps
     the modules that DDP, FSDP2 and checkpointing look for. eager_in_eval: blocks in eval() run uncompiled."""
     name_blocks(model)
-    options, names = TorchDynamoPlugin().to_kwargs(), model._no_split_modules
+    options, names = TorchDynamoPlugin().to_kwargs(), block_names(model)
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise Refused("asked for compiled blocks, but the model names none and repeats none: set _no_split_modules to "

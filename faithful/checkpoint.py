@@ -73,7 +73,8 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
     """
     main, folder, alone = accelerator.is_main_process, folder.resolve(), state["alone"]
     existed = folder.exists()
-    [existed] = [existed] if alone else broadcast_object_list([existed])
+    if not alone:  # a script may give each process a temporary folder of its own: the main process's is used
+        folder, existed = broadcast_object_list([folder, existed])
     temporary = folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
     error, written = None, {}
     if main:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+from faithful import patches
 from faithful.errors import Refused
 
 
@@ -114,7 +115,9 @@ def instead_of_torch(accelerator, current):
                            (torch.nn.utils.clip_grads_with_norm_, with_norm)):  # fmt: skip
         [inside] = function.__closure__
         if not isinstance(inside.cell_contents, functools.partial):
-            inside.cell_contents = functools.partial(ours, current, inside.cell_contents)
+            ours = functools.partial(ours, current, inside.cell_contents)
+            row = "clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_ of torch.nn.utils"
+            patches.replace(row, ours, inside, "cell_contents")
 
 
 def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):

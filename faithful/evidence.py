@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 
 from faithful import backends, strategies
 from faithful.backends.linear import kind, linear_names
+from faithful.blocks import block_names
 from faithful.errors import Refused
 from faithful.tensors import elements, fingerprint, parameters_of, size
 
@@ -187,7 +188,7 @@ class Evidence:
         share = self.record.get("share_per_process", {}).get("optimizer", 1)
         how = f", {share:.0%} of the optimizer state each" if plan.strategy.startswith("zero") else ", sharded"
         if plan.strategy in ("fsdp", "hsdp"):
-            how += f" by {', '.join(self.model._no_split_modules)}" if self.model._no_split_modules else " as one piece"
+            how += f" by {', '.join(names)}" if (names := block_names(self.model)) else " as one piece"
         parts = [where + (how if self.sharded else "")]
         parts += [self.backend.name(plan)] if plan.precision != "fp8" else self.fp8_truth()
         parts[-1] += ", compiled" if plan.compile else ""

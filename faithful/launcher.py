@@ -12,12 +12,15 @@ import ctypes
 import fcntl
 import functools
 import itertools
+import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -33,7 +36,6 @@ MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the
 
 def end_with_the_launcher():
     """Makes this process end when its launcher dies. Call it before anything waits for other processes."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parents = psutil.Process().parents()
     above = [parent for parent in parents if is_launcher(parent)]
     if above:
@@ -78,11 +80,23 @@ def end_with_the_parent(number):
 def loader_process(own, worker_id):
     """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
     but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_the_parent(signal.SIGKILL)
+    if sys.platform == "linux":  # elsewhere it would not end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_the_parent(signal.SIGKILL)
     if own is not None:
         own(worker_id)
+
+
+def end_loader_processes():
+    """Kills the daemonic children that ignore SIGTERM. At exit multiprocessing sends them SIGTERM and waits for their
+    end, which would take forever."""
+    for child in multiprocessing.active_children() if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text()).group(1)
+            if child.daemon and int(ignored, 16) & 1 << signal.SIGTERM - 1:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a killed worker
+                child.kill()
 
 
 def watch(launcher):
@@ -115,6 +129,20 @@ def claim(folder):
     raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
 
 
+def take_part():
+    """Sets the variables that torchrun sets, if the script has made the process group without them. Accelerate's
+    debug_launcher does this. It also asks for the CPU, which would be refused, and is all there is in a rehearsal."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or "LOCAL_RANK" in os.environ:
+        return
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    if not torch.accelerator.is_available():
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+
+
 def meet(patience):
     """Waits at most `patience` (a timedelta) for all processes of this run. Raises Alone if one is missing.
 
@@ -122,6 +150,12 @@ def meet(patience):
     """
     import torch.distributed as dist
 
+    if dist.is_initialized():  # by the script
+        return
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise Refused(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} are not set: start the "
+                      "processes with accelerate launch or torchrun, or set them")  # fmt: skip
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     end = time.monotonic() + patience.total_seconds()

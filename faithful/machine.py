@@ -29,6 +29,10 @@ def cuda_of_torch():
     return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
 
 
+def without_accelerator():
+    return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
+
+
 def of_driver():
     """A mapping of this machine's GPUs, from nvidia-smi: importing torch would take seconds."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
@@ -40,7 +44,7 @@ def of_driver():
     if visible is not None:
         rows = rows[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
     if not rows:
-        return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
+        return without_accelerator()
     name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
     capability = tuple(map(int, capability.split(".")))
     here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
@@ -52,7 +56,7 @@ def of_torch():
     import torch
 
     if not torch.accelerator.is_available():
-        return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
+        return without_accelerator()
     device = torch.accelerator.current_accelerator().type
     cuda = device == "cuda"
     return {

@@ -10,8 +10,8 @@ class Optimizer(AcceleratedOptimizer):
     accelerator = None  # set by Accelerator.prepare_optimizer
 
     def __getstate__(self):
-        """A pickled optimizer is a copy that no Accelerator knows, and its steps are Accelerate's."""
-        return {key: value for key, value in self.__dict__.items() if key != "accelerator"}
+        """A copy, or what a pickle becomes, is of no Accelerator's run: it steps as Accelerate's does."""
+        return {name: value for name, value in super().__getstate__().items() if name != "accelerator"}
 
     def step(self, closure=None):
         if self.accelerator is None or not self.gradient_state.sync_gradients:

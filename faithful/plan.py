@@ -11,7 +11,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from faithful import backends, launcher, machine, strategies
+from faithful import backends, launcher, machine, patches, strategies
 from faithful.config import TAILS, asked, exported, of_script, seconds_of_patience
 from faithful.errors import Refused
 from faithful.rules import file_problems, problems
@@ -45,12 +45,19 @@ class Plan:
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
 
 
-@functools.cache
 def resolve(precision=None):
     """The Plan of this process. precision: the script's, where no launcher says one. Raises Refused with every reason
     at once."""
-    wanted, here = asked(os.environ | of_script(precision)), machine.of_torch()
-    _, file = launch_line()
+    return resolved(precision, os.getpid())  # a script may fork the processes that train, as debug_launcher does
+
+
+@functools.cache
+def resolved(precision, process):
+    debugged = in_debug_launcher()
+    launcher.take_part()
+    wanted = asked(os.environ | of_script(precision))
+    here = machine.without_accelerator() if debugged else machine.of_torch()
+    _, file = (None, None) if debugged else launch_line()
     lines = []
     if file is not None:
         lines, config = file_problems(file)
@@ -73,43 +80,53 @@ def resolve(precision=None):
         **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
     )
     if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if plan.num_processes > 1:  # FSDP2 and DeepSpeed make process groups with the default timeouts
-        meet()
+        patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
+    if plan.num_processes > 1:
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            patches.replace(f"torch.distributed.distributed_c10d:{name}", patience())
+        meet(process)
     if rehearsal and plan.strategy != "single":
-        rehearse(plan.strategy)
+        rehearse(plan)
     return plan
 
 
 @functools.cache
-def meet():
-    """Waits once for all processes of this run."""
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = patience()
+def meet(process):
+    """Waits for all processes of this run, once."""
     launcher.meet(patience())
+
+
+def in_debug_launcher():
+    """Whether Accelerate's debug_launcher forked this process, to run the script on CPUs. It makes the process group,
+    and leaves out what other launchers export. Its own precision is no choice of the user's."""
+    if "ACCELERATE_DEBUG_RDV_FILE" not in os.environ:
+        return False
+    from torch import distributed
+
+    rank = str(distributed.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    return True
 
 
 def patience():
     return timedelta(seconds=seconds_of_patience())
 
 
-@functools.cache
-def rehearse(strategy):
-    """Makes Accelerate run `strategy` on the CPU, with gloo.
+def rehearse(plan):
+    """Makes Accelerate run `plan.strategy` on the CPU, with gloo.
 
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
     0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.
     """
-    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    functions = strategies.named(strategy)
-    kind = DistributedType[functions.REHEARSED_AS]
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate would run every strategy as plain DDP
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = lambda self, *_, **__: ("gloo", kind)
-    if prepare := getattr(functions, "before_rehearsal", None):
+    kind = DistributedType[strategies.of(plan).REHEARSED_AS]
+    patches.set_environment("ACCELERATE_USE_CPU", None)
+    patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
+    patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
+    if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
         prepare()
 
 

@@ -1,14 +1,23 @@
 """How a process ends: signals, one-line errors, exit codes.
 
-Exit codes: 0 finished; 1 failed; 2 refused; 130 Ctrl-C; 143 stopped by SIGTERM.
+Exit codes: 0 finished; 1 failed; 2 refused; 130 Ctrl-C; 143 stopped by SIGTERM; or the script's own.
+
+Python's own exit ends a process, so that the exit code is the script's and its exit handlers run. Only after an error
+in a run of several processes os._exit does, because torch may wait for the others, or abort, in a normal exit.
 """
 
 import atexit
+import builtins
+import contextlib
+import dis
+import functools
 import io
+import multiprocessing.util
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 
@@ -17,38 +26,144 @@ from faithful.errors import Refused
 
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted = None  # when Ctrl-C came
-left = None  # what sys.exit() raised, which an atexit handler cannot see otherwise
+left = None  # the SystemExit of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
+guarded = None  # the id of the process that `guard` has prepared
+ended = False  # whether its record is closed
+kept = set()  # signals whose handler is the script's own
+
+
+class Unseen(SystemExit):
+    """Stands for a SystemExit that the script raised without sys.exit(). Python does not show it to exit handlers."""
 
 
 def told_to_stop():
     return stop_asked
 
 
-def guard(current):
-    """Installs the hooks that end a process. Called once, as early as possible. current(): the Accelerator whose record
-    is closed when the process ends, or None."""
+def guard(accelerators):
+    """Installs what ends a process well, once in each process. The first Accelerator() calls it, so that a program
+    which makes none ends as if this package were not imported. accelerators: the class, whose `current` is closed."""
+    global guarded, ended
+    if guarded == os.getpid():
+        return
+    guarded, ended = os.getpid(), False
     launcher.end_with_the_launcher()
-    sys.excepthook = lambda kind, problem, trace: leave(problem, current())
-    sys.exit = leave_with
-    atexit.register(lambda: leave(left, current()))
+    hook = sys.excepthook
+    sys.excepthook = functools.partial(show, accelerators, hook)
+    names = [] if interactive() else [(sys, "exit"), (builtins, "exit"), (builtins, "quit")]
+    exits = [(where, name, getattr(where, name)) for where, name in names if hasattr(where, name)]
+    for where, name, _ in exits:
+        setattr(where, name, leave_with)
+    if multiprocessing.parent_process() is None:
+        atexit.register(end, accelerators, main_frame())
+    else:  # its children end with os._exit, after these
+        multiprocessing.util.Finalize(None, end, (accelerators, None), exitpriority=0)
+
+    def undo():
+        """Makes a forked child a process of its own: it neither closes the record nor waits for a checkpoint."""
+        accelerators.current = None
+        sys.excepthook = hook
+        for where, name, original in exits:
+            setattr(where, name, original)
+        handle_signals_as_before()
+        unblock()
+
+    # A signal that comes before `undo` has run waits for it: Python would lose it in a new child.
+    masks = []
+    unblock = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())  # noqa: E731
+    os.register_at_fork(
+        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])),
+        after_in_parent=unblock,
+        after_in_child=undo,
+    )
+
+
+def interactive():
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect)
+
+
+def main_frame():
+    """The frame of the script, or None outside the main thread. At exit it shows whether the script came to its end."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    frame = sys._getframe()
+    while frame.f_back:
+        frame = frame.f_back
+    return frame
+
+
+def what_ended(script):
+    """The exception that ends this process, or None. script: what `main_frame` has returned."""
+    if multiprocessing.parent_process() is not None:  # an exception passes through its exit handlers
+        return sys.exc_info()[1]
+    if script is None:
+        return Unseen()
+    if dis.opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
+        return None
+    trace = getattr(sys, "last_traceback", None)
+    if trace is not None and trace.tb_frame is script and trace.tb_lasti == script.f_lasti:
+        return sys.last_value  # the script has replaced sys.excepthook
+    return left or Unseen()
+
+
+def end(accelerators, script):
+    """Closes the record at Python's exit."""
+    if os.getpid() != guarded:  # a child that the script has forked
+        return
+    launcher.end_loader_processes()
+    if ended:  # sys.excepthook has closed it
+        return
+    problem = what_ended(script)
+    code = leave(problem, accelerators.current, print_error=None)
+    if code and problem is None:  # checkpoints could not be written, or a script went on after it was told to stop
+        os._exit(code)
+
+
+def show(accelerators, before, kind, problem, trace):
+    """The sys.excepthook. before: the previous one, which prints what has no message of one line."""
+    if interactive():  # the session goes on
+        return before(kind, problem, trace)
+    code = leave(problem, accelerators.current, lambda problem: before(kind, problem, trace))
+    if several_processes():
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        os._exit(code)
+    raise SystemExit(code)  # Python then exits with this code
+
+
+def several_processes():
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def leave_with(status=None):
-    """sys.exit(), which keeps its code for leave()."""
+    """sys.exit(), which keeps its code for the record."""
     global left
-    left = SystemExit(status if isinstance(status, int) else int(status is not None))  # Python prints messages
+    left = SystemExit(status)
     raise SystemExit(status)
 
 
-def finish_steps_first():
+def finish_steps_first(run):
     """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
-    handler of Ctrl-C stays. A sys.exit() before a step did not end the process: the script caught it."""
-    global left
-    left = None
-    if signal.getsignal(signal.SIGTERM) is not ask_to_stop:
-        signal.signal(signal.SIGTERM, ask_to_stop)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    handlers stay."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python allows handlers in the main thread only
+    for number, default, ours in HANDLED:
+        now = signal.getsignal(number)
+        if now is default:
+            signal.signal(number, ours)
+        elif now is not ours and number not in kept:
+            kept.add(number)
+            if callable(now) or number == signal.SIGTERM:  # shells ignore Ctrl-C for programs in the background
+                run.note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
+
+
+def handle_signals_as_before():
+    """Undoes `finish_steps_first`."""
+    for number, default, ours in HANDLED:
+        if signal.getsignal(number) is ours and threading.current_thread() is threading.main_thread():
+            signal.signal(number, default)
 
 
 def ask_to_stop(*_):
@@ -67,15 +182,24 @@ def interrupt(*_):
     stop_asked, interrupted = True, interrupted or now
 
 
-def leave(problem, run):
-    """Prints the error, if any, closes the record and exits with the right code."""
+HANDLED = (
+    (signal.SIGTERM, signal.SIG_DFL, ask_to_stop),
+    (signal.SIGINT, signal.default_int_handler, interrupt),
+)
+
+
+def leave(problem, run, print_error=traceback.print_exception):
+    """Prints a message for `problem`, if any, closes the record and returns the exit code. print_error: prints what has
+    no message of one line."""
+    global ended
     error, code = None, 0
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
-    if isinstance(problem, SystemExit):  # from `python -m faithful`
+    if isinstance(problem, Unseen):
+        if not (run and run.stopping):
+            error, code = "the script ended before accelerator.end_training(), and its exit code is not known here", 1
+    elif isinstance(problem, SystemExit):
         code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
-        if code and not isinstance(problem.code, int):
-            print(problem.code, file=sys.stderr)
         error = f"the script exited with {code}" if code not in (0, 143) else None
     elif not isinstance(problem, Refused) and (words := what_the_strategy_lacks(str(problem), run)):
         return leave(Refused(words), run)
@@ -83,19 +207,20 @@ def leave(problem, run):
         # An error of a loader's worker has a traceback in front.
         error, code = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
         own = getattr(problem, "of_one_process", False)  # whether only this process has it
-        for line in error.splitlines() if own or may_speak() else ():
+        for line in error.splitlines() if print_error and (own or may_speak()) else ():
             print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     elif isinstance(problem, KeyboardInterrupt) or (interrupted and problem is not None):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
+        if print_error and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
         error, code = None if run and run.stopping else "interrupted", 130
         if error and config.rank() == 0:
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
     elif problem is not None:
         error, code = f"{type(problem).__name__}: {problem}", 1
         lost = lost_peer(problem, error)
-        if lost is None:
-            traceback.print_exception(problem)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+        if lost is None and print_error:
+            print_error(problem)
+        elif lost and os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
             print(f"error: {lost}", file=sys.stderr, flush=True)
         error = lost or error
     try:
@@ -103,11 +228,10 @@ def leave(problem, run):
     except Exception:
         traceback.print_exc()
         code = code or 1
+    ended = True
     sys.stdout.flush()
     sys.stderr.flush()
-    # After gloo, torch can abort a normal exit ("terminate called without an active exception").
-    if problem is not None or code or (run and run.closed):
-        os._exit(code)
+    return code
 
 
 def lost_peer(problem, error):
@@ -133,6 +257,7 @@ def what_the_strategy_lacks(error, run):
         return ("the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
                 "(EMA) of its own, which FSDP2 does not allow: use a ddp config")  # fmt: skip
     other = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
+    other += "|unsupported ScalarType"
     if run and run.plan.strategy.startswith("zero") and re.search(other, error):
         return (f"under {run.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
                 f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config")  # fmt: skip

@@ -111,13 +111,10 @@ def as_a_script(main):
 
     try:
         main()
-    except SystemExit as left:
-        process.leave(None, Accelerator.current)
-        os._exit(left.code)
+        code = process.leave(None, Accelerator.current)
     except BaseException as problem:
-        process.leave(problem, Accelerator.current)
-    process.leave(None, Accelerator.current)
-    os._exit(0)
+        code = process.leave(problem, Accelerator.current)
+    os._exit(code)
 
 
 class Ranks:

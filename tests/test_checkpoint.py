@@ -235,7 +235,7 @@ def test_another_run_is_refused_by_name(finished, tmp_path):
 def test_a_record_is_never_written_over(finished, tmp_path):
     """A new run in the folder of one that has ended keeps that one's record."""
     run = shutil.copytree(finished, tmp_path / "run")
-    train("ddp_fp32", run, "--max_steps", 8, "--save_steps", 0)
+    train("ddp_fp32", run, "--max_steps", 8, "--save_steps", 0, "--logging_steps", 4)
     [aside] = run.glob("run_*")
     for name in ("run.json", "metrics.jsonl"):
         assert (aside / name).read_bytes() == (finished / name).read_bytes()

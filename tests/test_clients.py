@@ -54,6 +54,7 @@ def of(folder):
         pytest.param("diffusion", "ddp_bf16", marks=[there("denoising_diffusion_pytorch"), pytest.mark.slow]),
         pytest.param("averages", "ddp_bf16", marks=[there("timm", "diffusers"), pytest.mark.slow]),
         pytest.param("own_loop", "ddp_bf16", marks=pytest.mark.slow),
+        pytest.param("sentences", "ddp_bf16", marks=[there("sentence_transformers"), pytest.mark.slow]),
         ("gan", "ddp_bf16"),
     ],
 )

@@ -407,25 +407,6 @@ def test_an_input_that_is_cast_to_the_dtype_of_codes_is_refused(tmp_path):
     assert "refused: 0.base gets an input in float8_e4m3fn. Does the script cast it" in log and "Traceback" not in log
 
 
-# ---- copies ----
-
-
-def test_accelerator_and_optimizer_can_be_pickled_and_copied(tmp_path):
-    run(tmp_path, """
-import copy, pickle
-accelerator = Accelerator(project_dir=folder)
-model = linear()
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
-step(model, optimizer)
-again = pickle.loads(pickle.dumps(optimizer))
-assert again.state_dict()["state"][0]["exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
-again.step()
-copy.deepcopy(optimizer), copy.deepcopy(model)
-assert pickle.loads(pickle.dumps(accelerator)).steps.taken == 1 == accelerator.steps.taken
-accelerator.end_training()
-""")  # fmt: skip
-
-
 # ---- freed memory ----
 
 

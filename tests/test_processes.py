@@ -78,7 +78,6 @@ def test_ranks_end_with_their_launcher(tmp_path):
 
         launcher.launches, launcher.GRACE = lambda command: True, 1
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
-        launcher.end_with_the_launcher()  # was called when pytest imported faithful
         check = Steps.check
 
         def hold(self, *rest):

@@ -4,7 +4,7 @@ import contextlib
 
 from faithful.backends.linear import asked_to_skip, in_bf16, ours
 from faithful.errors import Refused
-from faithful.strategies.plain import inner
+from faithful.strategies.plain import inner, owned
 from faithful.tensors import named
 
 KINDS = {"amp8.FP8Linear": (1, 0), "amp8.FP8Conv1D": (1, 0)}
@@ -53,6 +53,10 @@ def out_of_fp8_in_eval(module, _):
 
 def after_prepare(accelerator, plan, model, optimizer):
     """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
+    own = set(map(id, model.parameters()))
+    if (owned(optimizer) - own) & accelerator.known():
+        raise Refused(f"one optimizer updates two models, and MS-AMP's {plan.level.upper()} needs one for each: make "
+                      "an optimizer for each, or use a config without a level")  # fmt: skip
     skipped = on_its_level(plan, model, inner(optimizer)) if fully_sharded(plan) else []
     with refusals():
         optimizer.optimizer = ours("amp8").optimizer_of(model, inner(optimizer))

@@ -3,10 +3,10 @@
 import difflib
 import fnmatch
 import importlib
-import os
 
 from torch import nn
 
+from faithful import patches
 from faithful.errors import Refused
 
 ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
@@ -16,7 +16,7 @@ def in_bf16(plan):
     """Makes Accelerate run in bf16, without its own FP8 code. That would take torchao's weights out of the optimizer
     outside FSDP2, stop TransformerEngine's conversion at the first shape that does not fit and drop its options, and
     scale MS-AMP's loss without unscaling the gradients."""
-    os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate converts nevertheless
+    patches.set_environment("ACCELERATE_FP8_BACKEND", None)
     return {"mixed_precision": "bf16"}
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from faithful.backends.linear import in_bf16, left_alone
+from faithful.blocks import block_names
 from faithful.errors import Refused
 from faithful.tensors import named, unwrapped
 
@@ -111,7 +112,7 @@ def compute_in_fp8(te, plan, model):
                 module.init_fp8_meta_tensors(made)
     if plan.ckpt:
         for block in model.modules():
-            if type(block).__name__ in model._no_split_modules:
+            if type(block).__name__ in block_names(model):
                 block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
     forward = model.forward.__func__
 

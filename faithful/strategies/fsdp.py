@@ -1,12 +1,13 @@
 """FSDP2 and HSDP: each process holds a shard of every parameter. Parameters are gathered block by block when used."""
 
-import warnings
+import contextlib
 import weakref
+from types import MethodType
 
 import torch
 
-from faithful import averages, batch_norm
-from faithful.blocks import name_blocks
+from faithful import averages, batch_norm, patches
+from faithful.blocks import block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies import plain
 from faithful.tensors import parameters_of
@@ -23,7 +24,7 @@ def arguments(plan, scaling):
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     if plan.strategy == "hsdp":  # hide a warning about how Accelerate makes its mesh
-        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")
+        patches.ignore_warning("Slicing a flattened dim from root mesh")
     # By default Accelerate reduces gradients in 16 bit, and pins host memory even without an accelerator.
     dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
@@ -68,7 +69,8 @@ SHARDS = {}  # {id of an original parameter: weak references to it and to its sh
 
 def shard(accelerator, accelerates, model, optimizers):
     plugin, policy = accelerator.state.fsdp_plugin, accelerator.state.fsdp_plugin.auto_wrap_policy
-    if not getattr(model, "_no_split_modules", None) and plugin.transformer_cls_names_to_wrap is None:
+    plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or block_names(model) or None
+    if plugin.transformer_cls_names_to_wrap is None:
         plugin.auto_wrap_policy = None  # no block is repeated: shard the model as one unit
     before = dict(parameters_of(model, remove_duplicate=False))
     name_of = {id(parameter): name for name, parameter in before.items()}
@@ -80,7 +82,8 @@ def shard(accelerator, accelerates, model, optimizers):
                     places.append((group["params"], i, name_of[id(parameter)]))
                     group["params"][i] = parameter.new_empty(0)
     was = {name: (id(parameter), weakref.ref(parameter)) for name, parameter in before.items()}
-    model, throwaway = accelerates(model, torch.optim.SGD(before.values(), lr=0.0))
+    with embedding_in_the_root(model):
+        model, throwaway = accelerates(model, torch.optim.SGD(before.values(), lr=0.0))
     del before
     accelerator._optimizers.remove(throwaway)
     accelerator._models[:] = [one for one in accelerator._models if one is not model] + [model]
@@ -91,8 +94,35 @@ def shard(accelerator, accelerates, model, optimizers):
     for key in [key for key, pair in SHARDS.items() if any(reference() is None for reference in pair)]:
         del SHARDS[key]
     SHARDS.update({key: (old, weakref.ref(now[name])) for name, (key, old) in was.items()})
+    model.no_sync = MethodType(no_sync, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     return model
+
+
+@contextlib.contextmanager
+def embedding_in_the_root(model):
+    """Accelerate shards a tied embedding together with the head, as a unit. FSDP2 refuses that if a third module has
+    the same weight, as in T5. Then Accelerate is told of no embedding, and the weight belongs to the root's unit."""
+    weight = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
+    places = sum(one is weight for module in model.modules() for one in module._parameters.values())
+    hidden = ("get_input_embeddings", "get_output_embeddings") if weight is not None and places > 2 else ()
+    for name in hidden:
+        setattr(model, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            delattr(model, name)
+
+
+@contextlib.contextmanager
+def no_sync(model):
+    """DDP's method, which some scripts call themselves. FSDP2 has it under another name."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def none():

@@ -18,7 +18,7 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 
-from faithful import batch_norm
+from faithful import batch_norm, patches
 from faithful.errors import Refused
 from faithful.strategies import plain
 from faithful.tensors import parameters_of, unwrapped
@@ -37,9 +37,9 @@ def types(plan):
 def before_rehearsal():
     """Turns off DeepSpeed's compiled all-reduce for processes of one host: it needs a compiler and a minute."""
     quiet()
-    import deepspeed
+    import deepspeed  # noqa: F401  patches needs it imported
 
-    deepspeed.ops.__compatible_ops__ = {}
+    patches.replace("deepspeed.ops:__compatible_ops__", {})
 
 
 def arguments(plan, scaling):
@@ -74,15 +74,15 @@ def leave_precision_to_the_config():
     """Stops transformers' Trainer from comparing bf16 and fp16 of TrainingArguments with DeepSpeed's config: both are
     False if a script leaves the precision to the config. If set, `Accelerator(mixed_precision=...)` gets them."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
-    if trainers is None or hasattr(trainers.HfTrainerDeepSpeedConfig, "compares"):
+    if trainers is None:
         return
+    compares = trainers.HfTrainerDeepSpeedConfig.fill_match
 
     def fill_match(self, key, *args, **kwargs):
         if key not in ("bf16.enabled", "fp16.enabled"):
-            self.compares(key, *args, **kwargs)
+            compares(self, key, *args, **kwargs)
 
-    trainers.HfTrainerDeepSpeedConfig.compares = trainers.HfTrainerDeepSpeedConfig.fill_match
-    trainers.HfTrainerDeepSpeedConfig.fill_match = fill_match
+    patches.replace("transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match", fill_match)
 
 
 def prepare(accelerator, accelerates, args, device_placement):
@@ -102,7 +102,7 @@ def prepare(accelerator, accelerates, args, device_placement):
 
 def quiet():
     """Silences DeepSpeed's messages, except errors."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    patches.silence("DeepSpeed", logging.ERROR)
 
 
 def of(optimizer):
@@ -153,6 +153,8 @@ def after_prepare(accelerator, plan, model, optimizer):
             accelerator.after_update(optimizer)
 
     accelerator.deepspeed_engine_wrapped.backward = backward
+    if stage(zero) > 1:  # Accelerate calls it in stage 1 only
+        engine.no_sync = refuse_no_sync
     optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
     if zero.dtype == torch.float16:
         accelerator.scaler = Scaler(zero)
@@ -173,6 +175,11 @@ def after_prepare(accelerator, plan, model, optimizer):
 
 def free(accelerator):
     accelerator.scaler = None
+
+
+def refuse_no_sync():
+    raise Refused("the script calls model.no_sync, which DeepSpeed has under ZeRO-1 only: call "
+                  "accelerator.accumulate(model), or use a ddp or fsdp config")  # fmt: skip
 
 
 def clip_grad_norm_(parameters, max_norm, optimizer):

@@ -1,0 +1,222 @@
+"""Runs Accelerate's own tests with its Accelerator and with ours: which pass with both, and why others do not.
+
+    python benchmarks/peer_tests.py --output results/peer_tests.json
+    python benchmarks/peer_tests.py --only scheduler test_sync --output /tmp/peers.json
+    python benchmarks/peer_tests.py --repository accelerate --output results/peer_tests.json
+
+The tests are those of the source distribution of the installed Accelerate, which pip downloads from the package index,
+and the test scripts inside the installed package. Each runs once as it is and once with our class in its place, as
+`python -m faithful` puts it there (benchmarks/peer_inside.py). Their files are not changed.
+
+test     a test of pytest, in one process; some of them fork two
+check    a function of a script whose name begins with test_ or check_ or ends with _check, each call of it, and the
+         script's end, launched by `accelerate launch` with one process and with two. A check that fails is left out of
+         the next launch of its script, so that those after it are seen too
+
+What Accelerate itself does not pass here (no GPU, no network, packages that are missing) is not counted. With
+--repository, a clone of Accelerate, its examples run too, as tests/test_examples.py launches them. They ask for models
+of a hub; a small one with random weights takes their place.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import peer_examples
+import psutil
+from provenance import ROOT, save
+
+SCRIPTS = {  # script -> numbers of processes
+    "test_script": (1, 2),
+    "test_sync": (1, 2),
+    "test_ops": (1, 2),
+    "test_distributed_data_loop": (2,),
+    "external_deps.test_metrics": (1, 2),
+}
+PACKAGES = ("accelerate", "torchdata", "parameterized", "pytest", "datasets", "transformers")
+NEEDS = (
+    "parameterized",
+    "torchdata",
+    "pytest_timeout",
+)  # without them some tests of Accelerate's are not even collected
+EXAMPLES = "test_examples.py"  # needs the examples, which the source distribution does not have
+NOT_COUNTED = "test_free_memory_dereferences_prepared_components"  # reads the whole machine's free memory: chance
+REASONS = {}  # difference -> why it is a promise of ours
+
+
+def missing():
+    return [name for name in NEEDS if importlib.util.find_spec(name) is None]
+
+
+def source():
+    """A new folder with the tests of the installed Accelerate."""
+    if missing():
+        raise SystemExit(f"Accelerate's tests need {', '.join(missing())}: ./launch.sh setup --extra dev")
+    folder, version = Path(tempfile.mkdtemp(prefix="peers-")), importlib.metadata.version("accelerate")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*pip, "--no-binary", ":all:", "--dest", folder, f"accelerate=={version}"], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"pip has no source distribution of accelerate {version}: {done.stderr.strip()[-300:]}")
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def environment(ours, report):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FAITHFUL_"))}
+    paths = [ROOT, ROOT / "benchmarks", report.parent, os.environ.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RUN_SLOW": "1", "PEER_REPORT": str(report)}
+    env["HF_HOME"] = str(report.parent / "home")  # no config of this machine's user
+    return env | {"PEER_CLASS": "faithful" if ours else "accelerate"}
+
+
+def run(command, ours, cwd, env=None, timeout=1200):
+    """(the lines that the processes reported, exit code or None after the timeout, the last error line)."""
+    report = Path(tempfile.mkstemp(prefix="report-", dir=cwd)[1])
+    env, code = environment(ours, report) | (env or {}), None
+    with open(f"{report}.log", "w+") as log:  # not a pipe, which processes that are left behind would keep open
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            whole = {"stdout": log, "stderr": log, "timeout": timeout}
+            code = subprocess.run(list(map(str, command)), cwd=cwd, env=env, **whole).returncode
+        end_all(report)
+        log.seek(0)
+        said = log.read()
+    code = None if "Timeout (0:01:00)!" in said else code  # peer_inside.py waited for its end
+    errors = [
+        line for line in said.splitlines() if line.startswith(("refused:", "error:", "ERROR")) or "Error: " in line
+    ]
+    return [json.loads(line) for line in report.read_text().splitlines()], code, (errors or ["?"])[0].strip()
+
+
+def end_all(report):
+    """Ends the processes that write to `report`: some are in sessions of their own, some have lost their parent."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("PEER_REPORT") == str(report):
+                process.kill()
+
+
+def tests_of(file, ours, cwd):
+    """{test: None if it passed, else why not} of a file of tests; those that were skipped are left out."""
+    words = ["-m", "pytest", "-p", "peer_inside", "-p", "no:cacheprovider", "-q", "--timeout", "120", "-o", "addopts="]
+    lines, code, error = run([sys.executable, *words, "--rootdir", file.parent.parent, file], ours, cwd)
+    ended = {line["test"]: line for line in lines}
+    if ended or code not in (0, 1, 5):  # 5: no test was collected
+        right, why = code in (0, 1, 5), "the process does not end" if code is None else f"exit code {code}: {error}"
+        ended[f"{file.name}::its end"] = {"outcome": "passed" if right else "failed", "why": why}
+    return {
+        name: None if line["outcome"] == "passed" else line["why"] or "the process ended"
+        for name, line in ended.items()
+        if line["outcome"] != "skipped" and not name.endswith(NOT_COUNTED)
+    }
+
+
+def checks_of(script, processes, ours, cwd, left_out=()):
+    """{check: None if it passed, else why not} of a script on `processes` processes. left_out: checks not to run."""
+    launch = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", processes]
+    launch += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+    env = {} if ours else {"ACCELERATE_USE_CPU": "true"}  # without it Accelerate runs two times one process
+    found, inside = {}, ROOT / "benchmarks" / "peer_inside.py"
+    while True:
+        name = f"{script} on {processes}: "
+        skipped = [check for check, why in found.items() if why]
+        skipped += [check.removeprefix(name) for check in left_out if check.startswith(name)]
+        words = [*(["-m", "faithful"] if ours else []), inside, script, *skipped]
+        lines, code, error = run([sys.executable, *launch, *words], ours, cwd, env, timeout=120)
+        failed = {line["test"]: line["why"] for line in lines if line["outcome"] == "failed"}
+        began, passed = ([line["test"] for line in lines if line["outcome"] == what] for what in ("begun", "passed"))
+        if not failed and code != 0:
+            where = next((check for check in began if passed.count(check) < processes), "its end")
+            failed = {where: "no end in 120 s" if code is None else error}
+        found |= dict.fromkeys(passed) | dict(list(failed.items())[:1])
+        if not failed or "its end" in failed:
+            return {name + check: why for check, why in ({"its end": None} | found).items()}
+
+
+def table(files, scripts, folder, repository=None, classes=("accelerate", "faithful"), left_out=()):
+    """{class: {test: None if it passed, else why not}}. Two files or scripts run at a time."""
+    jobs = [(tests_of, (file,)) for file in files]
+    jobs += [(partial(checks_of, left_out=left_out), (script, n)) for script in scripts for n in SCRIPTS[script]]
+    found = {name: {} for name in classes}
+
+    def one(job):
+        (function, args), which = job
+        cwd = Path(tempfile.mkdtemp(dir=folder))
+        (cwd / "evaluate.py").write_text(peer_examples.METRIC)
+        if args[0] in files and args[0].name == EXAMPLES:
+            peer_examples.prepare(repository, cwd)
+        result = function(*args, which == "faithful", cwd)
+        name = args[0].name if args[0] in files else "{} on {}".format(*args)
+        print(f"{which}: {name}: {sum(why is None for why in result.values())} of {len(result)}", flush=True)
+        return which, result
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for which, result in pool.map(one, [(job, name) for job in jobs for name in classes]):
+            found[which] |= result
+    return found
+
+
+def differences(found):
+    """[a row for each test that passes with Accelerate and not with ours]."""
+    theirs, ours = found["accelerate"], found["faithful"]
+    lost = [name for name, why in sorted(theirs.items()) if why is None and ours.get(name, "not run") is not None]
+    why = {name: in_words(ours.get(name, "not run")) for name in lost}
+    return [{"test": name, "why": why[name], "reason": REASONS.get(name)} for name in lost]
+
+
+def in_words(why):
+    """The line of an error that names it, the last one where processes are inside, without this machine's paths."""
+    lines = [line.strip() for line in why.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Refused|Diverged|Exception)\b: \S", line)]
+    refused = [line for line in lines if line.startswith("refused: ")]  # of a process that the test launched
+    return re.sub(r"(/[\w.-]+)+/", ".../", (refused[:1] + named[-1:] + lines)[0])[:300]
+
+
+def chosen(folder, only=(), examples=False):
+    """(the files, the scripts) with a word of `only` in their names; all of them without words."""
+    files = {file.name: file for file in sorted((folder / "tests").glob("test_*.py"))}
+    names = [name for name in [*files, *SCRIPTS] if not only or any(word in name for word in only)]
+    names = [name for name in names if examples or name != EXAMPLES]
+    return [files[name] for name in names if name in files], [name for name in names if name in SCRIPTS]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=(), help="parts of the names of files and scripts")
+    parser.add_argument("--repository", type=Path, help="a clone of Accelerate, for its examples")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    args = parser.parse_args()
+    folder = source()
+    found = table(*chosen(folder, args.only, args.repository is not None), folder, args.repository)
+    theirs, ours = found["accelerate"], found["faithful"]
+    rows = {name: [why is None, ours.get(name, "") is None] for name, why in sorted(theirs.items())}
+    passed = {"tests": [both for name, both in rows.items() if "::" in name and both[0]]}
+    passed["checks"] = [both for name, both in rows.items() if "::" not in name and both[0]]
+    counts = {kind: f"{sum(mine for _, mine in all)} of {len(all)}" for kind, all in passed.items()}
+    print(counts)
+    lost = differences(found)
+    save(args.output, {"passed": counts, "differences": lost, "rows": rows}, PACKAGES)
+    shutil.rmtree(folder.parent)
+    if any(row["reason"] is None for row in lost):
+        raise SystemExit("differences without a reason: cure them, or write a reason into REASONS")
+
+
+if __name__ == "__main__":
+    main()

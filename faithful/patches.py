@@ -1,0 +1,92 @@
+"""Every change that faithful makes to code of others, in one table: what it is, and why it is needed.
+
+A change lasts from the first `Accelerator()` (or `python -m faithful`) to `end_training`, which undoes them all.
+Classes and functions of others are changed only here. What is set on the script's own objects (a method of its
+optimizer, hooks of its model) is no change of a library and ends with the object.
+"""
+
+import logging
+import os
+import pkgutil
+import warnings
+
+TABLE = {  # what is changed: why
+    "accelerate.state:PartialState._prepare_backend":
+        "without an accelerator it returns no backend, and each process would train alone as rank 0 of 1",
+    "accelerate.optimizer:is_lomo_available":
+        "it searches sys.path for a package twice in every optimizer step; here its answer is kept",
+    "torch.distributed.distributed_c10d:default_pg_timeout":
+        "FSDP2 and DeepSpeed make process groups with the default timeout instead of the run's",
+    "torch.distributed.distributed_c10d:default_pg_nccl_timeout": "the same for NCCL",
+    "clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_ of torch.nn.utils":
+        "they clip .grad alone, but MS-AMP's levels and DeepSpeed keep gradients elsewhere; and they fail on DTensors "
+        "beside tensors. Scripts import them under any name, so the functions in their no_grad wrappers are replaced",
+    "methods of averages of weights":
+        "those that faithful/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
+    "deepspeed.ops:__compatible_ops__":
+        "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
+    "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
+        "it compares the precision of TrainingArguments, which scripts leave to the config, with DeepSpeed's",
+    "logger DeepSpeed": "it prints in every run; its errors stay",
+    "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
+    "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",
+    "os.environ":
+        "ACCELERATE_USE_CPU would make every strategy DDP, ACCELERATE_FP8_BACKEND would convert the model again; "
+        "ACCELERATE_TORCH_DEVICE and DS_ACCELERATOR say that there is no accelerator",
+}  # fmt: skip
+
+undos = []  # functions that restore what was there, the newest last
+users = set()  # ids of the Accelerators that have not ended
+
+
+def replace(row, value, owner=None, name=None):
+    """Sets an attribute of another package's module, class or closure. row: of TABLE; `package.module:Class.attribute`
+    says which attribute, else owner and name do."""
+    if owner is None:
+        path, _, name = row.replace(":", ".").rpartition(".")
+        owner = pkgutil.resolve_name(path)
+    if row not in TABLE:
+        raise KeyError(row)
+    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    undos.append(lambda: setattr(owner, name, before))
+    setattr(owner, name, value)
+
+
+def set_environment(name, value):
+    """Sets an environment variable for this process and those that it starts, or removes it (None)."""
+    before = os.environ.get(name)
+    if value == before:
+        return
+    undos.append(lambda: put(name, before))
+    put(name, value)
+
+
+def put(name, value):
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+
+
+def silence(logger, level=None, unless=None):
+    """Raises the level of a logger, or drops its messages that contain the text `unless`."""
+    logger = logging.getLogger(logger)
+    if unless:
+        hide = lambda record: unless not in record.getMessage()  # noqa: E731
+        undos.append(lambda: logger.removeFilter(hide))
+        logger.addFilter(hide)
+    else:
+        undos.append(lambda before=logger.level: logger.setLevel(before))
+        logger.setLevel(level)
+
+
+def ignore_warning(message):
+    warnings.filterwarnings("ignore", message)
+    entry = warnings.filters[0]
+    undos.append(lambda: entry in warnings.filters and warnings.filters.remove(entry))
+
+
+def release(user):
+    """Restores everything, the newest change first, when the last Accelerator ends. user: its id."""
+    users.discard(user)
+    while undos and not users:
+        undos.pop()()

@@ -1,0 +1,73 @@
+"""`save_pretrained` of a prepared model writes whole weights.
+
+transformers, peft, diffusers and sentence-transformers save what they find in the model. Under FSDP2, tensor parallel
+and ZeRO-3 these are shards, under ZeRO 16-bit copies, and under MS-AMP's levels codes. So for the time of the call the
+model gets its weights as `accelerator.get_state_dict` returns them.
+"""
+
+import contextlib
+from types import MethodType
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from faithful.averages import WholeTensors
+from faithful.tensors import parameters_of, unwrapped
+
+
+def saved_whole(accelerator, model):
+    """Makes `save_pretrained` of a prepared model, and of its parts, write whole weights."""
+    if accelerator.plan.strategy in ("single", "ddp") and accelerator.plan.backend != "msamp":
+        return
+    for module in unwrapped(model).modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            module.save_pretrained = MethodType(save_pretrained, module)  # a copy of the module gets its own
+
+
+def save_pretrained(self, *args, **kwargs):
+    """Every process calls it where weights are sharded. There the main process alone writes."""
+    from faithful.accelerator import Accelerator
+
+    models = Accelerator.current.models
+    prepared = next((one.model for one in models if any(self is part for part in unwrapped(one.model).modules())), None)
+    if prepared is None:  # a copy of the prepared model
+        return type(self).save_pretrained(self, *args, **kwargs)
+    if kwargs.get("state_dict") is not None:
+        if not kwargs["state_dict"]:  # what get_state_dict returns on the other processes: these write nothing
+            if not hasattr(self, "get_prompt_embedding_to_save"):
+                return None
+            kwargs |= {"state_dict": self.state_dict(), "is_main_process": False}  # peft computes with weights here
+        with WholeTensors("save_pretrained"):
+            return type(self).save_pretrained(self, *args, **kwargs)
+    weights = Accelerator.current.get_state_dict(prepared)
+    if not weights:
+        return None
+    with inside(prepared, weights):
+        return type(self).save_pretrained(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def inside(model, weights):
+    """Replaces the model's parameters by `weights`, {name: tensor}. Parameters that modules share stay shared. Modules
+    that FSDP2 shards get back their own class: diffusers writes its name."""
+    own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model)}
+    whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
+    places = [(module, name, parameter) for module in unwrapped(model).modules() for name, parameter in
+              module._parameters.items() if parameter is not None]  # fmt: skip
+    classes = [(module, type(module)) for module in unwrapped(model).modules() if isinstance(module, FSDPModule)]
+    coded = [module for module in unwrapped(model).modules() if hasattr(module, "true_weight")]  # amp8's layers
+    try:
+        for module in coded:  # not what it makes of its codes, which under FSDP2 is a shard
+            module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
+        for module, kind in classes:
+            module.__class__ = kind.__bases__[1]
+        for module, name, parameter in places:
+            module._parameters[name] = whole[id(parameter)]
+        yield
+    finally:
+        for module, kind in classes:
+            module.__class__ = kind
+        for module in coded:
+            del module._save_to_state_dict
+        for module, name, parameter in places:
+            module._parameters[name] = parameter

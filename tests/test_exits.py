@@ -1,0 +1,272 @@
+"""How a script ends: with its own exit code, through Python's own exit, and as it would without faithful if it makes no
+Accelerator.
+
+The scripts run in forks of one process that has imported faithful, from the outermost frame as `python script.py` does.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, STAYING, free_port, record
+
+# The process that forks. It imports faithful outside the main thread, where Python allows no signal handlers.
+SERVER = """
+import atexit, gc, json, os, runpy, signal, sys, threading, warnings
+sys.path.insert(0, {root!r})
+import accelerate, torch, torch._dynamo, datasets
+torch.set_num_threads(1)
+torch.ones(1, requires_grad=True).sum().backward()
+
+def state():
+    handlers = [str(signal.getsignal(number)) for number in signal.valid_signals()]
+    hooks = [str(one) for one in (sys.excepthook, sys.exit, exit, threading.excepthook, sys.stdout, sys.stderr)]
+    return handlers, hooks, atexit._ncallbacks(), threading.active_count(), dict(os.environ), list(warnings.filters)
+
+signal.signal(signal.SIGTERM, print)
+before = state()
+threads = [threading.Thread(target=lambda: __import__("faithful.accelerator"))]
+threads[0].start()
+threads[0].join()
+changed = [str(one) for one, other in zip(before, state()) if one != other]
+print(json.dumps(["faithful.accelerator" in sys.modules, changed]), flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+gc.freeze()  # else the exit of each fork copies all memory
+
+for line in sys.stdin:
+    job, pids = json.loads(line), []
+    for rank in range(job["ranks"]):
+        pids.append(os.fork())
+        if not pids[-1]:
+            break
+    if not pids[-1]:
+        break
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+else:
+    os._exit(0)
+
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.dup2(os.open(job["folder"] + "/out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+os.dup2(1, 2)
+os.chdir(job["folder"])
+os.environ.update(job["env"] | (dict(RANK=str(rank), LOCAL_RANK=str(rank)) if job["ranks"] > 1 else {{}}))
+sys.argv = ["script.py"]
+signal.alarm(60)
+if job["door"]:  # python -m faithful script.py
+    sys.argv.append("script.py")
+    runpy.run_module("faithful", run_name="__main__", alter_sys=True)
+else:
+    exec(compile(open("script.py").read(), "script.py", "exec"), {{"__name__": "__main__"}})
+"""
+
+TRAIN = """
+import os, signal, sys, tempfile, threading, time
+import torch
+from faithful import Accelerator
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def train(accelerator, steps=2):
+    global model, optimizer
+    if not accelerator._models:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(steps):
+        accelerator.backward(model(torch.randn(3, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+keep = tempfile.TemporaryDirectory(dir=".", prefix="temporary")
+accelerator = Accelerator(project_dir="run")
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    started = subprocess.Popen([sys.executable, "-c", SERVER.format(root=str(ROOT))], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
+    STAYING.add(started.pid)
+    started.changed = json.loads(started.stdout.readline())
+    yield started
+    started.stdin.close()
+    started.wait()
+    STAYING.discard(started.pid)
+
+
+@pytest.fixture
+def end(server, tmp_path):
+    def run(script, door=False, ranks=1):
+        """(exit codes of all ranks, their output, status and error of the record or None)"""
+        (tmp_path / "script.py").write_text(script)
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env = world if ranks > 1 else {}
+        server.stdin.write(json.dumps({"folder": str(tmp_path), "door": door, "ranks": ranks, "env": env}) + "\n")
+        codes = json.loads(server.stdout.readline())
+        left = record(tmp_path / "run") if (tmp_path / "run" / "run.json").exists() else None
+        code = codes[0] if ranks == 1 else codes
+        # What is frozen is not freed, which triton's library tells of.
+        said = re.sub(r"(nanobind: | - ).*\n|See https://nanobind\S*?\.html", "", (tmp_path / "out").read_text())
+        return code, said, left and (left["status"], left["error"])
+
+    return run
+
+
+def test_the_import_changes_nothing_in_the_process(server):
+    """No handler of signals, no hook, no thread, no exit handler and no environment variable is another after it."""
+    assert server.changed == [True, []]
+
+
+UNKNOWN = "the script ended before accelerator.end_training(), and its exit code is not known here"
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "status", "error"),
+    [
+        ("raise SystemExit(3)", 3, "failed", UNKNOWN),
+        ("accelerator.end_training(); raise SystemExit(3)", 3, "finished", None),
+        ("exit(3)", 3, "failed", "the script exited with 3"),
+        ("quit(3)", 3, "failed", "the script exited with 3"),
+        ("sys.exit(3)", 3, "failed", "the script exited with 3"),
+        ("sys.exit('no')", 1, "failed", "the script exited with 1"),
+        ("sys.exit()", 0, "finished", None),
+        ("with open('x', 'w'): sys.exit(0)", 0, "finished", None),
+        ("try: sys.exit(3)\nexcept SystemExit: pass", 0, "finished", None),
+        ("1 / 0", 1, "failed", "ZeroDivisionError: division by zero"),
+        ("sys.excepthook = lambda *_: print('my hook')\n1 / 0", 1, "failed", "ZeroDivisionError: division by zero"),
+        ("try: 1 / 0\nfinally: os.kill(os.getpid(), signal.SIGINT)", 130, "failed", "interrupted"),
+    ],
+)
+def test_a_script_ends_with_its_own_code_and_cleans_up(end, tmp_path, last, code, status, error):
+    last = last if "SIGINT" not in last else f"signal.signal(signal.SIGINT, signal.default_int_handler)\n{last}"
+    assert end(f"{TRAIN}train(accelerator, {0 if code == 130 else 2})\n{last}")[::2] == (code, (status, error))
+    assert not list(tmp_path.glob("temporary*"))
+
+
+@pytest.mark.parametrize("last", ["raise SystemExit(3)", "exit(3)"])
+def test_through_python_m_faithful_the_record_has_the_code_too(end, last):
+    assert end(f"{TRAIN}train(accelerator)\n{last}", door=True)[::2] == (3, ("failed", "the script exited with 3"))
+
+
+def test_a_program_that_makes_no_accelerator_ends_as_without_faithful(end):
+    text = (
+        "import sys\nfrom faithful import Accelerator\nhook = sys.excepthook\nassert hook is sys.__excepthook__\n1 / 0"
+    )
+    code, said, _ = end(text)
+    assert code == 1 and "ZeroDivisionError" in said and "faithful" not in said.split("Traceback")[1]
+
+
+def test_a_refusal_is_one_line_and_cleans_up(end, tmp_path):
+    text = TRAIN.replace('"run"', '"run", mixed_precision="fp16"')
+    code, said, left = end(text)
+    assert code == 2 and said.startswith("refused: ") and said.count("\n") == 1 and left is None
+    assert not list(tmp_path.glob("temporary*"))
+
+
+@pytest.mark.parametrize(
+    ("last", "codes"),
+    [
+        ("", [0, 0]),
+        ("accelerator.end_training()", [0, 0]),
+        ("raise SystemExit(3)", [3, 3]),
+        ("raise RuntimeError('here')", [1, 1]),
+    ],
+)
+def test_two_processes_end_with_their_codes_and_clean_up(end, tmp_path, last, codes):
+    assert end(f"{TRAIN}train(accelerator)\n{last}", ranks=2)[0] == codes
+    assert not list(tmp_path.glob("temporary*"))
+
+
+@pytest.mark.parametrize(
+    "loading",
+    ["persistent_workers=True))\nfor batch in loader: pass", "))\nbatches = iter(loader)\nnext(batches)"],
+)
+def test_an_evaluation_ends_while_its_loader_has_processes(end, loading):
+    """Loader processes ignore SIGTERM, by which multiprocessing would end them."""
+    loader = "loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(99)), 4, num_workers=1, "
+    code, said, _ = end(f"{TRAIN}{loader}{loading}\nprint('done')")
+    assert code == 0 and said.endswith("done\n")
+
+
+OWN = "signal.signal(signal.SIGTERM, lambda *_: (print('mine'), sys.exit(9)))\n"
+KILL = "os.kill(os.getpid(), signal.SIGTERM)\n"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_scripts_own_handler_of_sigterm_stays(end, first):
+    train = "train(accelerator)\n"
+    code, said, left = end(TRAIN + (OWN + train if first else train + OWN) + train + KILL + train)
+    assert code == 9 and "mine\n" in said and left == ("failed", "the script exited with 9")
+    assert said.count("note: SIGTERM has another handler, which stays") == 1
+
+
+def test_after_end_training_sigterm_ends_the_process(end):
+    """There is no step any more after which the run could stop."""
+    code, _, left = end(f"{TRAIN}train(accelerator)\naccelerator.end_training()\n{KILL}print('alive')")
+    assert code == -signal.SIGTERM and left == ("finished", None)
+
+
+def test_a_forked_child_is_a_process_of_its_own(end):
+    """Its exit leaves the record of its parent alone, and SIGTERM ends it."""
+    text = (
+        f"{TRAIN}train(accelerator)\npid = os.fork()\nif pid == 0: sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0\n"
+        "assert '\"running\"' in open('run/run.json').read()\n"
+        "pid = os.fork()\nif pid == 0: time.sleep(20), os._exit(1)\nos.kill(pid, signal.SIGTERM)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM\nprint('survived')"
+    )
+    code, said, left = end(text)
+    assert code == 0 and left == ("finished", None) and said.count("finished: ") == 1 and "survived" in said
+
+
+@pytest.mark.parametrize(
+    ("last", "left"), [("accelerator.end_training()", ("finished", None)), ("", ("failed", UNKNOWN))]
+)
+def test_training_in_a_thread(end, last, left):
+    """Python allows signal handlers in the main thread only, which does not see how the thread ends."""
+    body = "\n    ".join(["def body():", "global accelerator", 'accelerator = Accelerator(project_dir="run")',
+                          "train(accelerator)", last or "1 / 0"])  # fmt: skip
+    text = TRAIN.replace('accelerator = Accelerator(project_dir="run")\n', "")
+    assert end(f"{text}{body}\nthread = threading.Thread(target=body)\nthread.start()\nthread.join()")[::2] == (0, left)
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "left"),
+    [("", 0, ("finished", None)), ("1 / 0", 1, ("failed", "ZeroDivisionError: division by zero")),
+     ("raise SystemExit(4)", 4, ("failed", "the script exited with 4"))],
+)  # fmt: skip
+def test_a_child_of_multiprocessing_closes_its_record(end, last, code, left):
+    """It ends with os._exit, without Python's exit handlers."""
+    text = TRAIN.replace('accelerator = Accelerator(project_dir="run")\n', "") + (
+        f"def body():\n    train(Accelerator(project_dir='run'))\n    {last}\n"
+        "import multiprocessing\nchild = multiprocessing.get_context('fork').Process(target=body)\n"
+        "child.start()\nchild.join()\nsys.exit(child.exitcode)"
+    )
+    assert end(text)[::2] == (code, left)
+
+
+def test_an_interactive_session_goes_on_after_an_error(end):
+    lines = ["train(accelerator)", "1 / 0", "train(accelerator)", "print('here')", "accelerator.end_training()"]
+    said = f"import code\nconsole = code.InteractiveConsole(globals())\nfor line in {lines}: console.push(line)\n"
+    code, said, left = end(TRAIN + "sys.ps1 = '>>> '\n" + said)
+    assert code == 0 and "ZeroDivisionError" in said and "here" in said and left == ("finished", None)
+
+
+@pytest.mark.parametrize("door", [True, False])
+def test_ranks_that_the_script_forks_itself(end, door):
+    """Accelerate's debug_launcher makes the process group and sets no rank. `python -m faithful` plans before it."""
+    package = "accelerate" if door else "faithful"
+    text = TRAIN.replace("from faithful", f"from {package}")
+    text = text.replace('accelerator = Accelerator(project_dir="run")\n', "")
+    text += (
+        "import accelerate\ndef main():\n    accelerator = Accelerator(project_dir='run')\n    train(accelerator)\n"
+        "    assert accelerator.gather(torch.ones(1)).sum() == 2\naccelerate.debug_launcher(main)\nprint('back')"
+    )
+    code, said, left = end(text, door=door)
+    assert code == 0 and said.endswith("back\n") and "| ddp x2" in said and left == ("finished", None), said
+
+
+def test_without_a_rank_two_processes_are_refused(end):
+    code, said, _ = end("import os\nos.environ['WORLD_SIZE'] = '2'\n" + TRAIN)
+    assert code == 2 and "WORLD_SIZE is 2, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set" in said

@@ -1,0 +1,117 @@
+"""What faithful changes in other packages stands in one table, lasts for a run, and is undone."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from conftest import ROOT, train
+
+from faithful import __main__ as door
+from faithful import patches
+
+PACKAGES = ("accelerate", "torch", "transformers", "deepspeed", "diffusers", "datasets", "torchao", "timm")
+
+LOOP = """
+import sys
+import torch
+{extra}
+from accelerate import Accelerator
+from test_patches import process, replaced
+
+before = process()
+accelerator = Accelerator(project_dir=sys.argv[2])
+model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.randn(4, 16)).square().mean())
+accelerator.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+accelerator.print("changed:", *sorted(replaced()))
+accelerator.end_training()
+accelerator.print("left:", *sorted(replaced()))
+"""
+
+
+def replaced():
+    """The names of functions and methods of other packages in whose place a function of faithful stands."""
+    found = set()
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] in PACKAGES and isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                found |= {f"{module_name}.{name}"} if is_ours(value) else set()
+                if isinstance(value, type) and value.__module__ == module_name:
+                    methods = [f"{module_name}.{name}.{key}" for key, one in vars(value).items() if is_ours(one)]
+                    found |= set(methods)
+    return {name for name in found if not name.endswith(".Accelerator")}  # it stays while the script runs
+
+
+def is_ours(value):
+    if isinstance(value, functools.partial):
+        return is_ours(value.func)
+    if isinstance(value, types.FunctionType) and any(is_ours(cell) for cell in map(contents, value.__closure__ or ())):
+        return True
+    if isinstance(value, types.FunctionType):  # functools.wraps keeps the name of the module of the original
+        return value.__globals__.get("__name__", "").split(".")[0] == "faithful"
+    return callable(value) and str(getattr(value, "__module__", "")).split(".")[0] == "faithful"
+
+
+def contents(cell):
+    try:
+        return cell.cell_contents if isinstance(cell.cell_contents, functools.partial) else None
+    except ValueError:  # an empty cell
+        return None
+
+
+def process():
+    """What a program might set for its process."""
+    return {
+        "environment": dict(os.environ),
+        "excepthook": sys.excepthook,
+        "exit": sys.exit,
+        "handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+    }
+
+
+def test_importing_changes_nothing():
+    code = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import signal, accelerate, torch
+signal.signal(signal.SIGTERM, lambda *_: None)
+from test_patches import process, replaced
+before = process()
+from faithful import Accelerator
+assert process() == before, process()
+assert not replaced(), replaced()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "expected"),
+    [
+        ("ddp_fp8_msamp_o3", "", {"torch.nn.utils.clip_grad.clip_grad_norm_", "accelerate.optimizer.is_lomo_available",
+                                  "accelerate.state.PartialState._prepare_backend"}),
+        pytest.param("zero2_bf16", "import transformers.integrations.deepspeed",
+                     {"transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.fill_match"},
+                     marks=pytest.mark.slow),
+        ("fsdp_bf16", "from torch.optim.swa_utils import AveragedModel",
+         {"torch.optim.swa_utils.AveragedModel.update_parameters"}),
+    ],
+)  # fmt: skip
+def test_every_change_is_undone_at_the_end(tmp_path, config, extra, expected):
+    (tmp_path / "mine.py").write_text(LOOP.format(extra=extra))
+    train(config, tmp_path / "run", script=tmp_path / "mine.py", before=lambda rank: door.take_its_place())
+    log = (tmp_path / "run.log").read_text()
+    changed, left = (part.splitlines()[0].split() for part in log.split("changed:")[1].split("left:"))
+    assert expected <= set(changed) and not left
+
+
+def test_a_change_outside_the_table_is_an_error():
+    with pytest.raises(KeyError):
+        patches.replace("torch:hub", None)
+    assert torch.hub is not None and all(patches.TABLE.values())
