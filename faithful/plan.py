@@ -84,7 +84,7 @@ def resolved(precision, process):
     if plan.num_processes > 1:
         meet(os.getpid())
     if rehearsal and plan.strategy != "single":
-        rehearse(plan.strategy)
+        rehearse(plan)
     return plan
 
 
@@ -114,9 +114,8 @@ def patience():
     return timedelta(seconds=seconds_of_patience())
 
 
-@functools.cache
-def rehearse(strategy):
-    """Makes Accelerate run `strategy` on the CPU, with gloo.
+def rehearse(plan):
+    """Makes Accelerate run `plan.strategy` on the CPU, with gloo.
 
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
     0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.

@@ -295,6 +295,7 @@ def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):
     run(tmp_path, ONCE.replace('"a": 1', '"eval_loss": float("nan")'))
     made = record(tmp_path / "run")
     assert math.isnan(judge.logged(made)["eval_loss"])
+    assert rows(tmp_path / "run") == [{"step": 1, "eval_loss": "nan"}]
 
 
 # ---- save_model ----

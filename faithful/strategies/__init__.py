@@ -19,8 +19,4 @@ TABLE = {
 
 def of(plan):
     """The functions of the plan's strategy, as attributes."""
-    return named(plan.strategy)
-
-
-def named(strategy):
-    return functions("strategies", TABLE[strategy])
+    return functions("strategies", TABLE[plan.strategy])
