@@ -122,12 +122,11 @@ def rehearse(plan):
     """
     from accelerate.utils import DistributedType
 
-    functions = strategies.named(strategy)
-    kind = DistributedType[functions.REHEARSED_AS]
+    kind = DistributedType[strategies.of(plan).REHEARSED_AS]
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
-    if prepare := getattr(functions, "before_rehearsal", None):
+    if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
         prepare()
 
 
