@@ -152,7 +152,7 @@ def restore(strategy, model, optimizer, parts):
     strategy.restore(model, optimizer, {name: part for name, part in parts.items() if not name.startswith("te/")})
     for name, tensor in named(state(unwrapped(model)).items()):
         if f"te/{name}" not in parts:
-            raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}. Build it as it was")
+            raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
         tensor.copy_(parts[f"te/{name}"])
 
 
