@@ -23,6 +23,8 @@ from faithful.plan import patience, resolve
 from faithful.record import default_folder
 
 FP8_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
+SECTIONS = {"fsdp": "fsdp_config", "deepspeed": "deepspeed_config", "dynamo": "dynamo_config",
+            "torch": "parallelism_config", "parallelism": "parallelism_config"}  # fmt: skip
 PRECISION_OPTIONS = ("precision", "fp16", "bf16", "fp32", "amp")
 OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
                  "parallelism_config", "dynamo_backend", "dynamo_plugin")  # fmt: skip
@@ -132,16 +134,18 @@ def contradictions(plan, script):
         first = AcceleratorState._shared_state and not config.says_precision()
         who = "first Accelerator" if first else "config"
         both = f"the script passes mixed_precision={str(asked)!r}, the {who} says {plan.precision}"
-        yield "mixed_precision", both, "leave it out"
+        yield "mixed_precision", both, "leave it out, or set mixed_precision in the YAML"
     if script.get("cpu") and not plan.rehearsal:
         yield "cpu", "the script passes cpu=True, the config asks for an accelerator", "leave it out"
     for name in OF_THE_CONFIG:
         if script.get(name) is not None and not as_planned(plan, script[name]):
-            yield name, f"the script passes {name}, which is the config's to say", "leave it out"
+            cure = f"leave it out, and set {SECTIONS.get(name.split('_')[0], 'it')} in the YAML"
+            yield name, f"the script passes {name}, which is the config's to say", cure
     for handler in script.get("kwargs_handlers") or []:
         kind = type(handler).__name__
         if kind in FP8_HANDLERS:
-            yield "kwargs_handlers", f"the script passes {kind}, FP8 is the config's to say", "leave it out"
+            cure = "leave it out, and set fp8_config in the YAML"
+            yield "kwargs_handlers", f"the script passes {kind}, FP8 is the config's to say", cure
         if isinstance(handler, GradScalerKwargs) and plan.precision != "fp16":
             both = f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}"
             yield "kwargs_handlers", both, "leave it out"

@@ -187,7 +187,8 @@ def find(accelerator, wanted, output_dir):
         if not reasons:
             return folder
         if wanted is not None:
-            raise Refused(f"the checkpoint {folder} cannot be resumed: {reasons[0]}")
+            raise Refused(f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
+                          "then the newest complete one of the project folder is loaded")  # fmt: skip
         accelerator.print(f"skipping {folder}: {reasons[0]}")
     return None
 
@@ -202,7 +203,7 @@ def read_state(folder):
     try:
         state = json.loads((folder / STATE).read_text())
     except ValueError as error:
-        raise Refused(f"{folder / STATE} is not JSON: {error}") from None
+        raise Refused(f"{folder / STATE} is not JSON ({error}): take another checkpoint") from None
     if state.get("format") not in READABLE:
         raise Refused(
             f"{folder} was written in format {state.get('format', 1)}, this version reads {READABLE[0]} and "
@@ -230,7 +231,7 @@ def read_tensors(folder, rank):
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise Refused(f"{path} cannot be read as safetensors: {error}") from None
+        raise Refused(f"{path} cannot be read as safetensors ({error}): take another checkpoint") from None
 
 
 def write_weights(weights, folder, max_shard_size, safe_serialization):

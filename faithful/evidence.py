@@ -76,19 +76,23 @@ class Evidence:
         kinds = (*self.strategy.types(plan), *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
         kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
         if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
-            raise Refused(f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}")
+            there = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
+            raise Refused(f"{there}: start it with accelerate launch, and let Accelerator() come first")
         if plan.precision == "fp8" and not record["linear_converted"]:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
             raise Refused(
-                f"asked for fp8, but none of {layers.linear} Linear layers can be: {reasons or 'there is none'}"
+                f"asked for fp8, but none of {layers.linear} Linear layers can be: {reasons or 'there is none'}. Use a "
+                "bf16 config, or see what fp8_config: skip: in the YAML leaves out"
             )
         expected = layers.linear - len(skipped)
         if plan.precision == "fp8" and record["linear_converted"] != expected:
             raise Refused(
-                f"{expected} Linear layers should be in FP8, {record['linear_converted']} of {layers.linear} are"
+                f"{expected} Linear layers should be in FP8, {record['linear_converted']} of {layers.linear} are: name "
+                "those that should not under fp8_config: skip: in the YAML"
             )
         if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
-            raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: does the model name its blocks?")
+            raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: set the model's "
+                          "_no_split_modules to the class names of its blocks, or use a ddp config")  # fmt: skip
 
     def owned(self):
         return set().union(*(self.strategy.owned(optimizer) for optimizer in self.optimizers))
@@ -101,7 +105,8 @@ class Evidence:
         self.record["optimizer_owns_all"] = not names
         if lost := [name for name in names if name in self.owned_before]:
             raise Refused(
-                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ..."
+                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
+                "model and its optimizer to one call of accelerator.prepare"
             )
         return names
 
@@ -114,7 +119,8 @@ class Evidence:
             self.hook.remove()
         seen, asked = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
         if seen and asked and seen != asked:
-            raise Refused(f"asked for {self.plan.precision}, but Linear layers compute in {seen}")
+            raise Refused(f"asked for {self.plan.precision}, but Linear layers compute in {seen}: call the model that "
+                          "accelerator.prepare returned, or compute inside accelerator.autocast()")  # fmt: skip
         mine = self.updated_by(optimizer)
         own = self.backend.gradients(mine)
         gradients = add([self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer),

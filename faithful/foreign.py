@@ -40,4 +40,6 @@ def into(accelerator, model, file):
         options = StateDictOptions(full_state_dict=True, strict=False)
         missing, unexpected = set_model_state_dict(model, load_file(file), options=options)
     if wrong := [*missing, *unexpected]:
-        raise Refused(f"{file} is of another model: {', '.join(sorted(wrong)[:3])}, ... differ")
+        raise Refused(
+            f"{file} is of another model: {', '.join(sorted(wrong)[:3])}, ... differ. Build the model as it was"
+        )

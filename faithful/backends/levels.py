@@ -116,4 +116,4 @@ def restore(strategy, model, optimizer, parts):
     try:
         ours("amp8").load_exact_state(model, optimizer and inner(optimizer), parts)
     except (KeyError, ValueError) as error:
-        raise Refused(f"the checkpoint is of another model: {error}") from None
+        raise Refused(f"the checkpoint is of another model: {error}. Build the model as it was") from None

@@ -148,7 +148,9 @@ def same_model(own, parts):
     found = {name for name in parts if not name.startswith("optimizer/")}
     wrong = sorted(own.keys() ^ found) or [name for name in own if own[name].shape != parts[name].shape]
     if wrong:
-        raise Refused(f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ")
+        raise Refused(
+            f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ. Build the model as it was"
+        )
 
 
 def full_state(accelerator, model):
