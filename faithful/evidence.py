@@ -13,7 +13,7 @@ from faithful import backends, strategies
 from faithful.backends.linear import kind, linear_names
 from faithful.blocks import block_names
 from faithful.errors import Refused
-from faithful.tensors import elements, fingerprint, parameters_of, size
+from faithful.tensors import elements, fingerprint, parameters_of, size, unwrapped
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -60,7 +60,9 @@ class Evidence:
         self.refuse_what_is_not_there(layers, skipped)
         self.hook = None
         if not plan.compile and plan.precision != "fp8":
-            watched = next((module for module in model.modules() if isinstance(module, torch.nn.Linear)), None)
+            # not a model that is a Linear itself: Accelerate returns what it computes in fp32
+            inside = (module for name, module in unwrapped(model).named_modules() if name)
+            watched = next((module for module in inside if isinstance(module, torch.nn.Linear)), None)
             self.hook = watched and watched.register_forward_hook(self.see_output)
 
     @property

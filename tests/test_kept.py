@@ -347,7 +347,7 @@ accelerator.end_training()
     assert record(tmp_path / "run")["status"] == "finished"
 
 
-@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
+@pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32"])
 def test_a_loss_may_have_one_element_and_a_dimension(tmp_path, config):
     run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
