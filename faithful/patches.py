@@ -1,6 +1,7 @@
 """Every change that faithful makes to code of others, in one table: what it is, and why it is needed.
 
-A change lasts from the first `Accelerator()` (or `python -m faithful`) to `end_training`, which undoes them all.
+A change lasts from the first `Accelerator()` (or `python -m faithful`) to `end_training`, which undoes them. Those of
+the first two rows end with the process, or are undone where faithful/process.py says so.
 Classes and functions of others are changed only here. What is set on the script's own objects (a method of its
 optimizer, hooks of its model) is no change of a library and ends with the object.
 """
@@ -11,6 +12,10 @@ import pkgutil
 import warnings
 
 TABLE = {  # what is changed: why
+    "accelerate.Accelerator, in every module that has imported it":
+        "only by `python -m faithful`, while the script runs: that is what it is for",
+    "sys.excepthook, sys.exit, exit, quit, handlers of SIGTERM and Ctrl-C":
+        "faithful/process.py: errors in one line, the record's last words, a checkpoint when a run is stopped",
     "accelerate.state:PartialState._prepare_backend":
         "without an accelerator it returns no backend, and each process would train alone as rank 0 of 1",
     "accelerate.optimizer:is_lomo_available":
