@@ -59,12 +59,12 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
+        patches.users.add(id(self))
+        patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         script, self.made_by = arguments.given(args, kwargs), os.getpid()
         self.plan = arguments.resolved(script, Accelerator.current)
         merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
-        patches.users.add(id(self))
-        patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         self.backend.started(self, self.plan)

@@ -89,7 +89,7 @@ def grad_scaler(text):
         return [GradScalerKwargs(**{key: kinds[key](value) for key, value in pairs})] if pairs else []
     except (KeyError, ValueError):
         keys = ", ".join(f"{key}={kind.__name__}" for key, kind in kinds.items())
-        raise Refused(f"--grad_scaler {text!r} is not one of {keys}") from None
+        Parser().error(f"--grad_scaler {text!r} is not one of {keys}")  # there is no Accelerator yet
 
 
 def trackers(report_to):
