@@ -19,7 +19,7 @@ from accelerate.utils import (
 
 from faithful import backends, config, strategies
 from faithful.errors import Refused
-from faithful.plan import patience, resolve
+from faithful.plan import patience, resolve, says_precision
 from faithful.record import default_folder
 
 FP8_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
@@ -41,7 +41,7 @@ def given(args, kwargs):
 def precision(script):
     """What the script says of the precision where no config and no launcher does, or None."""
     asked = script.get("mixed_precision")
-    return None if asked is None or config.says_precision() else str(asked)
+    return None if asked is None or says_precision() else str(asked)
 
 
 def resolved(script, before):
@@ -56,7 +56,7 @@ def notes(plan, script):
 
 
 def is_default(plan, script):
-    return str(script.get("mixed_precision")) == "no" and config.says_precision() and plan.precision != "fp32" \
+    return str(script.get("mixed_precision")) == "no" and says_precision() and plan.precision != "fp32" \
         and not typed(sys.argv[1:])  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def contradictions(plan, script):
     planned = {"fp32": "no"}.get(plan.precision, plan.precision)
     asked = script.get("mixed_precision")
     if asked is not None and str(asked) != planned and not is_default(plan, script):
-        first = AcceleratorState._shared_state and not config.says_precision()
+        first = AcceleratorState._shared_state and not says_precision()
         who = "first Accelerator" if first else "config"
         both = f"the script passes mixed_precision={str(asked)!r}, the {who} says {plan.precision}"
         yield "mixed_precision", both, "leave it out, or set mixed_precision in the YAML"

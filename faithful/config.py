@@ -201,11 +201,6 @@ def tell_folder():
     return os.environ.get("FAITHFUL_TELL_FOLDER")
 
 
-def says_precision():
-    """Whether a launcher says the precision. `accelerate launch` always does, torchrun and plain python do not."""
-    return "ACCELERATE_MIXED_PRECISION" in os.environ
-
-
 def of_script(precision):
     """The launcher's variables for a precision that the script says. FP8 is then torchao's, with a gather in FP8 only
     where there is one."""

@@ -150,6 +150,21 @@ def launch_line():
     return None, None
 
 
+def says_precision():
+    """Whether the config or an option of the launcher says the precision. torchrun and plain python do not; where
+    nobody does, `accelerate launch` exports its default."""
+    exported = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    line, file = launch_line()
+    if exported != "no" or line is None or file is not None:
+        return exported is not None
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    words = line[next(at for at, word in enumerate(line) if "launch" in os.path.basename(word)) + 1 :]
+    options, _ = launch_command_parser().parse_known_args(words)
+    return options.mixed_precision is not None or os.path.isfile(default_config_file)
+
+
 def describe(plan):
     """The plan in one line: `ddp x2 | bf16`, then its other options."""
     parts = [f"{plan.strategy} x{plan.num_processes}" if plan.num_processes > 1 else plan.strategy]

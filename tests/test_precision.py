@@ -5,9 +5,10 @@ import sys
 import accelerate.state
 import pytest
 import torch
+from conftest import ROOT, launched
 from test_kept import run
 
-from faithful import Refused, arguments, config, plan
+from faithful import Refused, arguments, plan
 
 STEP = """
 model = torch.nn.Sequential(linear(), linear(), linear())
@@ -99,8 +100,23 @@ def test_two_processes_without_accelerates_launcher(tmp_path):
     assert "asked: mine | ddp x2 | bf16" in text and text.count("native bf16 True") == 2
 
 
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--mixed_precision", "no"], 2)])
+def test_the_launchers_own_default_is_nobodys_choice(tmp_path, options, code):
+    """Without a config file and without the option, `accelerate launch` exports `no`, and Accelerate takes the
+    script's."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from faithful import Accelerator\nprint(Accelerator(mixed_precision='bf16').mixed_precision)\n"
+    )
+    command = ["accelerate", "launch", *options, "--num_processes", "1", "--num_machines", "1", script]
+    result = launched(*map(str, command), cwd=tmp_path, env={"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    assert result.returncode == bool(code), result.stderr
+    assert ("asked: mine | single | bf16" in result.stdout and "\nbf16\n" in result.stdout) == (code == 0)
+    assert ("mixed_precision='bf16', the config says fp32" in result.stderr) == (code == 2)
+
+
 def test_a_precision_that_there_is_not_is_refused(monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    assert not config.says_precision() and torch.float32 and not accelerate.state.AcceleratorState._shared_state
+    assert not plan.says_precision() and torch.float32 and not accelerate.state.AcceleratorState._shared_state
     with pytest.raises(Refused, match="mixed_precision bf8 is not one of 'no', fp16, bf16, fp8"):
         plan.resolve("bf8")
