@@ -105,9 +105,7 @@ def test_the_launchers_own_default_is_nobodys_choice(tmp_path, options, code):
     """Without a config file and without the option, `accelerate launch` exports `no`, and Accelerate takes the
     script's."""
     script = tmp_path / "mine.py"
-    script.write_text(
-        "from faithful import Accelerator\nprint(Accelerator(mixed_precision='bf16').mixed_precision)\n"
-    )
+    script.write_text("from faithful import Accelerator\nprint(Accelerator(mixed_precision='bf16').mixed_precision)\n")
     command = ["accelerate", "launch", *options, "--num_processes", "1", "--num_machines", "1", script]
     result = launched(*map(str, command), cwd=tmp_path, env={"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
     assert result.returncode == bool(code), result.stderr
