@@ -27,6 +27,7 @@ from faithful import (
     loaders,
     patches,
     process,
+    products,
     state,
     strategies,
 )
@@ -67,6 +68,8 @@ class Accelerator(accelerate.Accelerator):
         folder, recorded = self.project_folder(merged)
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
+        if self.plan.rehearsal and self.plan.precision != "fp32":
+            products.start()
         self.backend.started(self, self.plan)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
@@ -113,6 +116,8 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args, device_placement=None):
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        if self.plan.rehearsal and any(products.of(one) for one in args if isinstance(one, nn.Module)):
+            products.start()
         converted = {at: self.convert(model, optimizers) for at, model in enumerate(args) if trains(model)}
         prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
         for at, one in enumerate(prepared):
@@ -204,6 +209,7 @@ class Accelerator(accelerate.Accelerator):
         refuse_unknown(self.plan.skip, [name for one in self.models if one.layers for name in one.layers.names])
         for line in notes(self):
             self.note(line)
+        self.record.seen["through_fp32"] = dict(products.active)
         if self.record.opened:
             return
         self.record.open(self.resumed, self.steps.taken)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 
-from faithful import backends, strategies
+from faithful import backends, products, strategies
 from faithful.backends.linear import kind, linear_names
 from faithful.blocks import block_names
 from faithful.errors import Refused
@@ -199,6 +199,7 @@ class Evidence:
             how += f" by {', '.join(names)}" if (names := block_names(self.model)) else " as one piece"
         parts = [where + (how if self.sharded else "")]
         parts += [self.backend.name(plan)] if plan.precision != "fp8" else self.fp8_truth()
+        parts[-1] += products.through_fp32(plan.precision)
         parts[-1] += ", compiled" if plan.compile else ""
         parts[-1] += ", offloaded to the host" if plan.offload else ""
         parts[-1] += ", activations computed again" if plan.ckpt else ""

@@ -32,6 +32,8 @@ TABLE = {  # what is changed: why
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
         "it compares the precision of TrainingArguments, which scripts leave to the config, with DeepSpeed's",
+    "kernels of torch.ops.aten for CPUs":
+        "faithful/products.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
     "logger DeepSpeed": "it prints in every run; its errors stay",
     "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
     "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",
@@ -55,6 +57,13 @@ def replace(row, value, owner=None, name=None):
     before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
     undos.append(lambda: setattr(owner, name, before))
     setattr(owner, name, value)
+
+
+def undo_with(row, function):
+    """Keeps what restores a change that its caller has made. row: of TABLE."""
+    if row not in TABLE:
+        raise KeyError(row)
+    undos.append(function)
 
 
 def set_environment(name, value):
