@@ -138,7 +138,8 @@ def take_part():
     if not (dist.is_available() and dist.is_initialized()) or "LOCAL_RANK" in os.environ:
         return
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    if world != "1":  # a single process trains without DDP, in Accelerate too
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     if not torch.accelerator.is_available():
         os.environ.pop("ACCELERATE_USE_CPU", None)
 

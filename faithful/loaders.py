@@ -98,7 +98,7 @@ def collect(epochs, between_batches):
         states.append({"running": running and epoch.began is not None, "epoch": epoch.number(running)})
         parts |= {f"loader/{i}/now": own.get_state()} if own is not None else {}
         parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if states[i]["running"] else {}
-        if loader := epoch.stateful():  # differs from process to process
+        if (loader := epoch.stateful()) is not None:  # differs from process to process; a loader may have no length
             text = json.dumps(pack(loader.state_dict(), parts, f"loader/{i}/stateful."))
             parts[f"loader/{i}/stateful"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return parts, states
@@ -115,6 +115,6 @@ def put_back(epochs, parts, states):
         if state["running"]:
             names = [name for name in ("torch", "own") if f"loader/{i}/{name}" in parts]
             epoch.again = {name: parts[f"loader/{i}/{name}"] for name in names}
-        if (loader := epoch.stateful()) and f"loader/{i}/stateful" in parts:
+        if (loader := epoch.stateful()) is not None and f"loader/{i}/stateful" in parts:
             text = bytes(parts[f"loader/{i}/stateful"].tolist()).decode()
             loader.load_state_dict(unpack(json.loads(text), parts))

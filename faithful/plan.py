@@ -93,10 +93,6 @@ def in_debug_launcher():
     and leaves out what other launchers export. Its own precision is no choice of the user's."""
     if "ACCELERATE_DEBUG_RDV_FILE" not in os.environ:
         return False
-    from torch import distributed
-
-    rank = str(distributed.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
         os.environ.pop(name, None)
     return True

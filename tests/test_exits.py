@@ -265,6 +265,9 @@ def test_ranks_that_the_script_forks_itself(end, door):
     )
     code, said, left = end(text, door=door)
     assert code == 0 and said.endswith("back\n") and "| ddp x2" in said and left == ("finished", None), said
+    text = text.replace("== 2", "== 1").replace("(main)", "(main, num_processes=1)")
+    code, said, left = end(text, door=door)
+    assert code == 0 and "| single" in said and left == ("finished", None), said
 
 
 def test_without_a_rank_two_processes_are_refused(end):

@@ -241,6 +241,25 @@ assert [int(x) for x in loader] == left and len(left) == (10 // accelerator.num_
 """, config="ddp_fp32")  # fmt: skip
 
 
+def test_a_stateful_loader_of_a_stream_goes_on_too(tmp_path):
+    """An IterableDataset has no length."""
+    pytest.importorskip("torchdata", reason="torchdata is not installed (setup --extra dev)")
+    run(tmp_path, """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(10.0)
+
+config = DataLoaderConfiguration(use_stateful_dataloader=True)
+accelerator = Accelerator(project_dir=folder, dataloader_config=config)
+loader = accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=2))
+batches = iter(loader)
+next(batches), next(batches)
+accelerator.save_state(folder / "saved")
+accelerator.load_state(folder / "saved")
+assert [x.tolist() for x in loader] == [[4, 5], [6, 7], [8, 9]]
+""")  # fmt: skip
+
+
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16"])
 def test_a_weight_s_own_name_is_kept(tmp_path, config):
     """A model may have a layer called `module`, as DDP has."""

@@ -1,0 +1,90 @@
+"""What a precision costs in a rehearsal: the step time of each config over that of fp32, on a CPU.
+
+    python benchmarks/rehearsal.py --output results/rehearsal.json
+    python benchmarks/rehearsal.py --avx2 --before ../earlier --configs single_bf16 --output results/rehearsal.json
+
+The recipes run in turns (benchmarks/turns.py), the configs of a strategy beside its fp32 one. A ratio is that of the
+median steps of one turn; the report has the median and the quartiles over the turns. --avx2 makes torch and oneDNN use
+no instruction beyond AVX2, as on most laptops. --before is a clone of an earlier commit, whose code is measured too.
+"""
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import turns
+from provenance import ROOT, command, save
+
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+MODELS = {"vit_tiny": ("vit", 8), "gpt_nano": ("gpt", 8)}  # model: (recipe, global batch)
+CONFIGS = """single_bf16 single_fp16 single_fp8 single_fp8_ao_rowwise single_fp8_te single_fp8_te_current
+    single_fp8_te_block single_fp8_msamp_o1 single_fp8_msamp_o2 single_fp8_msamp_o3 ddp_bf16 fsdp_bf16
+    fsdp_fp8""".split()  # fmt: skip
+
+
+def base(config):
+    return f"{config.partition('_')[0]}_fp32"
+
+
+def start(model, env, before, way, steps, folder, port):
+    """Launches a recipe under a config. way: the config, with @before for the earlier code."""
+    config, _, earlier = way.partition("@")
+    root, (recipe, batch) = Path(before if earlier else ROOT), MODELS[model]
+    line = [sys.executable, "-m", "accelerate.commands.launch"]
+    line += ["--config_file", root / "accelerate_configs" / f"{config}.yml"]
+    line += [] if config.startswith("single") else ["--main_process_port", "0"]
+    line += [Path(__file__).resolve(), "--one", folder / f"{way}.json", steps, port, root / "recipes" / f"{recipe}.py"]
+    line += ["--model", model, "--max_steps", steps, "--save_steps", 0, "--eval_steps", 0]
+    line += ["--per_device_train_batch_size", batch if config.startswith("single") else batch // 2]
+    line += ["--output_dir", folder / f"run-{way}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"} | env
+    with open(folder / f"{way}.log", "w") as log:
+        return subprocess.Popen(list(map(str, line)), cwd=root, env=env, stdout=log, stderr=log)
+
+
+def one(file, steps, port, recipe, *words):
+    """Runs a recipe in this process, and records when its steps end."""
+    turns.watch(file, int(steps), int(port))
+    sys.argv, sys.path[0] = [recipe, *words], str(Path(recipe).parent)
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--configs", nargs="+", default=CONFIGS)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--avx2", action="store_true")
+    parser.add_argument("--before", type=Path, help="a clone of an earlier commit")
+    parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
+    args = parser.parse_args()
+    made = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    rows, said = made.get("rows", []), made.get("command", "")
+    for model in args.models:
+        for fp32 in dict.fromkeys(map(base, args.configs)):
+            configs = [config for config in args.configs if base(config) == fp32]
+            ways = [fp32, *configs, *(f"{config}@before" for config in configs if args.before)]
+            env = AVX2 if args.avx2 else {}
+            found = turns.in_turns(ways, args.turns, functools.partial(start, model, env, args.before))
+            for way in ways[1:]:
+                config, _, earlier = way.partition("@")
+                cpu = "AVX2" if args.avx2 else "as it is"
+                key = {"model": model, "config": config, "cpu": cpu, "code": "before" if earlier else "now"}
+                row = key | {"over": fp32, "fp32_seconds": statistics.median(found[fp32]["wall"])}
+                row |= {kind: turns.ratio(found[way][kind], found[fp32][kind]) for kind in turns.KINDS}
+                rows = [other for other in rows if {name: other[name] for name in key} != key] + [row]
+                low, high = row["wall"]["quartiles"]
+                print(f"{model} {way} {cpu}: {row['wall']['median']:.2f} of fp32 ({low:.2f} to {high:.2f})", flush=True)
+            if args.output:
+                all_of_them = said if command() in said else f"{said} and {command()}".removeprefix(" and ")
+                save(args.output, {"rows": rows, "command": all_of_them}, ("accelerate", "torchao", "deepspeed"))
+
+
+if __name__ == "__main__":
+    one(*sys.argv[2:]) if sys.argv[1:2] == ["--one"] else main()
