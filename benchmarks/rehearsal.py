@@ -2,20 +2,26 @@
 
     python benchmarks/rehearsal.py --output results/rehearsal.json
     python benchmarks/rehearsal.py --avx2 --before ../earlier --configs single_bf16 --output results/rehearsal.json
+    python benchmarks/rehearsal.py --losses 4 --output results/rehearsal.json
 
 The recipes run in turns (benchmarks/turns.py), the configs of a strategy beside its fp32 one. A ratio is that of the
 median steps of one turn; the report has the median and the quartiles over the turns. --avx2 makes torch and oneDNN use
 no instruction beyond AVX2, as on most laptops. --before is a clone of an earlier commit, whose code is measured too.
+
+--losses compares the losses of 50 steps in bf16, products computed in fp32, with those of the CPU's own bf16 kernels,
+over pairs of runs with the same seed. As a scale: the distance of a run whose first weights differ in the last bit.
 """
 
 import argparse
 import functools
 import json
+import math
 import os
 import runpy
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import turns
@@ -55,6 +61,49 @@ def one(file, steps, port, recipe, *words):
     runpy.run_path(recipe, run_name="__main__")
 
 
+def losses(model, seed, products, perturbed=False):
+    """The training losses of 50 steps of a run in bf16. products: whether they are computed in fp32."""
+    recipe, batch = MODELS[model]
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-m", "accelerate.commands.launch"]
+        line += ["--config_file", ROOT / "accelerate_configs" / "single_bf16.yml", Path(__file__).resolve()]
+        line += ["--forced", "bf16" if products else "", ROOT / "recipes" / f"{recipe}.py", "--model", model]
+        line += ["--seed", seed, "--max_steps", 50, "--logging_steps", 1, "--save_steps", 0, "--eval_steps", 0]
+        line += ["--per_device_train_batch_size", batch, "--output_dir", Path(folder, "run")]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAITHFUL_TWIN": "1"} if perturbed else {})
+        subprocess.run(list(map(str, line)), cwd=ROOT, env=env, check=True, capture_output=True)
+        rows = [json.loads(row) for row in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    found = [row["loss"] for row in rows if "loss" in row]
+    assert len(found) == 50
+    return found
+
+
+def forced(dtype, recipe, *words):
+    """Runs a recipe with all products of a dtype in fp32, or none, whatever is fast on this CPU."""
+    sys.path.insert(0, str(ROOT))
+    from faithful import products
+
+    products.measure = lambda: {kind: [dtype] if dtype else [] for kind in products.OPERATORS}
+    sys.argv, sys.path[0] = [recipe, *words], str(Path(recipe).parent)
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def apart(a, b):
+    """The root mean square of the differences of two curves of losses."""
+    return math.sqrt(statistics.fmean((x - y) ** 2 for x, y in zip(a, b, strict=True)))
+
+
+def loss_rows(models, seeds):
+    for model in models:
+        for seed in range(seeds):
+            own = losses(model, seed, False)
+            row = {"model": model, "seed": seed, "last_loss": own[-1]}
+            row["through_fp32"] = apart(losses(model, seed, True), own)
+            row["perturbed"] = apart(losses(model, seed, False, perturbed=True), own)
+            print(row, flush=True)
+            yield row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
@@ -63,9 +112,14 @@ def main():
     parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--before", type=Path, help="a clone of an earlier commit")
     parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
+    parser.add_argument("--losses", type=int, metavar="SEEDS", help="compare losses instead of times")
     args = parser.parse_args()
     made = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
     rows, said = made.get("rows", []), made.get("command", "")
+    all_of_them = said if command() in said else f"{said} and {command()}".removeprefix(" and ")
+    if args.losses:
+        figures = {"rows": rows, "losses": list(loss_rows(args.models, args.losses)), "command": all_of_them}
+        return save(args.output, figures, ("accelerate", "torchao", "deepspeed"))
     for model in args.models:
         for fp32 in dict.fromkeys(map(base, args.configs)):
             configs = [config for config in args.configs if base(config) == fp32]
@@ -82,9 +136,10 @@ def main():
                 low, high = row["wall"]["quartiles"]
                 print(f"{model} {way} {cpu}: {row['wall']['median']:.2f} of fp32 ({low:.2f} to {high:.2f})", flush=True)
             if args.output:
-                all_of_them = said if command() in said else f"{said} and {command()}".removeprefix(" and ")
-                save(args.output, {"rows": rows, "command": all_of_them}, ("accelerate", "torchao", "deepspeed"))
+                figures = {"rows": rows, "losses": made.get("losses", []), "command": all_of_them}
+                save(args.output, figures, ("accelerate", "torchao", "deepspeed"))
 
 
 if __name__ == "__main__":
-    one(*sys.argv[2:]) if sys.argv[1:2] == ["--one"] else main()
+    inside = {"--one": one, "--forced": forced}.get(sys.argv[1] if len(sys.argv) > 1 else None)
+    inside(*sys.argv[2:]) if inside else main()

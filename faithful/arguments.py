@@ -50,7 +50,9 @@ def resolved(script, before):
 
 
 def notes(plan, script):
-    """Yields a note where the script passes Accelerate's default against the config, and nobody has typed it."""
+    """Yields a note for each of the script's arguments that gives way to the config."""
+    for _, both, _ in contradictions(plan, script):
+        yield f"{both}: the config wins"
     if is_default(plan, script):
         yield f"the script passes mixed_precision='no', Accelerate's default: the config's {plan.precision} applies"
 
@@ -77,9 +79,7 @@ def merged(plan, script):
     found = list(contradictions(plan, script))
     if found and not config.config_wins():
         raise Refused("\n".join(f"{both}: {cure}, or launch with --config_wins" for _, both, cure in found))
-    for name, both, _ in found:
-        if config.rank() == 0:
-            print(f"note: {both}: the config wins", flush=True)
+    for name, _, _ in found:
         if name == "kwargs_handlers":
             script[name] = [
                 one for one in script[name] if type(one).__name__ not in {*FP8_HANDLERS, "GradScalerKwargs"}

@@ -352,3 +352,4 @@ def test_torchs_clipping_of_another_model_is_torchs(tmp_path, config):
         "    assert other.weight.grad.unique().allclose(torch.tensor(0.1))\n    optimizer.step()"
     )
     train(config, tmp_path / "run", script=written(tmp_path, ("    optimizer.step()", other)))
+    assert [line.partition(": the config")[1:] for line in made["notes"][:2]] == 2 * [(": the config", " wins")]
