@@ -135,8 +135,8 @@ def outcome(client, config, folder, checkouts=None):
     refused = re.findall(r"refused: (.*)$", printed, re.M)  # after a progress bar, too
     file = next(iter(sorted(out.rglob("run.json"))), None)  # a script may name a folder of its own
     made = json.loads(file.read_text()) if file else None
-    of_the_script = re.split("torch/distributed/elastic|subprocess.CalledProcessError", printed)[0]
-    if code and refused and "Traceback" not in of_the_script.split("accelerate/commands/launch.py")[0]:
+    launchers = r"Traceback[^\n]*\n(?: [^\n]*\n)*? [^\n]*(?:torch/distributed/elastic|accelerate/commands/launch\.py)"
+    if code and refused and "Traceback" not in re.sub(launchers, "", printed):
         return row | {"outcome": "refused", "why": refused[0]}
     ranks = witnessed(out)
     if code or not made or made["status"] != "finished" or not ranks:
