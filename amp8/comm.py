@@ -215,7 +215,7 @@ class Comm:
             if rank == self.rank and own is not None:
                 total.add_(own)
             else:
-                total.addcmul_(codes[rank].float(), inverse[rank])
+                total.addcmul_(scaling.decode(codes[rank]), inverse[rank])
         return total
 
     @torch.no_grad()

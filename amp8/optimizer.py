@@ -361,15 +361,15 @@ def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, ma
     in its tensor this slice begins.
     """
     w_scale, g_scale, m_scale, v_scale, new_w, new_m, new_v, new_copy = table.unbind()
-    w = weight.float() / w_scale
-    g = gradient.float() / (-g_scale if maximize else g_scale)
+    w = scaling.decode(weight) / w_scale
+    g = scaling.decode(gradient) / (-g_scale if maximize else g_scale)
     new_weight, decay = w, numbers[LR] * numbers[DECAY]
     if decoupled:
         new_weight = w * (1 - decay)
     else:
         g = g + w * numbers[DECAY]
-    first = m.float() / m_scale * numbers[KEEP_M] + g * numbers[ADD_M]
-    second = v.float() / v_scale * numbers[KEEP_V] + g * g * numbers[ADD_V]
+    first = scaling.decode(m) / m_scale * numbers[KEEP_M] + g * numbers[ADD_M]
+    second = scaling.decode(v) / v_scale * numbers[KEEP_V] + g * g * numbers[ADD_V]
     # A v so small that it will be stored as 0 counts as half of the smallest that will not. Otherwise an m that
     # outlives its v would be divided by eps alone, next time.
     counted = second

@@ -275,3 +275,12 @@ def test_delayed_scaling_by_slot_with_margin_and_limits():
     assert scale.tolist() == [16, torch.finfo(torch.float32).max, 16384]
     with pytest.raises(ValueError, match="amax_compute_algo"):
         scaling.update_delayed_(history, scale, 448.0, amax_compute_algo="mean")
+
+
+@pytest.mark.parametrize("code_dtype", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_read_as_torch_reads_them(code_dtype, dtype):
+    """All of them, NaN and both zeros too, from small and large tensors, contiguous or not."""
+    every = torch.arange(256, dtype=torch.uint8).view(code_dtype)
+    for codes in (every, every.repeat(64), every.repeat(64).view(128, 128).t(), every.repeat(96, 1)[:, 1::2]):
+        assert codes.isnan().any() and same_bits(scaling.decode(codes, dtype), codes.to(dtype))
