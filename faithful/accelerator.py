@@ -324,6 +324,18 @@ class Accelerator(accelerate.Accelerator):
             self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
         return self.record.seen["samples_per_step"]
 
+    def gather(self, tensor):
+        launcher.begins("gather")
+        return super().gather(tensor)
+
+    def reduce(self, *args, **kwargs):
+        launcher.begins("reduce")
+        return super().reduce(*args, **kwargs)
+
+    def wait_for_everyone(self):
+        launcher.begins("wait")
+        super().wait_for_everyone()
+
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
         alike = self.plan.split > 1  # tp: every process has every sample already

@@ -7,6 +7,7 @@ If the launcher dies, even by SIGKILL, its processes get SIGTERM, and those that
 killed. A new launch of the same run waits until they have left its folder.
 """
 
+import collections
 import contextlib
 import ctypes
 import fcntl
@@ -183,9 +184,9 @@ def meet(patience):
 
 
 # Calls that scripts may make on one process. No collective is allowed before all processes are known to make the call,
-# because the others may be in another collective. So each process tells the store where it is: its number of training
-# forward passes, the call in which it waits, or that it has ended.
-here = {"passes": 0, "judged": set(), "impatient": set()}
+# because the others may be in another collective. So each process tells the store where it is: how many training
+# forward passes, epochs or collectives of the script it has begun, the call in which it waits, or that it has ended.
+here = {"begun": collections.Counter(), "judged": set(), "impatient": set()}
 
 
 def several():
@@ -208,8 +209,13 @@ def passes(*_):
     import torch
 
     if torch.is_grad_enabled():
-        here["passes"] += 1
-        tell(here["passes"])
+        begins("forward")
+
+
+def begins(kind):
+    """Tells where this process is: it begins a `kind` of thing that all processes do."""
+    here["begun"][kind] += 1
+    tell(f"{kind}:{here['begun'][kind]}")
 
 
 @functools.cache
@@ -220,10 +226,10 @@ def calls(what):
 
 def all_come(what, needed=False):
     """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
-    main process waits until each is there, or one has gone on without it: is in a later forward pass or call, or has
-    ended. Where neither shows it waits COMES seconds (1 second when that was in vain before), and a process that comes
-    later gets False. needed: the main process cannot go on alone, so it waits for a slow process as long as for a
-    collective."""
+    main process waits until each is there, or one has gone on without it: has begun a later forward pass, epoch,
+    collective or call, or has ended. Where neither shows it waits COMES seconds (1 second when that was in vain
+    before), and a process that comes later gets False. needed: the main process cannot go on alone, so it waits for a
+    slow process as long as for a collective."""
     import torch.distributed as dist
 
     if not several():
@@ -244,7 +250,7 @@ def others_come(store, call, what, needed):
     longest = seconds_of_patience() if needed else 1 if kind in here["impatient"] else COMES
     while True:
         keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
-        at = {rank: store.get(key).decode() if store.check([key]) else "0" for rank, key in keys.items()}
+        at = {rank: store.get(key).decode() if store.check([key]) else "forward:0" for rank, key in keys.items()}
         if all(where == call for where in at.values()):
             return True
         if any(elsewhere(where, call) for where in at.values()):
@@ -262,8 +268,9 @@ def others_come(store, call, what, needed):
 
 def elsewhere(where, call):
     """Whether a process that is at `where` has passed the main process's `call` without making it."""
-    if where.isdigit():
-        return int(where) > here["passes"]
+    kind, _, number = where.partition(":")
+    if number:
+        return int(number) > here["begun"][kind]
     return where == "ended" or where not in (call, *here["judged"])
 
 

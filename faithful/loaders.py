@@ -9,8 +9,10 @@ import itertools
 import json
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader
 
+from faithful import launcher
 from faithful.values import pack, unpack
 
 
@@ -24,6 +26,8 @@ class Epoch:
     def watch(self, prepared):
         """Watches `prepared`, Accelerate's loader around torch's, and returns it."""
         inside = getattr(prepared, "base_dataloader", None)
+        if kind := ANNOUNCED.get(type(prepared)):
+            object.__dict__["__class__"].__set__(prepared, kind)  # Accelerate's loaders answer .__class__ with another
         self.loaders = [*self.loaders[:1], prepared]  # the first and the newest: a script may make one per epoch
         if type(inside) is DataLoader:
             inside.__class__, inside.epoch = Watched, self
@@ -49,6 +53,28 @@ class Epoch:
     def stateful(self):
         """The loader, if it saves its own place in the data, or None."""
         return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
+
+
+class Announced:
+    """A prepared loader that tells when it begins an epoch, for which Accelerate may make a collective."""
+
+    def __iter__(self):
+        launcher.begins("epoch")
+        return super().__iter__()
+
+    def __reduce__(self):  # Accelerate's names its own class
+        return type(self), *super().__reduce__()[1:]
+
+
+class AnnouncedShard(Announced, DataLoaderShard):
+    pass
+
+
+class AnnouncedDispatcher(Announced, DataLoaderDispatcher):
+    pass
+
+
+ANNOUNCED = {DataLoaderShard: AnnouncedShard, DataLoaderDispatcher: AnnouncedDispatcher}
 
 
 class Watched(DataLoader):

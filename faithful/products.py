@@ -11,7 +11,6 @@ import functools
 import time
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 
 from faithful import patches
@@ -19,45 +18,35 @@ from faithful import patches
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPERATORS = {  # kind: operators of torch's namespace aten
     "products": ("mm", "mm.out", "addmm", "addmm.out", "addmm_", "bmm", "bmm.out", "baddbmm", "baddbmm.out",
-                 "baddbmm_"),
+                 "baddbmm_", "convolution", "convolution_backward"),
     "attention": ("_scaled_dot_product_flash_attention_for_cpu",
                   "_scaled_dot_product_flash_attention_for_cpu_backward"),
-    "convolutions": ("convolution", "convolution_backward"),
 }  # fmt: skip
 active = {}  # what is replaced now: {kind: [names of dtypes]}
+TURNS = 5
 SLOW = 2  # times fp32's duration. Fast kernels take 0.3 to 1.2 of it, emulated ones 4 to 60
 
 
-def sample(kind, dtype):
-    """A small forward and backward pass through the operators of a kind, as a function to be timed."""
-    if kind == "products":
-        a, b = torch.ones(128, 64, dtype=dtype), torch.ones(64, 128, dtype=dtype)
-        return lambda: a.mm(b)
-    if kind == "attention":
-        q = torch.ones(2, 2, 64, 32, dtype=dtype, requires_grad=True)
-        return lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()
-    image = torch.ones(4, 16, 14, 14, dtype=dtype, requires_grad=True)
-    weight = torch.ones(32, 16, 3, 3, dtype=dtype, requires_grad=True)
-    return lambda: F.conv2d(image, weight).sum().backward()
-
-
 def seconds(function):
-    started = time.perf_counter()
+    """Of this thread's work, so that other work on the machine counts little."""
+    started = time.thread_time()
     function()
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def measure():
-    """{kind: [names of dtypes in which it is slow here]}, measured in some milliseconds."""
-    found = {}
-    with torch.enable_grad():
-        for kind in OPERATORS:
-            functions = {name: sample(kind, dtype) for name, dtype in {"fp32": torch.float32, **DTYPES}.items()}
-            for function in functions.values():
-                function()  # the first call of a kernel also prepares it
-            best = {name: min(seconds(function) for _ in range(3)) for name, function in functions.items()}
-            found[kind] = [name for name in DTYPES if best[name] > SLOW * best["fp32"]]
-    return found
+    """{kind: [names of dtypes in which it is slow here]}, measured in some milliseconds. The dtypes take turns, because
+    all runs on a machine must find the same."""
+    factors = {name: torch.ones(128, 128, dtype=dtype) for name, dtype in {"fp32": torch.float32, **DTYPES}.items()}
+    times = {name: [] for name in factors}
+    for turn in range(TURNS + 1):
+        for name, factor in factors.items():
+            took = seconds(lambda factor=factor: factor.mm(factor))
+            times[name] += [took] if turn else []  # the first call of a kernel also prepares it
+    slow = [name for name in DTYPES if min(times[name]) > SLOW * min(times["fp32"])]
+    # The backward pass of torch's attention is slow in 16 bit on a CPU whose products are fast but which has no AMX.
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {"products": slow, "attention": [name for name in DTYPES if name in slow or not has.get(f"amx_{name}")]}
 
 
 def start():

@@ -244,6 +244,10 @@ ONE = {  # (what the main process does, what the other does, the answers, the lo
     "a step behind, but needed": (then(passes, lambda: comes(needed=True)), then(lambda: passes(after=1), comes), True, 2),
     "in the next step": (lambda: comes(needed=True), passes, False, 0.4),
     "in the next step, later": (lambda: comes(needed=True), lambda: passes(after=0.7), False, 1.2),
+    "in the next epoch": (lambda: comes(needed=True), lambda: launcher.begins("epoch"), False, 0.4),
+    "in an epoch that both have begun": (
+        then(lambda: launcher.begins("epoch"), lambda: comes(needed=True)),
+        then(lambda: launcher.begins("epoch"), lambda: comes(after=0.3)), True, 0.6),
     "in another call": (lambda: comes(needed=True), lambda: comes("ends"), False, 0.4),
     "at its end": (lambda: comes(needed=True), lambda: launcher.tell("ended"), False, 0.4),
     "nowhere": (comes, lambda: None, False, 0.9),

@@ -105,18 +105,20 @@ def test_they_are_restored():
     assert torch.equal(x @ x, expected) and before is not None and not products.active
 
 
-def test_what_is_slow_is_found_by_time(monkeypatch):
-    """A kernel counts as slow when it takes more than twice the time of fp32's."""
-    times = {torch.float32: 1.0, torch.bfloat16: 1.9, torch.float16: 2.1}
-    monkeypatch.setattr(products, "sample", lambda kind, dtype: lambda: times[dtype])
-    monkeypatch.setattr(products, "seconds", lambda function: function())
-    assert products.measure() == {kind: ["fp16"] for kind in products.OPERATORS}
+@pytest.mark.parametrize("amx", [False, True])
+def test_what_is_slow_is_found_by_time(monkeypatch, amx):
+    """A product is slow when it takes more than twice the time of fp32's. Attention also is where there is no AMX."""
+    turns = [[9, 9, 9], [1.0, 2.5, 2.5], [1.2, 1.9, 2.1], *[[2, 5, 5]] * 3]  # seconds in fp32, bf16, fp16
+    times = iter(sum(turns, []))
+    monkeypatch.setattr(products, "seconds", lambda function: function() is None or next(times))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx, "amx_fp16": amx})
+    assert products.measure() == {"products": ["fp16"], "attention": ["fp16"] if amx else ["bf16", "fp16"]}
 
 
 STEP = """
 from faithful import products
 import torch.nn.functional as F
-products.measure = lambda: {"products": ["bf16"], "attention": [], "convolutions": []}
+products.measure = lambda: {"products": ["bf16"], "attention": []}
 plain = torch.library.get_kernel("aten::mm", "CPU")
 accelerator = Accelerator(project_dir=folder)
 model = torch.nn.Sequential(linear(), linear(), linear())

@@ -290,6 +290,7 @@ def test_an_unchanged_script_under_a_config_that_wins(tmp_path, monkeypatch, wor
     assert made["plan"]["precision"] == "bf16" and made["evidence"]["dtypes"]["linear_output"] == "bfloat16"
     assert "note: the script passes mixed_precision='fp16', the config says bf16: the config wins" in ranks.text()
     assert "GradScalerKwargs) is for fp16, this run is bf16: the config wins" in ranks.text()
+    assert [line.partition(": the config")[1:] for line in made["notes"][:2]] == 2 * [(": the config", " wins")]
 
 
 def test_two_optimizers_of_one_model_count_once_and_come_back(tmp_path):
@@ -352,4 +353,3 @@ def test_torchs_clipping_of_another_model_is_torchs(tmp_path, config):
         "    assert other.weight.grad.unique().allclose(torch.tensor(0.1))\n    optimizer.step()"
     )
     train(config, tmp_path / "run", script=written(tmp_path, ("    optimizer.step()", other)))
-    assert [line.partition(": the config")[1:] for line in made["notes"][:2]] == 2 * [(": the config", " wins")]
