@@ -50,7 +50,9 @@ def resolved(script, before):
 
 
 def notes(plan, script):
-    """Yields a note where the script passes Accelerate's default against the config, and nobody has typed it."""
+    """Yields the plan's notes, and one where the script passes Accelerate's default against the config, and nobody has
+    typed it."""
+    yield from plan.notes
     if is_default(plan, script):
         yield f"the script passes mixed_precision='no', Accelerate's default: the config's {plan.precision} applies"
 

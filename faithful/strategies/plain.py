@@ -52,6 +52,11 @@ def sharded(parameters, plan):
     return any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in parameters)
 
 
+def units(model):
+    """How many units of parameters are gathered one by one, or None if none are."""
+    return None
+
+
 def parted(optimizer):
     """What is sharded, if `sharded` is true: keys of bytes_per_parameter."""
     return ("weight", "gradient", "gathered", "master", "optimizer")

@@ -17,6 +17,7 @@ from types import MethodType
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
 from faithful import batch_norm, patches
 from faithful.errors import Refused
@@ -49,7 +50,7 @@ def arguments(plan, scaling):
 
     quiet()
     leave_precision_to_the_config()
-    made = DeepSpeedPlugin(gradient_clipping=0.0)  # `clip_grad_norm_` sets it
+    made = DeepSpeedPlugin(gradient_clipping=plan.clip or 0.0)  # `clip_grad_norm_` sets it
     # With this reference transformers builds its models partitioned and in 16 bit under stage 3, whatever
     # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
     made.set_deepspeed_weakref = lambda: None
@@ -184,8 +185,11 @@ def refuse_no_sync():
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
     """Makes the engine clip in its step. Returns the gradient norm over all processes."""
-    zero = of(optimizer)
-    zero.clip_grad = 0.0 if math.isinf(max_norm) else max_norm
+    zero, said = of(optimizer), AcceleratorState().deepspeed_plugin.gradient_clipping
+    if said not in (0.0, max_norm) and not math.isinf(max_norm):
+        raise Refused(f"the script clips gradients at {max_norm}, gradient_clipping in the config at {said}: say it in "
+                      "one place")  # fmt: skip
+    zero.clip_grad = said if math.isinf(max_norm) else max_norm
     return gradient_norm(zero)
 
 
