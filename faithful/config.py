@@ -7,6 +7,7 @@
 
 import os
 
+from faithful import deepspeed_file
 from faithful.errors import Refused
 from faithful.keys import TRUE, full
 
@@ -46,8 +47,9 @@ def asked(env):
     world = int(env.get("WORLD_SIZE", 1))
     local = int(env.get("LOCAL_WORLD_SIZE", world))
     fsdp = asked_of_fsdp(env)
+    deepspeed = asked_of_deepspeed(env)
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
-        strategy = f"zero{env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
+        strategy = f"zero{deepspeed['stage']}"
     elif fsdp["version"] == 1 and fsdp["sharding"] == "NO_SHARD":
         strategy = "ddp"
     elif fsdp["version"]:
@@ -59,8 +61,7 @@ def asked(env):
     else:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
     sharded = strategy in ("fsdp", "hsdp")
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    deepspeed = asked_of_deepspeed(env, strategy)
+    precision = deepspeed["precision"] or env.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "strategy": strategy,
         "precision": PRECISIONS.get(precision, precision),
@@ -77,7 +78,7 @@ def asked(env):
         "replicas": sizes["dp_replicate"],
         "split": sizes["tp"],
         "deepspeed": deepspeed,
-        "clip": deepspeed["clip"] if strategy.startswith("zero") else None,
+        "clip": deepspeed["clip"],
         **asked_of_fp8(env, precision, sharded),
         "fsdp": fsdp,
         "wrap": fsdp["wrap"] if sharded else None,
@@ -126,22 +127,28 @@ def asked_of_fsdp(env):
     }
 
 
-def asked_of_deepspeed(env, strategy):
-    """The DeepSpeed part of `asked`. clip: the norm to which the file clips gradients, or None."""
+def asked_of_deepspeed(env):
+    """The DeepSpeed part of `asked`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
+    gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's."""
 
-    def get(key):
-        return env.get(f"ACCELERATE_DEEPSPEED_{key}", "none")
+    def get(key, default="none"):
+        return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
 
-    devices = {get("OFFLOAD_OPTIMIZER_DEVICE")} | ({get("OFFLOAD_PARAM_DEVICE")} if strategy == "zero3" else set())
-    clip = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower()
-    return {
-        "offload": bool({"cpu", "nvme"} & devices),
-        "nvme": "nvme" in devices,
-        "file": env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-        "init": strategy == "zero3" and on(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
-        "save_16bit": strategy == "zero3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
-        "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
-    }
+    clip, on_here = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower(), on(env.get("ACCELERATE_USE_DEEPSPEED"))
+    found = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
+             "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False}  # fmt: skip
+    if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        found |= deepspeed_file.asked(file)
+    elif on_here:
+        found |= {
+            "stage": int(get("ZERO_STAGE", 2)),
+            "devices": [get("OFFLOAD_OPTIMIZER_DEVICE"), get("OFFLOAD_PARAM_DEVICE")],
+            "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
+            "save_16bit": get("ZERO_STAGE") == "3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
+        }
+    devices = found.pop("devices")[: 2 if found["stage"] == 3 else 1]  # only stage 3 offloads parameters
+    found |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
+    return found | {"init": found["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
 
 
 def asked_of_fp8(env, precision, sharded):

@@ -12,6 +12,7 @@ import yaml
 
 from faithful import keys
 from faithful.config import FP8_DEFAULTS, LEVELS, PRECISIONS, STRATEGIES, TAILS, asked, exported, on
+from faithful.deepspeed_file import OF_THE_FILE
 from faithful.errors import Refused
 
 OURS = Path(__file__).resolve().parents[1] / "accelerate_configs"
@@ -84,6 +85,14 @@ def file_problems(path):
     config = {
         key: value if key not in keys.SECTIONS or isinstance(value, dict) else {} for key, value in config.items()
     }
+    section = config.get("deepspeed_config") or {}
+    if kind == "DEEPSPEED" and section.get("deepspeed_config_file"):
+        both = [key for key in OF_THE_FILE if key in section]
+        both += ["mixed_precision"] if config.get("mixed_precision") is not None else []
+        if both:
+            lines.append(
+                f"{', '.join(both)} beside deepspeed_config_file, which Accelerate refuses: say it in that file"
+            )
     if config.get("mixed_precision") == "fp8":
         lines += problems_of_fp8(config.get("fp8_config") or {})
     return lines + list(named_otherwise(path, config)), config

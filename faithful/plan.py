@@ -131,7 +131,9 @@ def follow(plan, wanted):
         values |= {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes}
     if wanted["deepspeed"]["init"]:
         values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
-    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":
+    if wanted["deepspeed"]["steps"]:
+        values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted["deepspeed"]["steps"])
+    elif os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":
         values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = None
     for name, value in values.items():
         patches.set_environment(name, value)

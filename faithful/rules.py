@@ -69,6 +69,9 @@ def notes(asked):
                      "before they are partitioned")  # fmt: skip
     if asked["deepspeed"]["save_16bit"]:
         lines.append("zero3_save_16bit_model: the weights are gathered and saved in fp32")
+    if asked["deepspeed"]["optimizer"] or asked["deepspeed"]["scheduler"]:
+        lines.append("the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
+                     "DummyScheduler")  # fmt: skip
     if asked["no_gather"]:
         lines.append("enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers")
     return lines
@@ -130,11 +133,8 @@ def problems_of_deepspeed(asked, machine):
     lines = []
     if "deepspeed" not in machine["packages"]:
         lines.append(f"{strategy} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
-    if extra["file"]:
-        lines.append(
-            "deepspeed_config_file is not read here: set its options in deepspeed_config and remove it "
-            "(docs/machines.md)"
-        )
+    if extra["problem"]:
+        lines.append(extra["problem"])
     if extra["nvme"]:
         lines.append("offloading to nvme is not supported here: set offload_optimizer_device and "
                      "offload_param_device to cpu")  # fmt: skip

@@ -295,3 +295,97 @@ def test_launch_sh_says_the_processes_that_a_file_leaves_out(tmp_path):
     path = written(tmp_path, {"distributed_type": "MULTI_GPU", "mixed_precision": "no"})
     _, made, said = trained(tmp_path / "run", "./launch.sh", str(path))
     assert "--num_processes 2" in said and made["plan"]["num_processes"] == 2
+
+
+def deepspeed_file(tmp_path, **sections):
+    """A YAML that names DeepSpeed's own file, as `accelerate config` writes it."""
+    base = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto", "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+            "bf16": {"enabled": "auto"}}  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(base | sections))
+    named = {"deepspeed_config_file": str(tmp_path / "ds.json"), "zero3_init_flag": False}
+    lines = {key: value for key, value in WIZARD.items() if key != "mixed_precision"}
+    return lines | {"distributed_type": "DEEPSPEED", "deepspeed_config": named}
+
+
+def test_a_file_of_deepspeeds_is_read(tmp_path):
+    zero3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_gather_16bit_weights_on_model_save": "auto"}
+    config = deepspeed_file(tmp_path, bf16={"enabled": True}, gradient_clipping=0.5, zero_optimization=zero3,
+                            optimizer={"type": "AdamW"}, gradient_accumulation_steps=4)  # fmt: skip
+    problems, notes, wanted = checked(written(tmp_path, config))
+    assert problems == [] and len(notes) == 1 and "DummyOptim" in notes[0]
+    assert [wanted[key] for key in ("strategy", "precision", "offload", "clip")] == ["zero3", "bf16", True, 0.5]
+    assert wanted["deepspeed"]["steps"] == 4
+    [problem] = checked(written(tmp_path, config | {"mixed_precision": "bf16"}))[0]
+    assert "mixed_precision beside deepspeed_config_file, which Accelerate refuses" in problem
+    lost = config | {"deepspeed_config": {"deepspeed_config_file": "lost.json"}}
+    assert any("deepspeed_config_file lost.json cannot be read: it is not in" in line
+               for line in checked(written(tmp_path, lost))[0])  # fmt: skip
+    strange = deepspeed_file(tmp_path, tensor_parallel={"autotp_size": 2})
+    assert "tensor_parallel in deepspeed_config_file: not supported" in checked(written(tmp_path, strange))[0][0]
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+accelerator = Accelerator()
+set_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+kind = DummyOptim if "dummy" in sys.argv else torch.optim.AdamW
+optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+parts = [model, optimizer, loader]
+if "schedule" in sys.argv:
+    parts.append(DummyScheduler(optimizer, warmup_num_steps=4))
+model, optimizer, loader, *scheduler = accelerator.prepare(*parts)
+for batch in loader:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    for one in scheduler:
+        one.step()
+    optimizer.zero_grad()
+    accelerator.print("seen", loss.item(), optimizer.param_groups[0]["lr"])
+accelerator.end_training()
+"""
+
+
+def seen(tmp_path, config, *words, code=0):
+    """[[loss, learning rate]] of the script's steps under `config`, or what it prints if it is refused."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
+                      "0", "-m", "faithful", str(tmp_path / "train.py"), *words, cwd=tmp_path,
+                      env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("seen")]
+    return result.stderr if code else [list(map(float, line)) for line in lines]
+
+
+@pytest.mark.slow
+def test_the_optimizer_and_the_scheduler_of_a_file_of_deepspeeds(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    scheduler = {"type": "WarmupLR", "params": warmup}
+    config = deepspeed_file(tmp_path, optimizer=optimizer, scheduler=scheduler)
+    steps = seen(tmp_path, config, "dummy", "schedule")
+    assert [rate for _, rate in steps] == pytest.approx([0, 0.0025, 0.005, 0.0075])  # DeepSpeed's, once in each step
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_a_file_is_the_one_that_the_script_would_make(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    config = deepspeed_file(tmp_path, optimizer=optimizer)
+    assert seen(tmp_path, config, "dummy") == seen(tmp_path, zero(zero_stage=2))
+    assert "says the optimizer AdamW, the script makes AdamW: leave the file's out" in seen(tmp_path, config, code=1)
+
+
+def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_path):
+    """recipes/gpt.py clips at 1.0."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    path = written(tmp_path, zero(zero_stage=2, gradient_clipping=0.3))
+    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "recipes/gpt.py",
+                      "--output_dir", str(tmp_path / "run"), *STEPS)  # fmt: skip
+    assert result.returncode == 1
+    assert "the script clips gradients at 1.0, gradient_clipping in the config at 0.3: say it in one" in result.stderr
