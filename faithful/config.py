@@ -210,7 +210,7 @@ def exported(config):
         gemms = zip(("FPROP", "DGRAD", "WGRAD"), override, strict=False)
         env |= {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
     kind, processes = str(config.get("distributed_type")), config.get("num_processes", 1)
-    if kind in ("NO", "MULTI_CPU"):
+    if kind == "NO" or (kind == "MULTI_CPU" and not config.get("mpirun_config")):
         env["ACCELERATE_USE_CPU"] = str(config.get("use_cpu", False))
     else:
         local = processes // config.get("num_machines", 1)

@@ -160,7 +160,7 @@ def asks_for_cpu(config):
 def default_processes(config, devices):
     """The number of processes where nobody says one: those of the mesh, or the GPUs there are, or 2 in a rehearsal."""
     if config.get("distributed_type") in ("NO", "MULTI_CPU"):
-        return 1
+        return config.get("num_processes") or 1
     mesh = 1
     for size in (config.get("parallelism_config") or {}).values():
         mesh *= size if isinstance(size, int) and not isinstance(size, bool) else 1

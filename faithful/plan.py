@@ -60,6 +60,7 @@ def resolve(precision=None):
 def resolved(precision, process):
     debugged = in_debug_launcher()
     launcher.take_part()
+    launcher.take_part_in_mpi()
     wanted = asked(os.environ | of_script(precision))
     line, file = (None, None) if debugged else launch_line()
     lines, notes = [], []

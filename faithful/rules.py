@@ -5,6 +5,7 @@ otherwise than Accelerate would run it, with the same result. faithful/files.py 
 here imports torch or Accelerate.
 """
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -148,6 +149,8 @@ def problems_of_machines(config, env):
     updated with the command line's options. env: the launcher's environment."""
     machines, processes = config.get("num_machines") or 1, config.get("num_processes") or 1
     rank, port, lines = config.get("machine_rank") or 0, config.get("main_process_port"), []
+    if config.get("mpirun_config") and not (shutil.which("mpirun") or shutil.which("mpiexec")):
+        lines.append("mpirun_config needs mpirun, which is not installed: install Open MPI, or set MULTI_GPU")
     elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     if config.get("max_restarts") and not elastic:
         lines.append(IN_VAIN)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import CONFIGS, ROOT, launched, metrics, record
+from conftest import CONFIGS, ROOT, free_port, launched, metrics, record
 from test_plan import CPU, GPU, exported_by_accelerate
 
 from faithful import files, plan, rules
@@ -389,3 +389,27 @@ def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_pa
                       "--output_dir", str(tmp_path / "run"), *STEPS)  # fmt: skip
     assert result.returncode == 1
     assert "the script clips gradients at 1.0, gradient_clipping in the config at 0.3: say it in one" in result.stderr
+
+
+@pytest.mark.slow
+def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
+    """mpirun is not there, so a script takes its place: it starts the processes with Open MPI's variables."""
+    path = written(tmp_path, WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True,
+                                       "mpirun_config": {"mpirun_hostfile": "hosts"}})  # fmt: skip
+    assert rules.problems_of_machines(files.file_problems(path)[1], {})  # no mpirun
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        '#!/bin/bash\n[ "$1" = --version ] && { echo Open MPI; exit; }\nshift 8\nexport OMPI_COMM_WORLD_SIZE=2\n'
+        "export OMPI_COMM_WORLD_LOCAL_SIZE=2\nfor rank in 1 0; do\n"
+        'OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$rank "$@" &\ndone\nwait\n'
+    )
+    mpirun.chmod(0o755)
+    here = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["accelerate", "launch", "--config_file", str(path), "--main_process_port", str(free_port()), "recipes/gpt.py",
+         "--output_dir", str(tmp_path / "run"), *STEPS],
+        cwd=ROOT, env=os.environ | {"PATH": here}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    made = record(tmp_path / "run")
+    assert made["plan"]["strategy"] == "ddp" and made["plan"]["num_processes"] == 2
