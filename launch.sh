@@ -79,8 +79,6 @@ find_name() { find_python || python=python3; exec "$python" "$root/tools/find.py
 
 need_python() { find_python || { setup; find_python; }; }
 
-gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; }
-
 # Prints bash completion: commands and configs for the first word, then each command's arguments, folders and files.
 completion() {
     local commands
@@ -109,7 +107,7 @@ EOF
 }
 
 launch() {
-    local config=$1 recipe="" options=() through=() wins=() count
+    local config=$1 recipe="" options=() through=() wins=() missing
     shift
     if [ ! -f "$config" ]; then
         [ -f "$root/accelerate_configs/${config%.yml}.yml" ] || find_name config "$config"  # suggests names, exits
@@ -144,23 +142,19 @@ launch() {
         export FAITHFUL_CONFIG_WINS=1
     fi
     need_python
-    count=$(gpus)
-    if [ "${count:-0}" -gt 0 ] && [[ " ${options[*]-} " != *" --num_processes"* ]] && ! grep -q "'NO'" "$config"; then
-        if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then count=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
-        options+=(--num_processes "$count")
-    fi
     if [[ " ${options[*]-} " == *" --max_restarts"* && " ${options[*]-} " != *" --rdzv_backend"* ]]; then
         options+=(--rdzv_backend c10d)  # torch's static rendezvous cannot restart workers
     fi
-    if ! grep -qE "'NO'|^(main_process_ip|machine_rank):|^num_machines: *[^ 1]" "$config" \
+    if ! grep -qE "distributed_type\"?: *['\"]?NO|^ *\"?num_machines\"?: *([2-9]|1[0-9])" "$config" \
             && ! [[ " ${options[*]-} " =~ \ --(main_process_ip|machine_rank|num_machines) ]]; then
         # One machine: take a free port, so that runs don't collide. Several machines must name theirs.
-        if ! grep -q '^main_process_port:' "$config" && [[ " ${options[*]-} " != *" --main_process_port"* ]]; then
+        if ! grep -qE '^ *"?main_process_port"?: *[0-9]' "$config" && [[ " ${options[*]-} " != *" --main_process_port"* ]]; then
             options+=(--main_process_port 0)
         fi
         [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # else c10d always uses port 29400
     fi
-    "$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config" || exit $?
+    missing=$("$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config") || exit $?
+    [ -z "$missing" ] || options+=($missing)  # --num_processes: the GPUs there are, if nobody says it
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*"
     # A wrapper of accelerate's launcher: it exits with the workers' code and prints no traceback of its own.
     exec "$python" "$root/tools/accelerate_launch.py" --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \

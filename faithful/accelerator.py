@@ -115,6 +115,7 @@ class Accelerator(accelerate.Accelerator):
     # ---- preparing ----
 
     def prepare(self, *args, device_placement=None):
+        args = self.strategy.real(self, args)
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         if self.plan.rehearsal and any(products.of(one) for one in args if isinstance(one, nn.Module)):
             products.start()

@@ -50,7 +50,8 @@ def resolved(script, before):
 
 
 def notes(plan, script):
-    """Yields a note for each of the script's arguments that gives way to the config."""
+    """Yields the plan's notes, and one for each of the script's arguments that gives way to the config."""
+    yield from plan.notes
     for _, both, _ in contradictions(plan, script):
         yield f"{both}: the config wins"
     if is_default(plan, script):

@@ -7,7 +7,9 @@
 
 import os
 
+from faithful import deepspeed_file
 from faithful.errors import Refused
+from faithful.keys import TRUE, full
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 TAILS = ("compile", "offload", "ckpt", "noreshard")  # ckpt: activation checkpointing
@@ -19,87 +21,141 @@ LEVELS = {  # the first is the default
 }
 SKIP = {"ao": "first, last"}  # the default of `skip`, as in the backend's own recipes
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
-# The keys of a config file that accelerate 1.15 reads; tests compare them with the installed launcher. Left out: keys
-# that it accepts and ignores (FSDP1's under version 2), and engines that these recipes don't use.
-KEYS = {
-    "": "compute_environment debug distributed_type downcast_bf16 dynamo_config enable_cpu_affinity fp8_config "
-    "fsdp_config gpu_ids machine_rank main_process_ip main_process_port main_training_function mixed_precision "
-    "num_machines num_processes rdzv_backend same_network use_cpu deepspeed_config parallelism_config",
-    "fsdp_config": "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy "
-    "fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_reshard_after_forward fsdp_state_dict_type "
-    "fsdp_transformer_layer_cls_to_wrap fsdp_version",
-    # fp8_recipe and fp8_skip are ours: the launcher exports any key of this section
-    "fp8_config": "fp8_amax_compute_algo fp8_amax_history_len fp8_backend fp8_enable_fsdp_float8_all_gather fp8_format "
-    "fp8_interval fp8_margin fp8_opt_level fp8_override_linear_precision fp8_pad_inner_dim fp8_recipe "
-    "fp8_skip fp8_use_autocast_during_eval fp8_use_mxfp8_block_scaling",
-    "dynamo_config": "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
-    "dynamo_use_regional_compilation",
-    "deepspeed_config": "deepspeed_hostfile deepspeed_multinode_launcher offload_optimizer_device offload_param_device "
-    "zero3_init_flag zero_stage",
-    "parallelism_config": "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
-    "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size",
-}
-PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # their keys may omit `fsdp_`, `fp8_`, `dynamo_`
 SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # dimensions of a device mesh, parallelism_config_<name>_size
 FP8_DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
     "fp8_format": "HYBRID", "fp8_interval": 1, "fp8_margin": 0, "fp8_opt_level": "O2", "fp8_pad_inner_dim": True,
     "fp8_use_autocast_during_eval": False,
 }  # fmt: skip
-DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # FSDP1's 1 to 5
+FSDP_DEFAULTS = {
+    "fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False,
+    "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": True, "fsdp_min_num_params": 100_000_000,
+    "fsdp_sync_module_states": True, "fsdp_use_orig_params": True, "fsdp_forward_prefetch": False,
+}  # fmt: skip
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
 def on(value):
     """Whether a boolean is true, as the launcher (True, true, 1) or YAML (true) writes it."""
-    return str(value).lower() in ("true", "1", "yes", "on")
+    return str(value).lower() in TRUE
 
 
 def asked(env):
     """The mapping of what the launcher's environment variables ask for."""
-    version = env.get("FSDP_VERSION", "1")
     sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
+    world = int(env.get("WORLD_SIZE", 1))
+    local = int(env.get("LOCAL_WORLD_SIZE", world))
+    fsdp = asked_of_fsdp(env)
+    deepspeed = asked_of_deepspeed(env)
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
-        strategy = f"zero{env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
-    elif on(env.get("ACCELERATE_USE_FSDP")):
-        strategy = ("hsdp" if sizes["dp_replicate"] > 1 else "fsdp") if version == "2" else f"fsdp{version}"
+        strategy = f"zero{deepspeed['stage']}"
+    elif fsdp["version"] == 1 and fsdp["sharding"] == "NO_SHARD":
+        strategy = "ddp"
+    elif fsdp["version"]:
+        if fsdp["version"] == 1 and fsdp["sharding"].startswith("HYBRID") and local < world:  # a node has a whole model
+            sizes |= {"dp_replicate": world // local, "dp_shard": local}
+        strategy = "hsdp" if sizes["dp_replicate"] > 1 else "fsdp"
     elif sizes["tp"] > 1:
         strategy = "tp"
     else:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
-    host = {"cpu", "nvme"} & {env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE") for what in ("OPTIMIZER", "PARAM")}
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    sharded = strategy in ("fsdp", "hsdp")
+    precision = deepspeed["precision"] or env.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "strategy": strategy,
         "precision": PRECISIONS.get(precision, precision),
-        "num_processes": int(env.get("WORLD_SIZE", 1)),
-        "local_processes": int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
+        "num_processes": world,
+        "local_processes": local,
         "compile": env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "whole_model": not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
-        "offload": on(env.get("FSDP_OFFLOAD_PARAMS")) or bool(host),
-        "ckpt": on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
-        "noreshard": strategy in ("fsdp", "hsdp") and not on(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        "offload": (sharded and on(env.get("FSDP_OFFLOAD_PARAMS"))) or deepspeed["offload"],
+        "ckpt": sharded and on(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
+        "noreshard": sharded and not fsdp["reshard"],
         "restarts_in_vain": env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         "sizes": sizes,
         "replicas": sizes["dp_replicate"],
         "split": sizes["tp"],
-        "deepspeed": {
-            "nvme": "nvme" in host,
-            "file": env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-            "init": strategy == "zero3" and on(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
-        },
-        **asked_of_fp8(env, precision),
-        "wrap_policy": env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"),
-        "ram_efficient": on(env.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),
+        "deepspeed": deepspeed,
+        "clip": deepspeed["clip"],
+        **asked_of_fp8(env, precision, sharded),
+        "fsdp": fsdp,
+        "wrap": fsdp["wrap"] if sharded else None,
+        "least": fsdp["least"] if sharded else None,
+        "layers": fsdp["layers"] if sharded else [],
+        "synced": sharded and fsdp["synced"],
         "use_cpu": on(env.get("ACCELERATE_USE_CPU")),
     }
 
 
-def asked_of_fp8(env, precision):
+def asked_of_fsdp(env):
+    """The FSDP part of `asked`. version: 1, 2, or 0 without FSDP. sharding, reshard: as version 1 or 2 says it.
+    wrap: which modules are units; least: a unit's parameters under SIZE_BASED_WRAP; layers: the classes that
+    TRANSFORMER_BASED_WRAP names. synced: the weights are process 0's. dead: settings that FSDP2 cannot follow."""
+
+    def get(key, default=""):
+        value = env.get(f"FSDP_{key}", default)
+        return default if value.lower() == "none" else value
+
+    if not on(env.get("ACCELERATE_USE_FSDP")):
+        return {"version": 0, "wrap": None, "least": None, "layers": [], "synced": False, "reshard": True, "dead": []}
+    version, sharding, reshard = (
+        get("VERSION", "1"),
+        get("SHARDING_STRATEGY", "FULL_SHARD"),
+        get("RESHARD_AFTER_FORWARD"),
+    )
+    sharding = SHARDINGS[int(sharding) - 1] if sharding in "12345" else sharding.upper()
+    ram = on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
+    found = {"version": int(version) if version.isdigit() else version, "sharding": sharding, "ram_efficient": ram,
+             "reshard_says": reshard or "true", "ignored": get("IGNORED_MODULES")}  # fmt: skip
+    if version == "1":
+        if sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
+            sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(reshard.upper(), reshard.upper())
+        found["sharding"] = sharding
+    turned = {"backward_prefetch": get("BACKWARD_PREFETCH", "NO_PREFETCH").upper() != "NO_PREFETCH",
+              "forward_prefetch": on(get("FORWARD_PREFETCH")),
+              "use_orig_params": not on(get("USE_ORIG_PARAMS", "true")),
+              "state_dict_type": get("STATE_DICT_TYPE") == "LOCAL_STATE_DICT"}  # fmt: skip
+    return found | {
+        "dead": [f"fsdp_{key}" for key, is_on in turned.items() if is_on],
+        "reshard": on(reshard or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
+        "wrap": get("AUTO_WRAP_POLICY", "NO_WRAP").upper(),
+        "least": int(float(get("MIN_NUM_PARAMS", "0"))),
+        "layers": [name.strip() for name in get("TRANSFORMER_CLS_TO_WRAP").split(",") if name.strip()],
+        "synced": ram or (version == "1" and on(get("SYNC_MODULE_STATES", "true"))),
+    }
+
+
+def asked_of_deepspeed(env):
+    """The DeepSpeed part of `asked`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
+    gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's."""
+
+    def get(key, default="none"):
+        return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
+
+    clip, on_here = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower(), on(env.get("ACCELERATE_USE_DEEPSPEED"))
+    found = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
+             "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False}  # fmt: skip
+    if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        found |= deepspeed_file.asked(file)
+    elif on_here:
+        found |= {
+            "stage": int(get("ZERO_STAGE", 2)),
+            "devices": [get("OFFLOAD_OPTIMIZER_DEVICE"), get("OFFLOAD_PARAM_DEVICE")],
+            "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
+            "save_16bit": get("ZERO_STAGE") == "3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
+        }
+    devices = found.pop("devices")[: 2 if found["stage"] == 3 else 1]  # only stage 3 offloads parameters
+    found |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
+    return found | {"init": found["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
+
+
+def asked_of_fp8(env, precision, sharded):
     """The FP8 part of `asked`. `skip`: patterns of the Linear layers that stay in high precision. `dead`: options that
-    are set but have no effect any more, each with the reason."""
-    asked = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": []}
+    are set but have no effect any more, each with the reason. `no_gather`: torchao is to gather in FP8 where nothing is
+    gathered, which is Accelerate's default."""
+    asked = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": [], "no_gather": False}
     if precision != "fp8":
         return asked
 
@@ -111,17 +167,19 @@ def asked_of_fp8(env, precision):
     given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
     options = {name: int(text) if text.isdigit() else text for name, text in given.items() if text}
     if backend == "ao":
-        options = {"enable_fsdp_float8_all_gather": on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")),
+        gathers = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1"))
+        asked["no_gather"] = gathers and not sharded
+        options = {"enable_fsdp_float8_all_gather": gathers and sharded,
                    "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}  # fmt: skip
     elif backend == "te" and level != "delayed":
         options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
     elif backend == "msamp":
         options = {"recipe": recipe} | (options if recipe == "te_delayed" else {}) if recipe else {}
+    override = [get(f"OVERRIDE_{gemm}") for gemm in ("FPROP", "DGRAD", "WGRAD")]
     reasons = {
         "interval": (get("INTERVAL", "1") != "1", "TransformerEngine has removed it: scales are updated every step"),
         "override_linear_precision": (
-            any(on(get(f"OVERRIDE_{gemm}")) or get(f"OVERRIDE_{gemm}") in "tr(" and get(f"OVERRIDE_{gemm}")
-                for gemm in ("FPROP", "DGRAD", "WGRAD")),
+            any(map(on, override)) or "".join(override).startswith(("tru", "(tr")),  # of a string, its first letters
             "TransformerEngine has removed it",
         ),
         "use_autocast_during_eval": (on(get("USE_AUTOCAST_DURING_EVAL")), "evaluation is always outside FP8"),
@@ -134,11 +192,10 @@ def asked_of_fp8(env, precision):
 
 def exported(config):
     """The environment variables that `accelerate launch` makes of a config file's mapping: those that `asked` reads."""
+    config = {key: value for key, value in config.items() if value is not None}
     sections = {
-        name: {
-            key if key.startswith(prefix) else prefix + key: value for key, value in (config.get(name) or {}).items()
-        }
-        for name, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_"), ("fp8_config", "fp8_"))
+        name: {full(name, key): value for key, value in (config.get(name) or {}).items() if value is not None}
+        for name in ("fsdp_config", "dynamo_config", "fp8_config", "deepspeed_config", "parallelism_config")
     }
     env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no"))}
     env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
@@ -153,28 +210,33 @@ def exported(config):
         gemms = zip(("FPROP", "DGRAD", "WGRAD"), override, strict=False)
         env |= {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
     kind, processes = str(config.get("distributed_type")), config.get("num_processes", 1)
-    if kind == "NO":
+    if kind == "NO" or (kind == "MULTI_CPU" and not config.get("mpirun_config")):
         env["ACCELERATE_USE_CPU"] = str(config.get("use_cpu", False))
     else:
         local = processes // config.get("num_machines", 1)
         env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local)}
     if kind == "DEEPSPEED":
-        section = config.get("deepspeed_config") or {}
+        section = sections["deepspeed_config"]
         env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DYNAMO_BACKEND": "NO"}  # launcher ignores dynamo_config
         env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(section.get("zero_stage", 2))
         names = {"offload_optimizer_device": "OFFLOAD_OPTIMIZER_DEVICE", "offload_param_device": "OFFLOAD_PARAM_DEVICE",
-                 "zero3_init_flag": "ZERO3_INIT"}  # fmt: skip
+                 "zero3_init_flag": "ZERO3_INIT", "zero3_save_16bit_model": "ZERO3_SAVE_16BIT_MODEL",
+                 }  # fmt: skip
         for key in names.keys() & section.keys():
             env[f"ACCELERATE_DEEPSPEED_{names[key]}"] = str(section[key]).lower()
-    if config.get("parallelism_config"):
-        section = config["parallelism_config"]
+        if "deepspeed_config_file" in section:
+            env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(section["deepspeed_config_file"])
+        if "gradient_clipping" in section:
+            env["ACCELERATE_GRADIENT_CLIPPING"] = str(section["gradient_clipping"]).lower()
+    if sections["parallelism_config"] and "LOCAL_RANK" in env:
+        section = sections["parallelism_config"]
         env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         for name in SIZES:
             env[f"PARALLELISM_CONFIG_{name.upper()}_SIZE"] = str(section.get(f"parallelism_config_{name}_size", 1))
     if kind == "FSDP":
-        defaults = {"fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False}
         env["ACCELERATE_USE_FSDP"] = "true"
-        env |= {key.upper(): str(value) for key, value in (defaults | sections["fsdp_config"]).items()}
+        for key, value in (FSDP_DEFAULTS | sections["fsdp_config"]).items():
+            env[key.upper().replace("LAYER_CLS", "CLS")] = str(value).lower() if isinstance(value, bool) else str(value)
     return env
 
 

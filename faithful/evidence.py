@@ -53,6 +53,7 @@ class Evidence:
             "bytes_per_parameter": None,
             "optimizer_owns_all": None,
             "sharded": self.sharded,
+            "units": self.strategy.units(model),
             "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
             "eval_precision": self.backend.eval_precision(plan),
             "initial_weights": layers.initial_weights,

@@ -34,6 +34,13 @@ GRACE = 25  # seconds that a process may live on without its launcher, to write 
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
+MPI = {  # torchrun's variable: those of Intel MPI, Open MPI and MVAPICH
+    "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+}
+
 
 def end_with_the_launcher():
     """Makes this process end when its launcher dies. Call it before anything waits for other processes."""
@@ -128,6 +135,15 @@ def claim(folder):
             os.close(descriptor)
             return None
     raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
+
+
+def take_part_in_mpi():
+    """Sets the variables that torchrun sets, if mpirun started this process, as MULTI_CPU files with mpirun_config do.
+    Accelerate reads those of the MPI programs itself."""
+    found = {name: next((os.environ[theirs] for theirs in names if theirs in os.environ), None)
+             for name, names in MPI.items()}  # fmt: skip
+    if "LOCAL_RANK" not in os.environ and None not in found.values() and found["WORLD_SIZE"] != "1":
+        os.environ |= found
 
 
 def take_part():

@@ -26,6 +26,8 @@ TABLE = {  # what is changed: why
     "clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_ of torch.nn.utils":
         "they clip .grad alone, but MS-AMP's levels and DeepSpeed keep gradients elsewhere; and they fail on DTensors "
         "beside tensors. Scripts import them under any name, so the functions in their no_grad wrappers are replaced",
+    "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
+        "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
     "methods of averages of weights":
         "those that faithful/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
     "deepspeed.ops:__compatible_ops__":
@@ -39,7 +41,8 @@ TABLE = {  # what is changed: why
     "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",
     "os.environ":
         "ACCELERATE_USE_CPU would make every strategy DDP, ACCELERATE_FP8_BACKEND would convert the model again; "
-        "ACCELERATE_TORCH_DEVICE and DS_ACCELERATOR say that there is no accelerator",
+        "ACCELERATE_TORCH_DEVICE, DS_ACCELERATOR and CUDA_VISIBLE_DEVICES say that there is no accelerator; the "
+        "launcher's variables of FSDP version 1 are set to those of version 2 (faithful/plan.py: follow)",
 }  # fmt: skip
 
 undos = []  # functions that restore what was there, the newest last

@@ -11,10 +11,9 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from faithful import backends, launcher, machine, patches, strategies
+from faithful import backends, files, launcher, machine, patches, rules, strategies
 from faithful.config import TAILS, asked, exported, of_script, seconds_of_patience
 from faithful.errors import Refused
-from faithful.rules import file_problems, problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +38,12 @@ class Plan:
     split: int = 1  # tp: processes that compute one batch together
     rehearsal: bool = False
     emulated: bool = False
+    wrap: str | None = None  # fsdp, hsdp: the policy that says which modules are gathered as a unit
+    least: int | None = None  # SIZE_BASED_WRAP: the parameters of a unit
+    layers: list = dataclasses.field(default_factory=list)  # TRANSFORMER_BASED_WRAP: classes of the units, if named
+    clip: float | None = None  # zero: the norm to which the config clips gradients
+    synced: bool = False  # all processes start with the weights of process 0, whatever they have built
+    notes: list = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
 
 
 # Fields of the config that options of `accelerate launch` must not change.
@@ -55,19 +60,26 @@ def resolve(precision=None):
 def resolved(precision, process):
     debugged = in_debug_launcher()
     launcher.take_part()
-    here = machine.without_accelerator() if debugged else machine.of_torch()
+    launcher.take_part_in_mpi()
     wanted = asked(os.environ | of_script(precision))
-    _, file = (None, None) if debugged else launch_line()
-    lines = []
+    line, file = (None, None) if debugged else launch_line()
+    lines, notes = [], []
     if file is not None:
-        lines, config = file_problems(file)
-        says = asked(exported(config)) if config else wanted
+        lines, config = files.file_problems(file)
+        config = config or {}
+        says = asked(exported({"num_processes": wanted["num_processes"]} | config)) if config else wanted
         lines += [
             f"{file.name} says {key} {says[key]}, the launch made it {wanted[key]}: launch it as it is"
             for key in LAUNCHED_AS
             if says[key] != wanted[key]
         ]
-    lines += problems(wanted, here)
+        notes += files.file_notes(config)
+        wanted["use_cpu"] |= files.asks_for_cpu(config)
+    if wanted["use_cpu"]:  # a rehearsal, asked for by name
+        patches.set_environment("CUDA_VISIBLE_DEVICES", "")
+        lines += one_alone(line, wanted)
+    here = machine.without_accelerator() if debugged or wanted["use_cpu"] else machine.of_torch()
+    lines += rules.problems(wanted, here)
     if lines:
         raise Refused("\n".join(dict.fromkeys(lines)))
     rehearsal = not here["devices"]
@@ -77,15 +89,55 @@ def resolved(precision, process):
         rehearsal=rehearsal,
         implementation=backends.implementation(wanted["backend"], wanted["strategy"], rehearsal),
         emulated=wanted["backend"] is not None and (here["capability"] or (0, 0)) < (8, 9),
+        notes=notes + rules.notes(wanted),
         **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
     )
     if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
+    follow(plan, wanted)
     if plan.num_processes > 1:
         meet(os.getpid())
     if rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan
+
+
+def one_alone(line, wanted):
+    """A problem if `accelerate launch` was told to start several processes on the CPU: without mpirun it starts one."""
+    words = line or []
+    several = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--num_processes", "--num-processes")]
+    if wanted["strategy"] != "single" or not several or several[0] == "1":
+        return []
+    return [f"--cpu makes Accelerate run one process, not {several[0]}: leave it out, and pass --multi_gpu, which is "
+            "rehearsed where there is no GPU"]  # fmt: skip
+
+
+def follow(plan, wanted):
+    """Sets the launcher's variables as Accelerate has to read them for this plan, where the config's words are those of
+    FSDP version 1, or of what is not done here (rules.notes)."""
+    values = {}
+    if wanted["fsdp"]["version"] and plan.strategy == "ddp":
+        values["ACCELERATE_USE_FSDP"] = None
+    elif wanted["fsdp"]["version"]:
+        values = {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": str(not plan.noreshard).lower(),
+                  "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_BACKWARD_PREFETCH": None,
+                  "FSDP_IGNORED_MODULES": None, "FSDP_MIN_NUM_PARAMS": str(plan.least),
+                  "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(plan.layers) or None}  # fmt: skip
+        values |= {name: None for name, value in os.environ.items() if name.startswith("FSDP_") and value == "none"}
+        if os.environ.get("FSDP_STATE_DICT_TYPE") in ("LOCAL_STATE_DICT", "None"):
+            values["FSDP_STATE_DICT_TYPE"] = None
+    if plan.strategy == "hsdp":
+        values["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        sizes = wanted["sizes"].items()
+        values |= {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes}
+    if wanted["deepspeed"]["init"]:
+        values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
+    if wanted["deepspeed"]["steps"]:
+        values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted["deepspeed"]["steps"])
+    elif os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":
+        values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = None
+    for name, value in values.items():
+        patches.set_environment(name, value)
 
 
 def in_debug_launcher():
@@ -140,7 +192,7 @@ def launch_line():
                 name, _, inline = flag.partition("=")
                 if name in ("--config_file", "--config-file"):
                     return line, Path(cwd, inline or value)
-            return line, None
+            return line, None if "--cpu" in line else files.default_file(os.environ)
     except psutil.Error:
         pass
     return None, None
@@ -153,12 +205,11 @@ def says_precision():
     line, file = launch_line()
     if exported != "no" or line is None or file is not None:
         return exported is not None
-    from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
     words = line[next(at for at, word in enumerate(line) if "launch" in os.path.basename(word)) + 1 :]
     options, _ = launch_command_parser().parse_known_args(words)
-    return options.mixed_precision is not None or os.path.isfile(default_config_file)
+    return options.mixed_precision is not None
 
 
 def describe(plan):

@@ -1,29 +1,18 @@
 """Every reason why a config cannot run, one line each, with the fix. The same rules check files and launches.
 
-`problems(asked, machine)` finds the contradictions in the mapping of faithful/config.py. `file_problems(path)` finds
-problems that only the file shows, because the launcher does not pass them on. Nothing here imports torch or Accelerate.
+`problems(asked, machine)` finds the contradictions in the mapping of faithful/config.py, and `notes(asked)` what runs
+otherwise than Accelerate would run it, with the same result. faithful/files.py finds what only a file shows. Nothing
+here imports torch or Accelerate.
 """
 
-import difflib
+import shutil
 import socket
 from pathlib import Path
 
-import yaml
+from faithful.config import BACKENDS, LEVELS, PRECISIONS, SHARDINGS, STRATEGIES
+from faithful.keys import FALSE, TRUE
 
-from faithful.config import (
-    BACKENDS,
-    DISTRIBUTED_TYPES,
-    KEYS,
-    LEVELS,
-    PRECISIONS,
-    PREFIXED,
-    STRATEGIES,
-    TAILS,
-    asked,
-    exported,
-)
-from faithful.errors import Refused
-
+WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 # torch 2.15 keeps one store over all restarts, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the rendezvous is c10d.
 IN_VAIN = (
     "--max_restarts: a restarted worker would look for the one that died: add --rdzv_backend c10d and set "
@@ -35,29 +24,12 @@ def problems(asked, machine):
     """Every reason why the config cannot run on this machine, one line each, with the fix."""
     lines = []
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
-    if strategy.startswith("fsdp") and strategy != "fsdp":
-        lines.append("FSDP version 1 is not supported here: set fsdp_version: 2 in fsdp_config")
+    if strategy == "zero0":
+        lines.append("zero_stage 0 partitions nothing: use zero_stage 1, or distributed_type MULTI_GPU, which is DDP")
     elif strategy not in STRATEGIES:
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
-    if asked["use_cpu"]:
-        lines.append("use_cpu: true makes Accelerate run one process, whatever num_processes says: leave it out")
-    if asked["compile"] and asked["whole_model"]:
-        lines.append(
-            "blocks are compiled one by one here, not the whole model: set dynamo_use_regional_compilation: true in "
-            "dynamo_config"
-        )
-    if strategy in ("fsdp", "hsdp") and asked["ram_efficient"]:
-        lines.append(
-            "fsdp_cpu_ram_efficient_loading (Accelerate's default) fails on models with parameters at their root, as "
-            "vision transformers have: set it to false in fsdp_config"
-        )
-    if strategy in ("fsdp", "hsdp") and asked["wrap_policy"].upper() != "TRANSFORMER_BASED_WRAP":
-        lines.append(
-            f"fsdp_auto_wrap_policy {asked['wrap_policy']} shards the model as one piece or fails: set "
-            "TRANSFORMER_BASED_WRAP (every model here names its blocks)"
-        )
     if asked["restarts_in_vain"]:
         lines.append(IN_VAIN)
     if gpus and asked["local_processes"] > gpus:
@@ -68,11 +40,64 @@ def problems(asked, machine):
         )
     if not gpus and precision == "fp16" and strategy.startswith("zero"):
         lines.append(f"{strategy} in fp16 cannot rehearse on a CPU (DeepSpeed's fp16 needs a GPU): use {strategy}_bf16")
-    lines += problems_of_meshes(asked) + (problems_of_deepspeed(asked, machine) if strategy.startswith("zero") else [])
+    lines += problems_of_fsdp(asked) + problems_of_meshes(asked)
+    lines += problems_of_deepspeed(asked, machine) if strategy.startswith("zero") else []
     if precision == "bf16" and machine["capability"] and machine["capability"] < (8, 0):
         has = "{}.{}".format(*machine["capability"])
         lines.append(f"bf16 needs compute capability 8.0, {machine['name']} has {has}: use an fp16 config")
     return lines + (problems_of_fp8(asked, machine) if precision == "fp8" else [])
+
+
+def notes(asked):
+    """What runs otherwise than the config's words say, with the same result: one line each."""
+    lines, fsdp, strategy = [], asked["fsdp"], asked["strategy"]
+    several = asked["num_processes"] > 1
+    if fsdp["version"] == 1:
+        runs = {"ddp": "DDP, which it is", "hsdp": "FSDP2 within each machine (HSDP)"}.get(strategy, "FSDP2")
+        lines.append(f"FSDP version 1 with {fsdp['sharding']} runs as {runs}, as `accelerate to-fsdp2` converts it")
+    if fsdp["dead"]:
+        lines.append(f"{', '.join(fsdp['dead'])} cannot have an effect: FSDP2 has nothing of this kind")
+    if strategy in ("fsdp", "hsdp") and fsdp["ram_efficient"] and several:
+        lines.append("fsdp_cpu_ram_efficient_loading is off here: each process loads the whole model into host memory "
+                     "before it is sharded")  # fmt: skip
+    if fsdp["version"] == 2 and fsdp["sharding"] != "FULL_SHARD":
+        lines.append(f"fsdp_sharding_strategy {fsdp['sharding']} is a key of FSDP version 1, which version 2 does not "
+                     "read: fsdp_reshard_after_forward and parallelism_config say it")  # fmt: skip
+    if asked["compile"] and asked["whole_model"]:
+        lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
+    if asked["deepspeed"]["init"] and several:
+        lines.append("zero3_init_flag is off here: each process builds the whole model, with the weights of its seed, "
+                     "before they are partitioned")  # fmt: skip
+    if asked["deepspeed"]["save_16bit"]:
+        lines.append("zero3_save_16bit_model: the weights are gathered and saved in fp32")
+    if asked["deepspeed"]["optimizer"] or asked["deepspeed"]["scheduler"]:
+        lines.append("the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
+                     "DummyScheduler")  # fmt: skip
+    if asked["no_gather"]:
+        lines.append("enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers")
+    return lines
+
+
+def problems_of_fsdp(asked):
+    fsdp, lines = asked["fsdp"], []
+    if not fsdp["version"]:
+        return lines
+    if fsdp["version"] not in (1, 2):
+        return [f"fsdp_version {fsdp['version']} is not 1 or 2"]
+    if fsdp["version"] == 1 and fsdp["sharding"] not in SHARDINGS:
+        lines.append(f"fsdp_sharding_strategy {fsdp['sharding']} is not one of {', '.join(SHARDINGS)}")
+    if fsdp["version"] == 2 and fsdp["reshard_says"].lower() not in TRUE + FALSE:
+        lines.append(f"fsdp_reshard_after_forward {fsdp['reshard_says'].upper()} is a strategy of FSDP version 1: set "
+                     "true or false, or fsdp_version: 1")  # fmt: skip
+    if fsdp["wrap"] not in WRAPS:
+        lines.append(f"fsdp_auto_wrap_policy {fsdp['wrap']} is not one of {', '.join(WRAPS)}")
+    if fsdp["wrap"] == "NO_WRAP" and asked["ckpt"] and asked["strategy"] in ("fsdp", "hsdp"):
+        lines.append("fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
+                     " TRANSFORMER_BASED_WRAP")  # fmt: skip
+    if fsdp["ignored"]:
+        lines.append(f"fsdp_ignored_modules {fsdp['ignored']}: each process would train its own copy of them, as their "
+                     "gradients are not averaged: leave it out")  # fmt: skip
+    return lines
 
 
 def problems_of_meshes(asked):
@@ -109,14 +134,8 @@ def problems_of_deepspeed(asked, machine):
     lines = []
     if "deepspeed" not in machine["packages"]:
         lines.append(f"{strategy} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
-    if extra["file"]:
-        lines.append(
-            "deepspeed_config_file is not read here: set its options in deepspeed_config and remove it "
-            "(docs/machines.md)"
-        )
-    if extra["init"]:
-        lines.append("zero3_init_flag (Accelerate's default) builds transformers' models in pieces before the seed "
-                     "is set: set it to false in deepspeed_config")  # fmt: skip
+    if extra["problem"]:
+        lines.append(extra["problem"])
     if extra["nvme"]:
         lines.append("offloading to nvme is not supported here: set offload_optimizer_device and "
                      "offload_param_device to cpu")  # fmt: skip
@@ -130,6 +149,8 @@ def problems_of_machines(config, env):
     updated with the command line's options. env: the launcher's environment."""
     machines, processes = config.get("num_machines") or 1, config.get("num_processes") or 1
     rank, port, lines = config.get("machine_rank") or 0, config.get("main_process_port"), []
+    if config.get("mpirun_config") and not (shutil.which("mpirun") or shutil.which("mpiexec")):
+        lines.append("mpirun_config needs mpirun, which is not installed: install Open MPI, or set MULTI_GPU")
     elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     if config.get("max_restarts") and not elastic:
         lines.append(IN_VAIN)
@@ -208,12 +229,7 @@ def problems_of_fp8(asked, machine):
         key = "opt_level" if backend == "msamp" else "recipe"
         lines.append(f"fp8_config {key} {level} is not one of {', '.join(LEVELS[backend])}, the levels of {backend}")
     gather = options.get("enable_fsdp_float8_all_gather")
-    if gather and strategy not in ("fsdp", "hsdp"):
-        lines.append(
-            "enable_fsdp_float8_all_gather (Accelerate's default) outside FSDP2 takes FP8 layers out of the optimizer, "
-            "so that they never train: set it to false in fp8_config"
-        )
-    elif gather and level.startswith("rowwise"):
+    if gather and level.startswith("rowwise"):
         lines.append(f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
                      "enable_fsdp_float8_all_gather to false in fp8_config")  # fmt: skip
     if options.get("fp8_format", "HYBRID") not in ("HYBRID", "E4M3"):
@@ -272,130 +288,3 @@ def problems_of_fp8(asked, machine):
 
 def numbers(version):
     return tuple(map(int, version.split("."))) if version else (0,)
-
-
-def grammar(name):
-    """Parses a config's name: {"strategy", "precision", "backend", "level", tails}, or None if it is not of this form.
-
-    The form is <strategy>_<precision>[_<backend>[_<level>]][_<tail>]. Raises Refused if a name begins with a strategy
-    and goes on with an unknown word.
-    """
-    strategy, *rest = name.split("_")
-    if strategy not in STRATEGIES or not rest:
-        return None
-    precision, *rest = rest
-    promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
-    unknown = [] if precision in PRECISIONS.values() else [precision]
-    if precision == "fp8":
-        backend = rest.pop(0) if rest and rest[0] in LEVELS else "ao"
-        words = "_".join(rest)
-        level = next(
-            (x for x in sorted(LEVELS[backend], key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None
-        )
-        rest = rest[level.count("_") + 1 :] if level else rest
-        promised |= {"backend": backend, "level": level or LEVELS[backend][0]}
-        if backend == "msamp" and rest[:1] == ["te"]:  # with TE's delayed scaling
-            promised["recipe"] = rest.pop(0) + "_delayed"
-    unknown += [tail for tail in rest if tail not in TAILS]
-    if unknown:
-        form = "<strategy>_<precision>[_<backend>[_<level>]][_<tail>]"
-        raise Refused(f"config name {name}: {', '.join(unknown)} is not a part of {form}")
-    return promised | {tail: tail in rest for tail in TAILS}
-
-
-def file_problems(path):
-    """(problems, mapping) of a config file: problems that processes cannot see, as Accelerate does not pass them on.
-
-    The mapping is None if the file cannot be read as YAML with `key: value` lines.
-    """
-    try:
-        config = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        return [f"cannot be read: {getattr(error, 'strerror', None) or error}"], None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        return [f"not YAML{where}: {getattr(error, 'problem', error)}"], None
-    if not isinstance(config, dict):
-        return [f"holds a {type(config).__name__}, not `key: value` lines"], None
-    lines = [
-        f"{key}: {str(value).lower()} is a boolean to YAML: write 'no' in quotes"
-        for key, value in config.items()
-        if key in ("mixed_precision", "distributed_type") and isinstance(value, bool)
-    ]
-    kind = config.get("distributed_type")
-    if kind is None:
-        lines.append("distributed_type is missing: one of 'NO', MULTI_GPU, FSDP, DEEPSPEED")
-    elif not isinstance(kind, bool) and kind not in DISTRIBUTED_TYPES:
-        lines.append(f"distributed_type {kind} is not one of 'NO', {', '.join(DISTRIBUTED_TYPES[1:])}")
-    processes = config.get("num_processes")
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        lines.append(f"num_processes is {processes}: write the number of processes, 1 or more")
-        processes = 1
-    if kind == "NO" and processes > 1:
-        lines.append(f"num_processes {processes} under distributed_type 'NO' runs one process: use a ddp or fsdp file")
-    if "gpu_ids" in config and not isinstance(config["gpu_ids"], str):
-        lines.append("gpu_ids must be a string: write '0,1' in quotes, or all")
-    known = {section: keys.split() for section, keys in KEYS.items()}
-    for key, value in config.items():
-        if key not in known[""]:
-            lines.append(f"{key} {meant(key, known[''])}")
-        elif key in known and not isinstance(value, dict):
-            lines.append(f"{key} holds {value!r}, not `key: value` lines")
-        for name in value if key in known and isinstance(value, dict) else ():
-            prefix = key.removesuffix("config") if key in PREFIXED else ""
-            if name not in known[key] and prefix + name not in known[key]:
-                lines.append(f"{key} {name} {meant(name, known[key])}")
-    if "fp8_config" in config and config.get("mixed_precision") != "fp8":
-        lines.append(
-            f"fp8_config is ignored under mixed_precision {config.get('mixed_precision')}: remove it, or use fp8"
-        )
-    elif isinstance(config.get("fp8_config"), dict):
-        override = config["fp8_config"].get("override_linear_precision", [])
-        if not isinstance(override, list):
-            lines.append(
-                f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
-            )
-        for key in ("skip", "fp8_skip"):
-            if not isinstance(config["fp8_config"].get(key, ""), str):
-                lines.append(f"fp8_config {key} {config['fp8_config'][key]}: write names or patterns in one string, as "
-                             "skip: \"head, blocks.0.*\"")  # fmt: skip
-        lines += keys_of_another_backend(config["fp8_config"])
-    for section, reader in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
-        if section in config and kind != reader:
-            lines.append(f"{section} is ignored under distributed_type {kind}: remove it, or use {reader}")
-    if "dynamo_config" in config and kind == "DEEPSPEED":
-        lines.append("dynamo_config is ignored under distributed_type DEEPSPEED: remove it, or use fsdp_bf16_noreshard")
-    config = {key: value if key not in known or isinstance(value, dict) else {} for key, value in config.items()}
-    config["num_processes"] = processes
-    try:
-        promised = grammar(Path(path).stem)
-    except Refused as error:
-        return [*lines, str(error)], config
-    found = asked(exported(config))
-    found["recipe"] = found["fp8_options"].get("recipe")
-    for key, value in (promised or {}).items():
-        if found[key] != value:
-            lines.append(f"the name says {key} {value}, the file {found[key]}: rename it or change the file")
-    return lines, config
-
-
-def keys_of_another_backend(section):
-    """Keys of fp8_config that its backend does not read."""
-    section = {key.removeprefix("fp8_"): value for key, value in section.items()}
-    te = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
-    reads = {
-        "AO": "backend recipe enable_fsdp_float8_all_gather pad_inner_dim",
-        "TE": f"backend recipe use_mxfp8_block_scaling {te if section.get('recipe', 'delayed') == 'delayed' else ''}"
-        + (" format" if section.get("recipe") in ("current", "block") else ""),
-        "MSAMP": f"backend opt_level recipe {te if section.get('recipe') else ''}",
-    }.get(section.get("backend", "AO"), "")
-    known = [key.removeprefix("fp8_") for key in KEYS["fp8_config"].split()]
-    return [f"fp8_config {key} is not read by backend {section.get('backend', 'AO')}: remove it"
-            for key in section if reads and key in known and key not in [*reads.split(), "skip"]]  # fmt: skip
-
-
-def meant(key, known):
-    close = difflib.get_close_matches(key, known, 1, 0.6)
-    hint = f"did you mean {close[0]}?" if close else f"remove it (known: {', '.join(known)})"
-    return f"is a key that Accelerate ignores or refuses here: {hint}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import CONFIGS, distance, free_port, launched, metrics, record, train, weights
 
-from faithful import evidence, rules, tensors
+from faithful import evidence, files, tensors
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*.yml"))]
 NAMES = [  # test_fp8.py, test_zero.py and test_tp.py have the others
@@ -37,7 +37,7 @@ def test_rehearses(tmp_path, name):
         assert "refused: fsdp in fp16 cannot rehearse on a CPU" in (tmp_path / "run.log").read_text()
         return
     run = train(name, tmp_path / "run", *STEPS, before=functools.partial(write_local_share, tmp_path))
-    made, asked = record(run), rules.grammar(name)
+    made, asked = record(run), files.grammar(name)
     assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 2
     assert made["config"]["name"] == name and made["config"]["sha256"]
     assert {key: made["plan"][key] for key in asked} == asked

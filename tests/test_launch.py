@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
+import accelerate
 import pytest
 from conftest import CONFIGS, ROOT, launched, recipe, record
 
@@ -122,6 +124,7 @@ import os, signal, sys
 if os.environ.get("RANK", "1") == "1":
     {what}
 import time
+from pathlib import Path
 time.sleep(60)
 """
 
@@ -147,11 +150,13 @@ def test_what_fails_says_why_and_the_exit_code_is_the_workers(tmp_path, config, 
 
 def test_launch_sh_adds_under_a_second(tmp_path):
     """launch.sh adds less than a second before `accelerate launch`, measured with an accelerate that exits at once."""
-    fake = tmp_path / "accelerate" / "commands"
-    fake.mkdir(parents=True)
-    (tmp_path / "accelerate" / "__init__.py").touch()
-    (fake / "__init__.py").touch()
-    (fake / "launch.py").write_text("import sys; sys.exit(7)")
+    real, fake = Path(accelerate.__file__).parent, tmp_path / "accelerate"
+    for name in ("commands/config/config_args.py", "utils/launch.py"):  # the rules read the keys there
+        (fake / name).parent.mkdir(parents=True)
+        shutil.copy(real / name, fake / name)
+    for name in ("__init__.py", "commands/__init__.py"):
+        (fake / name).touch()
+    (fake / "commands" / "launch.py").write_text("import sys; sys.exit(7)")
     env = {"PYTHONPATH": str(tmp_path)}
     times = []
     for _ in range(3):

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, launched
 
-from faithful import Refused, arguments, machine, plan, rules
-from faithful.config import KEYS, asked, exported
+from faithful import Refused, arguments, files, keys, machine, plan, rules
+from faithful.config import asked, exported
 
 FILES = sorted(CONFIGS.glob("*.yml"))
 GPU = {
@@ -60,30 +60,33 @@ def test_the_name_the_file_and_accelerate_agree(path):
     ours, theirs = asked(exported(yaml.safe_load(path.read_text()))), asked(exported_by_accelerate(path))
     ours.pop("local_processes"), theirs.pop("local_processes")  # torchrun exports it, not the launcher
     assert ours == theirs
-    promised = rules.grammar(path.stem)
+    promised = files.grammar(path.stem)
     theirs["recipe"] = theirs["fp8_options"].get("recipe")
     assert promised and promised == {key: theirs[key] for key in promised}
     assert path.read_text().startswith("# ")
     assert theirs["num_processes"] == {"single": 1, "hsdp": 4}.get(theirs["strategy"], 2)
 
 
-def test_our_list_of_keys_is_what_the_launcher_reads():
+def test_the_keys_are_those_of_the_installed_launcher():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    options = {action.dest for action in launch_command_parser()._actions}
-    top = {field.name for field in dataclasses.fields(ClusterConfig)}
-    assert set(KEYS[""].split()) <= top
-    for section, keys in KEYS.items():
-        if section:
-            # the launcher hands on any key of fp8_config: two are ours, one has no option but is read by TERecipeKwargs
-            extra = set(keys.split()) - options - {"fp8_recipe", "fp8_skip", "fp8_use_mxfp8_block_scaling"}
-            assert not extra, f"{section}: accelerate reads no {extra}"
+    known = keys.known()
+    assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(keys.OLD)
+    groups = {group.title: {action.dest for action in group._group_actions}
+              for group in launch_command_parser()._action_groups}  # fmt: skip
+    titles = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "fp8_config": "FP8", "mpirun_config": "MPI",
+              "megatron_lm_config": "Megatron-LM", "parallelism_config": "ParallelismConfig"}  # fmt: skip
+    for section, title in titles.items():
+        [options] = [options for name, options in groups.items() if name.startswith(title)]
+        assert options <= set(known[section]), section
+        assert set(known[section]) - options <= {*keys.FP8, "fsdp_ignored_modules"}, section
+    assert set(known["dynamo_config"]) == {name for name in groups["Resource Selection Arguments"] if "dynamo" in name}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_is_sound(path):
-    assert rules.file_problems(path)[0] == []
+    assert files.file_problems(path)[0] == []
     card = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
     assert rules.problems(asked(exported(yaml.safe_load(path.read_text()))), card) == []
 
@@ -92,19 +95,17 @@ def test_every_file_is_sound(path):
     ("name", "text", "expected"),
     [
         ("a.yml", "mixed_precision: no\ndistributed_type: 'NO'\nnum_processes: 1", "mixed_precision: false is a boolean"),
-        ("a.yml", "mixed_precision: bf16\ndistributed_type: NO\nnum_processes: 1", "distributed_type: false is a boolean"),
-        ("a.yml", yaml.dump(DDP | {"learning_rate": 1}), "learning_rate is a key that Accelerate ignores or refuses"),
+        ("a.yml", "mixed_precision: bf16\ndistributed_type: yes\nnum_processes: 1", "distributed_type True is not one of"),
+        ("a.yml", yaml.dump(DDP | {"learning_rate": 1}), "learning_rate is a key that Accelerate does not have"),
         ("a.yml", yaml.dump(FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_reshard_after_foward": True}}),
          "did you mean fsdp_reshard_after_forward?"),
-        ("a.yml", yaml.dump(FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_use_orig_params": True}}),
-         "fsdp_use_orig_params is a key that Accelerate ignores"),
-        ("a.yml", yaml.dump(DDP | {"fsdp_config": {"fsdp_version": 2}}), "fsdp_config is ignored under distributed_type"),
-        ("a.yml", yaml.dump(DDP | {"distributed_type": "MULTI_CPU"}), "distributed_type MULTI_CPU is not one of"),
+        ("a.yml", yaml.dump(FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_offload_params": "perhaps"}}),
+         "fsdp_config fsdp_offload_params is perhaps: write true or false"),
+        ("a.yml", yaml.dump(DDP | {"distributed_type": "MULTI_CPU"}), "MULTI_CPU with 2 processes needs mpirun_config"),
         ("a.yml", yaml.dump(DDP | {"distributed_type": "DDP"}), "distributed_type DDP is not one of"),
         ("a.yml", "mixed_precision: bf16\nnum_processes: 2", "distributed_type is missing"),
         ("a.yml", yaml.dump(DDP | {"num_processes": "two"}), "num_processes is two"),
         ("a.yml", yaml.dump(DDP | {"num_processes": 0}), "num_processes is 0"),
-        ("a.yml", yaml.dump(DDP | {"distributed_type": "NO"}), "runs one process"),
         ("a.yml", yaml.dump(DDP | {"gpu_ids": 0}), "gpu_ids must be a string"),
         ("a.yml", yaml.dump(DDP | {"dynamo_config": "inductor"}), "dynamo_config holds 'inductor'"),
         ("a.yml", "a: b: c", "not YAML at line 1, column 5"),
@@ -116,26 +117,31 @@ def test_every_file_is_sound(path):
         ("ddp_bf17.yml", yaml.dump(DDP), "bf17 is not a part of"),
     ],
 )  # fmt: skip
-def test_what_accelerate_would_swallow_is_named(tmp_path, name, text, expected):
+def test_what_accelerate_would_swallow_is_named(tmp_path, monkeypatch, name, text, expected):
+    monkeypatch.setattr(files, "OURS", tmp_path)  # whose files keep the grammar of names
     (tmp_path / name).write_text(text)
-    lines, _ = rules.file_problems(tmp_path / name)
+    lines, _ = files.file_problems(tmp_path / name)
     assert len([line for line in lines if expected in line]) == 1, lines
 
 
 def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
-    assert rules.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
+    assert files.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
     (tmp_path / "my_cluster.yml").write_text(yaml.dump(DDP))
-    assert rules.file_problems(tmp_path / "my_cluster.yml")[0] == []
+    assert files.file_problems(tmp_path / "my_cluster.yml")[0] == []
 
 
 @pytest.mark.parametrize(
     ("config", "machine", "expected"),
     [
-        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_version": 1}}, GPU, "set fsdp_version: 2"),
-        ({"distributed_type": "FSDP", "num_processes": 2}, GPU, "set fsdp_version: 2"),
-        (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}, GPU,
-         "fsdp_cpu_ram_efficient_loading"),
-        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_auto_wrap_policy": "NO_WRAP"}}, GPU, "shards the model as one"),
+        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_version": 3}}, GPU, "fsdp_version 3 is not 1 or 2"),
+        (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, GPU,
+         "fsdp_reshard_after_forward SHARD_GRAD_OP is a strategy of FSDP version 1"),
+        (FSDP | {"fsdp_config": {"fsdp_sharding_strategy": "SOME_SHARD"}}, GPU, "SOME_SHARD is not one of FULL_SHARD"),
+        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_auto_wrap_policy": "TRANSFOMER_BASED_WRAP"}}, GPU,
+         "fsdp_auto_wrap_policy TRANSFOMER_BASED_WRAP is not one of"),
+        (FSDP | {"fsdp_config": FSDP["fsdp_config"] | {"fsdp_ignored_modules": ".*router"}}, GPU,
+         "each process would train its own copy of them"),
+        (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, GPU, "NO_WRAP makes one"),
         (DDP | {"mixed_precision": "bf61"}, GPU, "mixed_precision bf61 is not one of"),
         (DDP | {"num_processes": 16}, GPU, "16 processes on 8 NVIDIA H200: pass --num_processes 8"),
         (DDP, GPU | {"capability": (7, 5), "name": "Tesla T4"}, "Tesla T4 has 7.5: use an fp16 config"),
@@ -147,8 +153,6 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
          "levels under fsdp are not offloaded"),
         (TP | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}}, GPU,
          "no FP8 layer here takes a weight that is split: use tp_bf16"),
-        (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, CPU, "set dynamo_use_regional_compilation: true"),
-        ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, CPU, "use_cpu: true makes Accelerate run one"),
         (TP | {"num_processes": 4}, GPU, "tp 2 is for 2 processes, not 4: --num_processes 2"),
         (TP | {"num_processes": 4, "parallelism_config": TP["parallelism_config"] | {"parallelism_config_dp_replicate_size": 2}},
          GPU, "tensor parallel beside data parallel (dp_replicate 2 x tp 2): without FSDP2 Accelerate refuses it"),
@@ -165,7 +169,7 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
         (ZERO, GPU | {"packages": []}, "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"),
         (ZERO | {"mixed_precision": "fp16"}, CPU | {"packages": ["deepspeed"]}, "use zero2_bf16"),
         (ZERO | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O3"}}, GPU, "use fsdp_fp8_msamp_o2, which shards"),
-        (ZERO | {"deepspeed_config": {"zero_stage": 3}}, GPU, "zero3_init_flag (Accelerate's default)"),
+        (ZERO | {"deepspeed_config": {"zero_stage": 0}}, GPU, "zero_stage 0 partitions nothing"),
         (ZERO | {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "nvme"}}, GPU, "offloading to nvme"),
         (ZERO | {"deepspeed_config": {"zero_stage": 1, "offload_optimizer_device": "cpu"}}, GPU, "zero1 does not offload"),
     ],
@@ -237,7 +241,7 @@ def test_every_problem_is_named_at_once(tmp_path):
     (tmp_path / "bad.yml").write_text(yaml.dump(bad))
     result = launched(sys.executable, "tools/check.py", str(tmp_path / "bad.yml"))
     assert result.returncode == 2
-    for part in ("bananas", "bf61", "fsdp_version: 2"):
+    for part in ("bananas", "bf61", "FSDP version 1"):
         assert part in result.stdout
 
 
@@ -261,19 +265,19 @@ def test_a_config_asked_for_by_name_must_run_here():
 
 
 def test_grammar_refuses_what_begins_as_ours():
-    assert rules.grammar("default_config") is None
-    promised = rules.grammar("fsdp_bf16_offload")
+    assert files.grammar("default_config") is None
+    promised = files.grammar("fsdp_bf16_offload")
     assert promised == {"strategy": "fsdp", "precision": "bf16", "backend": None, "level": None,
                         "compile": False, "offload": True, "ckpt": False, "noreshard": False}  # fmt: skip
     for name, backend, level in (("fp8", "ao", "tensorwise"), ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
                                  ("fp8_te", "te", "delayed"), ("fp8_msamp_o3", "msamp", "o3")):  # fmt: skip
-        promised = rules.grammar(f"single_{name}_compile")
+        promised = files.grammar(f"single_{name}_compile")
         assert (promised["backend"], promised["level"], promised["compile"]) == (backend, level, True)
-    assert rules.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
+    assert files.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
     with pytest.raises(Refused, match="o4 is not a part of"):
-        rules.grammar("ddp_fp8_msamp_o4")
+        files.grammar("ddp_fp8_msamp_o4")
     with pytest.raises(Refused, match="fp12 is not a part of"):
-        rules.grammar("ddp_fp12")
+        files.grammar("ddp_fp12")
 
 
 def merged(planned, **script):

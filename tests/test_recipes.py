@@ -11,7 +11,7 @@ import yaml
 from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, train, weights
 
 from faithful import config as config_module
-from faithful import rules
+from faithful import files, rules
 from shared import models, text
 from shared.args import Refused
 
@@ -61,7 +61,7 @@ def test_rehearses(tmp_path, name, config):
     small = ("--sequence_length", 32) if name in ("gpt", "bert") else ()
     small += {"gpt": ("--dataset", ROOT / "shared"), "bert": ("--dataset", reviews(tmp_path))}.get(name, ())
     run = train(config, tmp_path / "run", *STEPS, *small, name=name)
-    made, asked = record(run), rules.grammar(config)
+    made, asked = record(run), files.grammar(config)
     assert made["status"] == "finished" and made["recipe"] == name
     assert {key: made["plan"][key] for key in asked if key in made["plan"]} == {
         k: asked[k] for k in asked if k != "recipe"

@@ -6,7 +6,7 @@ from conftest import CONFIGS, record, train
 from test_plan import exported_by_accelerate
 from torch import nn
 
-from faithful import Refused, rules
+from faithful import Refused, files
 from faithful.backends.linear import asked_to_skip, left_alone, refuse_unknown
 from faithful.config import asked, exported
 
@@ -36,7 +36,7 @@ def test_the_launcher_hands_it_on(tmp_path, name, key):
     path = with_skip(tmp_path, name, "head, blocks.0.*", key)
     ours, theirs = asked(exported(yaml.safe_load(path.read_text()))), asked(exported_by_accelerate(path))
     assert ours["skip"] == theirs["skip"] == ["head", "blocks.0.*"]
-    assert rules.file_problems(path)[0] == []
+    assert files.file_problems(path)[0] == []
 
 
 def test_without_it_each_backend_has_its_own_default(tmp_path):
@@ -47,7 +47,7 @@ def test_without_it_each_backend_has_its_own_default(tmp_path):
 
 @pytest.mark.parametrize("value", [["head", "blocks.0.*"], None, True])
 def test_what_is_not_one_string_is_refused(tmp_path, value):
-    [line] = rules.file_problems(with_skip(tmp_path, "single_fp8", value))[0]
+    [line] = files.file_problems(with_skip(tmp_path, "single_fp8", value))[0]
     assert "write names or patterns in one string" in line
 
 

@@ -16,7 +16,7 @@ import yaml
 from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU, exported_by_accelerate
 
-from faithful import rules
+from faithful import files, rules
 from faithful.config import asked, exported
 from faithful.plan import Plan
 from shared import models
@@ -120,9 +120,6 @@ NO_TE = GPU | {"packages": ["torchao"]}
         (config(TENSORWISE.replace("false", "true"), "FSDP"), A100, (A100["name"], "8.9", "use fsdp_bf16")),
         (config(DELAYED), NO_TE, ("TransformerEngine is not installed", "./launch.sh setup --extra te")),
         (config(TENSORWISE), GPU | {"packages": []}, ("torchao is not installed", "pip install torchao")),
-        (config(TENSORWISE.replace("false", "true")), GPU, ("takes FP8 layers out of the optimizer", "to false")),
-        (config("backend: AO, recipe: tensorwise"), GPU, ("takes FP8 layers out of the optimizer", "to false")),
-        (config("backend: AO", "MULTI_GPU"), CPU, ("takes FP8 layers out of the optimizer", "to false")),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_fix(mapping, machine, parts):
@@ -166,7 +163,7 @@ def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
     path.write_text(yaml.dump(config(text)))
     backend = section(text)["backend"]
     expected = {f"fp8_config {key} is not read by backend {backend}: remove it" for key in foreign}
-    assert set(rules.file_problems(path)[0]) == expected
+    assert set(files.file_problems(path)[0]) == expected
 
 
 def test_whole_blocks_need_the_package_a_gpu_and_random_weights(monkeypatch):

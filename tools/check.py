@@ -5,8 +5,10 @@
     ./launch.sh check ddp_bf16 --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
                                            with accelerate launch's options: ranks, rendezvous, port, hostfile
 
-The rules are the same as at launch (faithful/rules.py). The exit code is 2 if there is a problem. The list also shows
-correct configs that cannot run on this machine; that counts as a problem only if you named the config.
+A file may be anybody's. Each gets a line that says what it will be, one for each thing that runs otherwise than the
+file's words say (note), and one for each problem. The rules are the same as at launch (faithful/rules.py). The exit
+code is 2 if there is a problem. The list also shows correct configs that cannot run on this machine; that counts as a
+problem only if you named the config.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import config, machine, rules  # noqa: E402
+from faithful import config, files, machine, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import find  # noqa: E402
 
@@ -26,17 +28,47 @@ OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "
 
 
 def check(path, here, overrides):
-    """Returns (problems of the file, reasons why this machine cannot run it, what the file asks for)."""
-    lines, mapping = rules.file_problems(path)
+    """Returns (problems of the file, reasons why this machine cannot run it, notes, what the file asks for)."""
+    lines, mapping = files.file_problems(path)
     if mapping is None:
-        return lines, [], None
-    wanted = config.asked(config.exported(mapping | overrides))
+        return lines, [], [], None
+    mapping = mapping | overrides
+    mapping.setdefault("num_processes", files.default_processes(mapping, here["devices"]))
+    wanted = config.asked(config.exported(mapping))
+    here = machine.without_accelerator() if files.asks_for_cpu(mapping) else here
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (10, 0), "cuda": "99"}
     anywhere["packages"] = machine.PACKAGES
     unsound = rules.problems(wanted, anywhere)
     not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
-    not_here += rules.problems_of_machines(mapping | overrides, os.environ)
-    return lines + unsound, not_here, wanted
+    not_here += rules.problems_of_machines(mapping, os.environ)
+    notes = [*files.file_notes(mapping), *rules.notes(wanted)]
+    return lines + unsound, not_here, notes, wanted
+
+
+def described(wanted):
+    """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`."""
+    words = [f"{wanted['strategy']} x{wanted['num_processes']}"]
+    words.append(" ".join(wanted[key] for key in ("precision", "backend", "level") if wanted[key]))
+    if wanted["wrap"] == "SIZE_BASED_WRAP":
+        words.append(f"sharded by modules of {wanted['least']} parameters")
+    elif wanted["wrap"] == "NO_WRAP":
+        words.append("sharded as a whole")
+    elif wanted["layers"]:
+        words.append(f"sharded by {', '.join(wanted['layers'])}")
+    words += [tail for tail in config.TAILS if wanted[tail]]
+    return ", ".join(words) + ("; as FSDP2" if wanted["wrap"] and wanted["fsdp"]["version"] == 1 else "")
+
+
+def missing(path, here, overrides):
+    """The option for accelerate launch that a file leaves out: --num_processes, or "". A file of accelerate_configs/
+    runs on all GPUs there are."""
+    mapping = files.read(path)[1] or {}
+    ours = here["devices"] and path.resolve().parent == files.OURS
+    if "num_processes" in overrides or (mapping.get("num_processes") and not ours):
+        return ""
+    if mapping.get("distributed_type") in ("NO", "MULTI_CPU"):
+        return ""
+    return f"--num_processes {here['devices'] if ours else files.default_processes(mapping, here['devices'])}"
 
 
 def main():
@@ -45,7 +77,7 @@ def main():
     for name in OPTIONS:
         kind = str if name in ("main_process_ip", "rdzv_backend") else int
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
-    parser.add_argument("--quiet", action="store_true", help="print problems only")
+    parser.add_argument("--quiet", action="store_true", help="print problems, and the options that the file leaves out")
     args, others = parser.parse_known_args()  # accelerate itself checks its other options
     for option in others:  # `--monitor_interval 1`: the word after the option is its value
         after = sys.argv[sys.argv.index(option) + 1 :][:1]
@@ -60,15 +92,19 @@ def main():
     overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     failed = False
     for path in paths or sorted(folder.glob("*.yml")):
-        problems, not_here, wanted = check(path, here, overrides)
+        if args.quiet and (option := missing(path, here, overrides)):
+            overrides["num_processes"] = int(option.split()[1])
+            print(option)
+        problems, not_here, notes, wanted = check(path, here, overrides)
         failed |= bool(problems) or (bool(args.configs) and bool(not_here))
+        if not (problems or not_here or args.quiet):
+            print(f"{path.name}: ok ({described(wanted)})")
+        for line in () if args.quiet else notes:
+            print(f"{path.name}: note: {line}")
         for line in problems:
             print(f"{path.name}: {line}", file=sys.stderr if args.quiet else sys.stdout)
         for line in not_here:
             print(f"{path.name}: not on this machine: {line}", file=sys.stderr if args.quiet else sys.stdout)
-        if not (problems or not_here or args.quiet):
-            how = " ".join(wanted[key] for key in ("precision", "backend", "level") if wanted[key])
-            print(f"{path.name}: ok ({wanted['strategy']} x{wanted['num_processes']}, {how})")
     sys.exit(2 if failed else 0)
 
 

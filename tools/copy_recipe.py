@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import config as configs  # noqa: E402
-from faithful import rules  # noqa: E402
+from faithful.files import file_problems  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import find  # noqa: E402
 
@@ -69,7 +69,7 @@ def pins(packages):
 def copy(recipe, config, destination):
     """Writes `destination`. Returns the relative paths written."""
     source, yml = find.recipe(recipe), find.config(config)
-    problems, mapping = rules.file_problems(yml)
+    problems, mapping = file_problems(yml)
     if problems:
         raise Refused("\n".join(f"{yml.name}: {line}" for line in problems))
     if destination.exists() and any(destination.iterdir()):

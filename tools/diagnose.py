@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import Refused, config, launcher, rules  # noqa: E402
+from faithful import Refused, config, files, launcher  # noqa: E402
 from shared import args as options  # noqa: E402
 from tools import find  # noqa: E402
 
@@ -230,7 +230,7 @@ def main(argv):
     if not words:
         raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
     script = find.recipe(words[0])
-    lines, mapping = rules.file_problems(file)
+    lines, mapping = files.file_problems(file)
     if lines:
         raise Refused("\n".join(f"{file.name}: {line}" for line in lines))
     asked = config.asked(config.exported(mapping))

@@ -40,12 +40,10 @@ import re
 import sys
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import faithful  # noqa: E402
-from faithful import config, rules  # noqa: E402
+from faithful import config, files, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import find  # noqa: E402
 
@@ -59,12 +57,13 @@ LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they
 
 def of_config(file, num_processes=None):
     """What a config asks for, and into how many parts it divides the state."""
-    mapping = yaml.safe_load(file.read_text()) or {}
+    mapping = files.read(file)[1] or {}
+    mapping.setdefault("num_processes", files.default_processes(mapping, 0))
     if num_processes and str(mapping.get("distributed_type")) != "NO":
         mapping["num_processes"] = num_processes
     asked = config.asked(config.exported(mapping))
-    shards = (mapping.get("parallelism_config") or {}).get("parallelism_config_dp_shard_size")
-    return asked | {"shards": int(shards or asked["num_processes"]) if asked["strategy"] != "single" else 1}
+    shards = asked["sizes"]["dp_shard"] if asked["strategy"] == "hsdp" else asked["num_processes"]
+    return asked | {"shards": shards if asked["strategy"] != "single" else 1}
 
 
 def tracings(asked):

@@ -1,16 +1,19 @@
 """FSDP2 and HSDP: each process holds a shard of every parameter. Parameters are gathered block by block when used."""
 
 import contextlib
+import functools
 import weakref
+from collections import Counter
 from types import MethodType
 
 import torch
+from accelerate.utils import gather_object
 
 from faithful import averages, batch_norm, patches
-from faithful.blocks import block_names, name_blocks
+from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies import plain
-from faithful.tensors import parameters_of
+from faithful.tensors import fingerprint, parameters_of
 
 REHEARSED_AS = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
 
@@ -37,9 +40,21 @@ def arguments(plan, scaling):
 
 
 def before_prepare(accelerator, plan, model, optimizer):
-    """Names the blocks, which FSDP2 gathers one by one."""
+    """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so those
+    of process 0 are sent to all where the config says it and they differ."""
+    if plan.synced and len(set(gather_object([fingerprint(model)]))) > 1:
+        broadcast([*model.parameters(), *model.buffers()], accelerator.device)
     name_blocks(model)
     batch_norm.in_fp32(model)
+
+
+@torch.no_grad()
+def broadcast(tensors, device):
+    """Sends the tensors of process 0 to all, one at a time."""
+    for tensor in tensors:
+        sent = tensor.to(device)
+        torch.distributed.broadcast(sent, 0)
+        tensor.copy_(sent)
 
 
 def prepare(accelerator, accelerates, args, device_placement):
@@ -68,10 +83,15 @@ SHARDS = {}  # {id of an original parameter: weak references to it and to its sh
 
 
 def shard(accelerator, accelerates, model, optimizers):
-    plugin, policy = accelerator.state.fsdp_plugin, accelerator.state.fsdp_plugin.auto_wrap_policy
-    plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or block_names(model) or None
-    if plugin.transformer_cls_names_to_wrap is None:
-        plugin.auto_wrap_policy = None  # no block is repeated: shard the model as one unit
+    plan, plugin = accelerator.plan, accelerator.state.fsdp_plugin
+    policy = plugin.auto_wrap_policy
+    if plan.wrap == "SIZE_BASED_WRAP":
+        policy_of = functools.partial(by_size, least=plan.least)
+        patches.replace("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", policy_of)
+    elif plan.wrap != "NO_WRAP":
+        plugin.transformer_cls_names_to_wrap = named_layers(plan, model) or block_names(model) or None
+    if plan.wrap != "SIZE_BASED_WRAP" and plugin.transformer_cls_names_to_wrap is None:
+        plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
     before = dict(parameters_of(model, remove_duplicate=False))
     name_of = {id(parameter): name for name, parameter in before.items()}
     places = []  # where optimizers hold this model's parameters, and would keep the full weights alive
@@ -82,7 +102,7 @@ def shard(accelerator, accelerates, model, optimizers):
                     places.append((group["params"], i, name_of[id(parameter)]))
                     group["params"][i] = parameter.new_empty(0)
     was = {name: (id(parameter), weakref.ref(parameter)) for name, parameter in before.items()}
-    with embedding_in_the_root(model):
+    with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(before.values(), lr=0.0))
     del before
     accelerator._optimizers.remove(throwaway)
@@ -99,15 +119,52 @@ def shard(accelerator, accelerates, model, optimizers):
     return model
 
 
+def named_layers(plan, model):
+    """The classes of `model` that the config names, all of them."""
+    there = {type(module).__name__ for module in model.modules()}
+    if missing := [name for name in plan.layers if name not in there]:
+        blocks = ", ".join(block_names(model)) or "no repeated blocks"
+        raise Refused(f"fsdp_transformer_layer_cls_to_wrap names {', '.join(missing)}, and {type(model).__name__} has "
+                      f"{blocks}: name these, or leave the key out")  # fmt: skip
+    return plan.layers
+
+
+def by_size(plugin, model, least):
+    """Accelerate's policy for SIZE_BASED_WRAP, by FSDP version 1's rule: a module is a unit if it has `least`
+    parameters that are in no unit inside it. Lists of modules are none, because nothing calls them."""
+    held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    units = set()
+
+    def look(module):
+        sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
+        if sum(sizes.values()) < least:
+            return 0
+        inside = 0 if isinstance(module, torch.nn.MultiheadAttention) else sum(map(look, module.children()))
+        own = Counter(id(parameter) for one in module.modules() for parameter in one._parameters.values())
+        tied = any(held[key] > own[key] for key in sizes)  # with a module outside, which needs the weight too
+        if sum(sizes.values()) - inside < least or isinstance(module, CONTAINERS) or tied:
+            return inside
+        units.add(module)
+        return sum(sizes.values())
+
+    look(model)
+    return lambda module: getattr(module, "_checkpoint_wrapped_module", module) in units
+
+
 @contextlib.contextmanager
-def embedding_in_the_root(model):
-    """Accelerate shards a tied embedding together with the head, as a unit. FSDP2 refuses that if a third module has
-    the same weight, as in T5. Then Accelerate is told of no embedding, and the weight belongs to the root's unit."""
+def embedding_in_the_root(model, always):
+    """Accelerate shards the embedding, and the head with the last norm, as units; if they are tied, all as one. FSDP2
+    refuses that if a third module has the same weight, as in T5. Then Accelerate is told of no embedding, and the
+    weight belongs to the root's unit. always: the config says the units, and these are not among them."""
     weight = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     places = sum(one is weight for module in model.modules() for one in module._parameters.values())
-    hidden = ("get_input_embeddings", "get_output_embeddings") if weight is not None and places > 2 else ()
+    tied = weight is not None and places > 2
+    hidden = ("get_input_embeddings", "get_output_embeddings") if tied or always else ()
     for name in hidden:
         setattr(model, name, lambda: None)
+    if always:  # Accelerate looks for the last norm in this attribute
+        hidden += ("base_model_prefix",)
+        model.base_model_prefix = "no base model"
     try:
         yield
     finally:
@@ -148,6 +205,14 @@ def reshard(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def units(model):
+    """How many units FSDP2 gathers: groups of parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    return sum(len(state._fsdp_param_groups) for state in states)
 
 
 def tensors(model, optimizer):

@@ -23,6 +23,11 @@ def before_prepare(accelerator, plan, model, optimizer):
     """Called before `accelerator.prepare`, to change the model. optimizer: the model's, or None if it comes later."""
 
 
+def real(accelerator, args):
+    """The arguments of `accelerator.prepare`, with real objects in place of those that only a config describes."""
+    return args
+
+
 def prepare(accelerator, accelerates, args, device_placement):
     """Calls Accelerate's `prepare`, here once for all `args`. Returns a tuple as long as `args`."""
     prepared = accelerates(*args, device_placement=device_placement)
@@ -50,6 +55,11 @@ def owned(optimizer):
 def sharded(parameters, plan):
     """Whether a process holds only shards of `parameters`."""
     return any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in parameters)
+
+
+def units(model):
+    """How many units of parameters are gathered one by one, or None if none are."""
+    return None
 
 
 def parted(optimizer):

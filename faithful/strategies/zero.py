@@ -17,8 +17,9 @@ from types import MethodType
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
-from faithful import batch_norm, patches
+from faithful import batch_norm, deepspeed_file, dummies, patches
 from faithful.errors import Refused
 from faithful.strategies import plain
 from faithful.tensors import parameters_of, unwrapped
@@ -49,17 +50,26 @@ def arguments(plan, scaling):
 
     quiet()
     leave_precision_to_the_config()
-    made = DeepSpeedPlugin(gradient_clipping=0.0)  # `clip_grad_norm_` sets it
+    made = DeepSpeedPlugin(gradient_clipping=plan.clip or 0.0)  # `clip_grad_norm_` sets it
     # With this reference transformers builds its models partitioned and in 16 bit under stage 3, whatever
     # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
     made.set_deepspeed_weakref = lambda: None
     config = made.deepspeed_config
-    config["communication_data_type"] = "fp32"  # of gradient reductions, as in the other strategies
+    told = deepspeed_file.explicit(
+        config["zero_optimization"]
+    )  # a file's settings; without one, the stage and offloading
+    config.setdefault("communication_data_type", "fp32")  # of gradient reductions, as in the other strategies
     if plan.strategy != "zero1":  # partitioned, fp32 costs 2/N bytes more; stage 1 would keep all in fp32
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     config["zero_force_ds_cpu_optimizer"] = False  # else offloading turns every optimizer into Adam, even SGD
-    config["zero_optimization"] |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
-    if plan.precision == "fp16":
+    config["zero_optimization"] = {
+        "reduce_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": PERSISTENT,
+    } | told
+    for what in ("offload_optimizer", "offload_param") if plan.rehearsal else ():
+        if told.get(what):
+            told[what].pop("pin_memory", None)  # it needs an accelerator
+    if plan.precision == "fp16" and (scaling or "fp16" not in config):
         scaling = scaling or GradScalerKwargs()
         power = math.log2(scaling.init_scale)
         if power % 1 or scaling.growth_factor != 2 or scaling.backoff_factor != 0.5:
@@ -85,10 +95,18 @@ def leave_precision_to_the_config():
     patches.replace("transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match", fill_match)
 
 
+def real(accelerator, args):
+    return dummies.real(accelerator.state.deepspeed_plugin.deepspeed_config, accelerator, args)
+
+
 def prepare(accelerator, accelerates, args, device_placement):
     """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if the
     script prepares the model without a loader."""
     config, key = accelerator.state.deepspeed_plugin.deepspeed_config, "train_micro_batch_size_per_gpu"
+    batches = {one.batch_size for one in args if isinstance(one, torch.utils.data.DataLoader)}
+    if isinstance(config.get(key), int) and batches and config[key] not in batches:
+        raise Refused(f"deepspeed_config_file says {key} {config[key]}, the script's loaders have batches of "
+                      f"{', '.join(map(str, batches))}: set it to auto")  # fmt: skip
     models = [one for one in args if isinstance(one, torch.nn.Module)]
     fresh = [one for one in models if not getattr(one, "_is_accelerate_prepared", False)]
     if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
@@ -184,8 +202,11 @@ def refuse_no_sync():
 
 def clip_grad_norm_(parameters, max_norm, optimizer):
     """Makes the engine clip in its step. Returns the gradient norm over all processes."""
-    zero = of(optimizer)
-    zero.clip_grad = 0.0 if math.isinf(max_norm) else max_norm
+    zero, said = of(optimizer), AcceleratorState().deepspeed_plugin.gradient_clipping
+    if said not in (0.0, max_norm) and not math.isinf(max_norm):
+        raise Refused(f"the script clips gradients at {max_norm}, gradient_clipping in the config at {said}: say it in "
+                      "one place")  # fmt: skip
+    zero.clip_grad = said if math.isinf(max_norm) else max_norm
     return gradient_norm(zero)
 
 

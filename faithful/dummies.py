@@ -1,0 +1,68 @@
+"""The optimizer and the scheduler of DeepSpeed's own file, for scripts with DummyOptim and DummyScheduler.
+
+Such a script leaves both to the file. Here they become real objects before anything is prepared, so that a run is the
+same as if the script had made them. An `auto` value is the dummy's.
+"""
+
+import math
+
+import torch
+from accelerate.utils import DummyOptim, DummyScheduler
+
+from faithful import deepspeed_file
+from faithful.errors import Refused
+
+
+def real(config, accelerator, args):
+    """`args` with the optimizer and the scheduler that deepspeed_config_file describes, in place of the script's
+    DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out."""
+    args = list(args)
+    for one in args:
+        for kind, dummy in (("optimizer", DummyOptim), ("scheduler", DummyScheduler)):
+            its = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
+            if isinstance(one, its) and kind in config:
+                raise Refused(f"deepspeed_config_file says the {kind} {config[kind].get('type')}, the script makes "
+                              f"{type(one).__name__}: leave the file's out, or make a {dummy.__name__}")  # fmt: skip
+            if isinstance(one, dummy) and kind not in config:
+                raise Refused(
+                    f"the script makes a {dummy.__name__}, and no deepspeed_config_file says the {kind}: add it"
+                )
+    made = next((one for one in args if isinstance(one, DummyOptim)), None)
+    if made is None:
+        return tuple(args)
+    optimizer = optimizer_of(config.pop("optimizer"), made)
+    for at, one in enumerate(args):
+        if isinstance(one, DummyScheduler):
+            args[at] = scheduler_of(config.pop("scheduler"), one, made, optimizer, accelerator)
+        elif one is made:
+            args[at] = optimizer
+    config.pop("scheduler", None)
+    return tuple(args)
+
+
+def optimizer_of(section, dummy):
+    kind, values = section["type"], dict(section.get("params", {}))
+    decoupled = values.pop("adam_w_mode", True) or kind == "AdamW"
+    makes = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
+             "SGD": torch.optim.SGD}  # fmt: skip
+    if kind not in makes:
+        raise Refused(
+            f"optimizer {kind} of deepspeed_config_file is not one of {', '.join(makes)}: make it in the script"
+        )
+    values = {"lr": dummy.lr, "weight_decay": dummy.weight_decay} | deepspeed_file.explicit(values)
+    values = {key: value for key, value in values.items() if key not in ("torch_adam", "bias_correction")}
+    return makes[kind](list(dummy.params), **values)
+
+
+def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
+    """DeepSpeed's scheduler, which its engine steps once in each optimizer step."""
+    from deepspeed.runtime import lr_schedules
+
+    if dummy.lr_scheduler_callable is not None or section["type"] not in lr_schedules.VALID_LR_SCHEDULES:
+        raise Refused(f"scheduler {section['type']} of deepspeed_config_file is not one of "
+                      f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}: make it in the script")  # fmt: skip
+    total, processes = dummy.total_num_steps, 1 if accelerator.split_batches else accelerator.num_processes
+    auto = {"warmup_min_lr": 0, "warmup_max_lr": dummy_optimizer.lr, "warmup_num_steps": max(1, dummy.warmup_num_steps),
+            "total_num_steps": total and math.ceil(total / processes)}  # fmt: skip
+    values = {key: auto.get(key) if value == "auto" else value for key, value in section.get("params", {}).items()}
+    return getattr(lr_schedules, section["type"])(optimizer, **values)

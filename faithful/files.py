@@ -1,0 +1,221 @@
+"""A config file, read as `accelerate launch` reads it: its problems and notes that processes cannot see.
+
+A file of accelerate_configs/ keeps a grammar of names; a file from elsewhere may have any name. Nothing here imports
+torch or Accelerate.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import yaml
+
+from faithful import keys
+from faithful.config import FP8_DEFAULTS, LEVELS, PRECISIONS, STRATEGIES, TAILS, asked, exported, on
+from faithful.deepspeed_file import OF_THE_FILE
+from faithful.errors import Refused
+
+OURS = Path(__file__).resolve().parents[1] / "accelerate_configs"
+DDP = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
+TYPES = ("NO", *DDP, "MULTI_CPU", "FSDP", "DEEPSPEED")
+ELSEWHERE = {  # distributed_type: what it needs
+    "XLA": "a TPU", "TPU": "a TPU", "MEGATRON_LM": "Megatron-LM, which trains models of its own",
+}  # fmt: skip
+SECTION_OF = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM",
+              "mpirun_config": "MULTI_CPU"}  # fmt: skip
+
+
+def read(path):
+    """(problems, mapping) of a file, with the keys of earlier versions converted as Accelerate does. The mapping is
+    None if the file does not hold `key: value` lines, or is for a machine that no run here can have."""
+    try:
+        text = Path(path).read_text()
+        config = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"cannot be read: {getattr(error, 'strerror', None) or error}"], None
+    except json.JSONDecodeError as error:
+        return [f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"], None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        return [f"not YAML{where}: {getattr(error, 'problem', error)}"], None
+    if not isinstance(config, dict):
+        return [f"holds a {type(config).__name__}, not `key: value` lines"], None
+    if config.get("compute_environment") == "AMAZON_SAGEMAKER":
+        return ["compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines: set LOCAL_MACHINE to run "
+                "it here"], None  # fmt: skip
+    if (needs := ELSEWHERE.get(config.get("distributed_type"))) is not None:
+        return [f"distributed_type {config['distributed_type']} needs {needs}, not supported here: use FSDP"], None
+    if config.get("distributed_type") is False:  # NO without quotes is a boolean to YAML
+        config["distributed_type"] = "NO"
+    if config.pop("fp16", False) and "mixed_precision" not in config:
+        config["mixed_precision"] = "fp16"
+    if "dynamo_backend" in config:
+        config["dynamo_config"] = {"dynamo_backend": config.pop("dynamo_backend")}
+    return [], config
+
+
+def file_problems(path):
+    """(problems, mapping) of a config file. The mapping is None if `read` returns none; without num_processes it has
+    none either, unless the file runs one process."""
+    lines, config = read(path)
+    if config is None:
+        return lines, None
+    lines += keys.problems(config)
+    if isinstance(config.get("mixed_precision"), bool):
+        shown = str(config["mixed_precision"]).lower()
+        lines.append(f"mixed_precision: {shown} is a boolean to YAML: write 'no' in quotes")
+    kind, processes = config.get("distributed_type"), config.get("num_processes")
+    if kind is None:
+        lines.append(f"distributed_type is missing: one of {', '.join(TYPES)}")
+    elif kind not in TYPES:
+        lines.append(f"distributed_type {str(kind)} is not one of {', '.join(TYPES)}")
+    if isinstance(processes, int) and processes < 1:
+        lines.append(f"num_processes is {processes}: write the number of processes, 1 or more")
+    if isinstance(processes, bool) or not isinstance(processes, int | None) or (processes or 1) < 1:
+        config["num_processes"] = processes = 1
+    for key in ("num_machines", "machine_rank"):
+        if key in config and (not isinstance(config[key], int) or config[key] < (key == "num_machines")):
+            lines.append(f"{key} is {config.pop(key)}: write a number, or leave it out for one machine")
+    if kind == "MULTI_CPU" and (processes or 1) > 1 and not (config.get("mpirun_config") or {}).get("mpirun_hostfile"):
+        lines.append(f"MULTI_CPU with {processes} processes needs mpirun_config, else Accelerate starts one: set "
+                     "MULTI_GPU, which is rehearsed with all of them where there is no GPU")  # fmt: skip
+    if config.get("gpu_ids") is not None and not isinstance(config["gpu_ids"], str):
+        lines.append("gpu_ids must be a string: write '0,1' in quotes, or all")
+    config = {
+        key: value if key not in keys.SECTIONS or isinstance(value, dict) else {} for key, value in config.items()
+    }
+    section = config.get("deepspeed_config") or {}
+    if kind == "DEEPSPEED" and section.get("deepspeed_config_file"):
+        both = [key for key in OF_THE_FILE if key in section]
+        both += ["mixed_precision"] if config.get("mixed_precision") is not None else []
+        if both:
+            lines.append(
+                f"{', '.join(both)} beside deepspeed_config_file, which Accelerate refuses: say it in that file"
+            )
+    if config.get("mixed_precision") == "fp8":
+        lines += problems_of_fp8(config.get("fp8_config") or {})
+    return lines + list(named_otherwise(path, config)), config
+
+
+def problems_of_fp8(section):
+    """Problems of fp8_config that the launcher's environment does not show."""
+    section = {keys.full("fp8_config", key): value for key, value in section.items()}
+    if isinstance(override := section.get("fp8_override_linear_precision", []), bool):
+        yield f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
+    if not isinstance(section.get("fp8_skip", ""), str):
+        yield (f"fp8_config skip {section['fp8_skip']}: write names or patterns in one string, as skip: \"head, "
+               'blocks.0.*"')  # fmt: skip
+    for old, key in (("fp8_optimization_level", "fp8_opt_level"), ("fp8_amax_history_length", "fp8_amax_history_len"),
+                     ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo")):  # fmt: skip
+        effective = section.get(key, FP8_DEFAULTS[key])
+        said = section.get(old, effective)  # `accelerate config` writes the old one, the launcher reads the other
+        if str(said) != str(effective):
+            yield (f"fp8_config {old[4:]} {said} is not read by Accelerate, which takes {effective}: did you mean "
+                   f"{key[4:]}?")  # fmt: skip
+    yield from keys_of_another_backend(section)
+
+
+def keys_of_another_backend(section):
+    """Keys of fp8_config that its backend does not read, at a value that is not their default."""
+    section = {key.removeprefix("fp8_"): value for key, value in section.items()}
+    backend = section.get("backend", "AO")
+    te = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
+    reads = {
+        "AO": "backend recipe enable_fsdp_float8_all_gather pad_inner_dim",
+        "TE": f"backend recipe use_mxfp8_block_scaling {te if section.get('recipe', 'delayed') == 'delayed' else ''}"
+        + (" format" if section.get("recipe") in ("current", "block") else ""),
+        "MSAMP": f"backend opt_level recipe {te if section.get('recipe') else ''}",
+    }.get(backend, "")
+    known = [key.removeprefix("fp8_") for key in keys.known()["fp8_config"]]
+    for key in section:
+        if reads and key in known and key not in [*reads.split(), "skip"]:
+            yield f"fp8_config {key} is not read by backend {backend}: remove it"
+
+
+def file_notes(config):
+    """What the launcher does not read of a file: one line each."""
+    kind, precision = config.get("distributed_type"), config.get("mixed_precision") or "no"
+    if kind == "NO" and (config.get("num_processes") or 1) > 1:
+        yield f"num_processes {config['num_processes']} under distributed_type NO: one process runs"
+    for section, reader in SECTION_OF.items():
+        if config.get(section) and kind != reader:
+            yield f"{section} is not read under distributed_type {kind}"
+    if config.get("fp8_config") and precision != "fp8":
+        yield f"fp8_config is not read under mixed_precision {precision}"
+    backend = (config.get("dynamo_config") or {}).get("dynamo_backend", "no")
+    if kind == "DEEPSPEED" and str(backend).lower() not in ("no", "false"):
+        yield "dynamo_config is not read under distributed_type DEEPSPEED: nothing is compiled"
+    for section, names in keys.UNREAD.items():
+        for key in config.get(section) or ():
+            if keys.full(section, key) in names:
+                yield f"{section} {key} is not read by Accelerate"
+
+
+def asks_for_cpu(config):
+    """Whether a file asks for the CPU, which the launcher tells the processes only if there is one."""
+    return config.get("distributed_type") == "MULTI_CPU" or on(config.get("use_cpu"))
+
+
+def default_processes(config, devices):
+    """The number of processes where nobody says one: those of the mesh, or the GPUs there are, or 2 in a rehearsal."""
+    if config.get("distributed_type") in ("NO", "MULTI_CPU"):
+        return config.get("num_processes") or 1
+    mesh = 1
+    for size in (config.get("parallelism_config") or {}).values():
+        mesh *= size if isinstance(size, int) and not isinstance(size, bool) else 1
+    here = 2 if asks_for_cpu(config) else devices or 2
+    return mesh if mesh > 1 else here * (config.get("num_machines") or 1)
+
+
+def default_file(env):
+    """The file that `accelerate launch` reads without --config_file: the one that `accelerate config` writes, or
+    None."""
+    cache = env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    file = Path(cache, "accelerate/default_config.yaml").expanduser()
+    return file if file.is_file() else None
+
+
+def named_otherwise(path, config):
+    """Yields what a file of accelerate_configs/ does otherwise than its name says."""
+    if Path(path).resolve().parent != OURS:
+        return
+    try:
+        promised = grammar(Path(path).stem)
+    except Refused as error:
+        yield str(error)
+        return
+    found = asked(exported(config))
+    found["recipe"] = found["fp8_options"].get("recipe")
+    for key, value in (promised or {}).items():
+        if found[key] != value:
+            yield f"the name says {key} {value}, the file {found[key]}: rename it or change the file"
+
+
+def grammar(name):
+    """Parses a config's name: {"strategy", "precision", "backend", "level", tails}, or None if it is not of this form.
+
+    The form is <strategy>_<precision>[_<backend>[_<level>]][_<tail>]. Raises Refused if a name begins with a strategy
+    and goes on with an unknown word.
+    """
+    strategy, *rest = name.split("_")
+    if strategy not in STRATEGIES or not rest:
+        return None
+    precision, *rest = rest
+    promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
+    unknown = [] if precision in PRECISIONS.values() else [precision]
+    if precision == "fp8":
+        backend = rest.pop(0) if rest and rest[0] in LEVELS else "ao"
+        words = "_".join(rest)
+        level = next(
+            (x for x in sorted(LEVELS[backend], key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None
+        )
+        rest = rest[level.count("_") + 1 :] if level else rest
+        promised |= {"backend": backend, "level": level or LEVELS[backend][0]}
+        if backend == "msamp" and rest[:1] == ["te"]:  # with TE's delayed scaling
+            promised["recipe"] = rest.pop(0) + "_delayed"
+    unknown += [tail for tail in rest if tail not in TAILS]
+    if unknown:
+        form = "<strategy>_<precision>[_<backend>[_<level>]][_<tail>]"
+        raise Refused(f"config name {name}: {', '.join(unknown)} is not a part of {form}")
+    return promised | {tail: tail in rest for tail in TAILS}

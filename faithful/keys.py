@@ -1,0 +1,128 @@
+"""The keys of a config file, read from the source of the installed Accelerate without importing it.
+
+`accelerate launch` takes the fields of its class ClusterConfig at the top level. It copies each key of a section onto
+the option of its command line that has the same name. So the class and the command line's parser say which keys there
+are, and the type of each.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+from pathlib import Path
+
+SECTIONS = ("fsdp_config", "fp8_config", "dynamo_config", "deepspeed_config", "parallelism_config",
+            "megatron_lm_config", "mpirun_config")  # fmt: skip
+PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # their keys may omit `fsdp_`, `fp8_`, `dynamo_`
+# The launcher hands on any key of fp8_config: two are ours, one has no option but is read by TERecipeKwargs.
+FP8 = ("fp8_recipe", "fp8_skip", "fp8_use_mxfp8_block_scaling")
+OLD = ("fp16", "dynamo_backend")  # keys of earlier versions that Accelerate converts
+# Keys of earlier versions, or that `accelerate config` itself writes, which nothing reads any more.
+UNREAD = {
+    "fsdp_config": ("fsdp_backward_prefetch_policy", "fsdp_limit_all_gathers"),
+    "fp8_config": ("fp8_optimization_level", "fp8_amax_history_length", "fp8_amax_compute_algorithm"),
+    "mpirun_config": ("mpirun_ccl",),
+}
+TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", "n", "f")  # Accelerate's str_to_bool
+
+
+@functools.cache
+def known():
+    """{section, or "" for the top level: {key: its type, a word}} of the installed Accelerate."""
+    folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
+    found = {"": fields(folder / "commands/config/config_args.py") | dict.fromkeys(OLD, "any")}
+    found |= {section: {} for section in SECTIONS}
+    for group, option, kind in options(folder / "commands/launch.py"):
+        section = "dynamo_config" if option.startswith("dynamo_") else group.removesuffix("_config") + "_config"
+        if section in found:
+            found[section][option] = kind
+    for name in handed_on(folder / "utils/launch.py"):  # some keys have no option
+        if name.startswith("fsdp_"):
+            found["fsdp_config"].setdefault(name, "str")
+    found["fp8_config"] |= dict.fromkeys(FP8, "any") | {"fp8_override_linear_precision": "any"}
+    found["fsdp_config"]["fsdp_reshard_after_forward"] = "any"  # a boolean, or a strategy of version 1
+    return found
+
+
+def fields(file):
+    """{name: type} of the fields of ClusterConfig and its base class."""
+    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    lines = [line for node in classes if node.name in ("BaseConfig", "ClusterConfig") for line in node.body]
+    made = {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line, ast.AnnAssign)}
+    kinds = {"int": "int", "Optional[int]": "int", "bool": "bool", "Optional[bool]": "bool"}
+    return {name: kinds.get(kind, "any") for name, kind in made.items()}
+
+
+def options(file):
+    """Yields (group without `_args`, name, type) of the options of the launcher's parser."""
+    for call in ast.walk(ast.parse(file.read_text())):
+        if not (isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"):
+            continue
+        if not isinstance(call.func.value, ast.Name) or not all(isinstance(word, ast.Constant) for word in call.args):
+            continue
+        words = {word.arg: ast.unparse(word.value).strip("'") for word in call.keywords}
+        name = words.get("dest") or call.args[-1].value.lstrip("-")
+        said = words.get("action", "").startswith("store_") or "(true|false)" in words.get("help", "")
+        said |= words.get("type") in ("bool", "str_to_bool") or words.get("default") in ("true", "false")
+        kind = "bool" if said else words.get("type", "str")
+        yield call.func.value.id.removesuffix("_args"), name, kind
+
+
+def handed_on(file):
+    """Names of the launcher's options that become environment variables: `getattr(args, NAME, None)`."""
+    for call in ast.walk(ast.parse(file.read_text())):
+        if isinstance(call, ast.Call) and ast.unparse(call).startswith("getattr(args, '"):
+            yield call.args[1].value
+
+
+def full(section, key):
+    """The key with its section's prefix."""
+    prefix = section.removesuffix("config") if section in PREFIXED else ""
+    return key if key.startswith(prefix) else prefix + key
+
+
+def problems(config):
+    """Yields a line for each key that Accelerate does not have, and each value of the wrong type, which it takes out of
+    `config`."""
+    for key, value in list(config.items()):
+        if key not in known()[""]:
+            yield f"{key} {meant(key, '')}"
+        elif key in SECTIONS and value is not None and not isinstance(value, dict):
+            yield f"{key} holds {value!r}, not `key: value` lines"
+        elif key not in SECTIONS and wrong(known()[""][key], value):
+            yield f"{key} {wrong(known()[''][key], config.pop(key))}"
+        for name, held in list(value.items()) if key in SECTIONS and isinstance(value, dict) else ():
+            kind = known()[key].get(full(key, str(name)))
+            if kind is None and full(key, str(name)) not in UNREAD.get(key, ()):
+                yield f"{key} {name} {meant(str(name), key)}"
+            elif kind and wrong(kind, held):
+                yield f"{key} {name} {wrong(kind, value.pop(name))}"
+
+
+def wrong(kind, value):
+    """What is wrong with the type of a value, or None."""
+    text = str(value).lower()
+    if value is None or kind == "any":
+        return None
+    if kind == "bool" and text not in TRUE + FALSE:
+        return f"is {value}: write true or false"
+    if kind in ("int", "float") and text != "auto":
+        try:
+            number = float(text)
+        except ValueError:
+            return f"is {value}: write a number"
+        if isinstance(value, bool) or (kind == "int" and number % 1):
+            return f"is {value}: write a {'whole ' * (kind == 'int')}number"
+    if kind == "str" and isinstance(value, list | dict):
+        return f"is {value}: write one string"
+    return None
+
+
+def meant(key, section):
+    names = [*known()[section], *UNREAD.get(section, ())]
+    close = difflib.get_close_matches(key, names, 1, 0.6) or difflib.get_close_matches(
+        full(section, key), names, 1, 0.6
+    )
+    known_here = f" (known: {', '.join(names)})" if section else ""
+    hint = f"did you mean {close[0]}?" if close else f"remove it{known_here}"
+    return f"is a key that Accelerate does not have: {hint}"

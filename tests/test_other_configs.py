@@ -1,0 +1,415 @@
+"""Configs that others wrote: what is accepted in silence, with a note, or refused; and that each runs as it says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import CONFIGS, ROOT, free_port, launched, metrics, record
+from test_plan import CPU, GPU, exported_by_accelerate
+
+from faithful import files, plan, rules
+from faithful.config import asked, exported
+
+# The lines that `accelerate config` always writes.
+WIZARD = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False,
+    "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no", "num_machines": 1, "num_processes": 2,
+    "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False,
+    "use_cpu": False,
+}  # fmt: skip
+DDP = WIZARD | {"distributed_type": "MULTI_GPU"}
+FSDP1 = {
+    "fsdp_activation_checkpointing": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_cpu_ram_efficient_loading": True, "fsdp_forward_prefetch": False,
+    "fsdp_offload_params": False, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_sync_module_states": True, "fsdp_use_orig_params": True,
+}  # fmt: skip
+FSDP2 = {
+    "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_offload_params": False, "fsdp_reshard_after_forward": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}  # fmt: skip
+ZERO3 = {
+    "deepspeed_multinode_launcher": "standard", "offload_optimizer_device": "none", "offload_param_device": "none",
+    "zero3_init_flag": True, "zero3_save_16bit_model": True, "zero_stage": 3,
+}  # fmt: skip
+
+
+def fsdp(*sections, **keys):
+    section = {key: value for part in (sections or (FSDP1,)) for key, value in part.items()}
+    return WIZARD | {"distributed_type": "FSDP", "fsdp_config": section | keys}
+
+
+def zero(**keys):
+    return WIZARD | {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO3 | keys}
+
+
+SILENT = {
+    "the lines of accelerate config": DDP,
+    "empty sections": DDP | {"fsdp_config": {}, "deepspeed_config": None, "megatron_lm_config": {}, "commands": None},
+    "keys of a TPU that is not there": DDP | {"tpu_name": "a", "tpu_zone": "b", "command_file": "c.sh"},
+    "another vendor's devices": DDP | {"distributed_type": "MULTI_XPU"},
+    "NO without quotes": WIZARD | {"distributed_type": False, "num_processes": 1},
+    "the keys of earlier versions": WIZARD
+    | {"distributed_type": "NO", "num_processes": 1, "dynamo_backend": "NO", "mixed_precision": "fp16"},
+    "one process on the CPU": WIZARD | {"distributed_type": "NO", "use_cpu": True, "num_processes": 1},
+    "no num_processes": {"distributed_type": "NO", "mixed_precision": "bf16"},
+    "FSDP2 by size": fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_auto_wrap_policy="SIZE_BASED_WRAP",
+                          fsdp_min_num_params=1000),
+    "FSDP2 in one unit": fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_auto_wrap_policy="NO_WRAP"),
+    "FSDP2 with nulls": fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=None,
+                             fsdp_transformer_layer_cls_to_wrap=None),
+    "ZeRO's accumulation and clipping": zero(
+        zero_stage=2, zero3_save_16bit_model=False, gradient_accumulation_steps=1, gradient_clipping=1.0
+    ),
+    "FP8 for TransformerEngine, as an old test of Accelerate's has it": DDP
+    | {"mixed_precision": "fp8",
+       "fp8_config": {"backend": "TE", "fp8_format": "E4M3", "override_linear_precision": "(false, false, false)"}},
+}  # fmt: skip
+NOTED = {
+    "several processes under NO": (WIZARD | {"distributed_type": "NO", "num_processes": 8}, ["one process runs"]),
+    "FSDP1": (fsdp(), ["FSDP version 1 with FULL_SHARD runs as FSDP2", "fsdp_backward_prefetch cannot", "ram_efficient"]),
+    "FSDP1's own words": (
+        fsdp(fsdp_use_orig_params=False, fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=False),
+        ["runs as FSDP2", "fsdp_backward_prefetch, fsdp_forward_prefetch, fsdp_use_orig_params cannot"],
+    ),
+    "FSDP2 with RAM-efficient loading": (fsdp(FSDP2), ["each process loads the whole model into host memory"]),
+    "FSDP2 with a key of FSDP1": (
+        fsdp(FSDP2, fsdp_sharding_strategy="HYBRID_SHARD", fsdp_cpu_ram_efficient_loading=False),
+        ["which version 2 does not read"],
+    ),
+    "ZeRO-3's defaults": (zero(), ["zero3_init_flag is off here", "saved in fp32"]),
+    "a section of another type": (DDP | {"fsdp_config": FSDP2}, ["fsdp_config is not read under distributed_type"]),
+    "fp8_config without fp8": (DDP | {"fp8_config": {"backend": "TE"}}, ["fp8_config is not read under mixed_precision"]),
+    "a whole model compiled": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["compiled one by one"]),
+    "compiling under DeepSpeed": (
+        zero(zero_stage=2, zero3_save_16bit_model=False) | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+        ["dynamo_config is not read"],
+    ),
+    "torchao's default outside FSDP2": (
+        DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, ["off outside FSDP2"]
+    ),
+    "an option of an earlier version": (
+        fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_backward_prefetch_policy="BACKWARD_PRE"),
+        ["fsdp_backward_prefetch_policy is not read"],
+    ),
+}  # fmt: skip
+REFUSED = {
+    "SageMaker": ({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": False, "ec2_instance_type": "a"},
+                  "compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines"),
+    "a TPU": (WIZARD | {"distributed_type": "XLA", "tpu_use_cluster": True}, "distributed_type XLA needs a TPU"),
+    "Megatron": (WIZARD | {"distributed_type": "MEGATRON_LM"}, "distributed_type MEGATRON_LM needs Megatron-LM"),
+    "a typo": (fsdp(fsdp_shading_strategy="FULL_SHARD"), "did you mean fsdp_sharding_strategy?"),
+    "a typo at the top": (DDP | {"num_procesess": 2}, "did you mean num_processes?"),
+    "a wrong type": (zero(zero_stage="three"), "deepspeed_config zero_stage is three: write a number"),
+    "a key that the wizard writes and nothing reads": (
+        DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O1"}},
+        "optimization_level O1 is not read by Accelerate, which takes O2: did you mean opt_level?"),
+    "context parallel": (fsdp(FSDP2) | {"parallelism_config": {"parallelism_config_cp_size": 2}}, "context and sequence"),
+}  # fmt: skip
+
+
+def checked(path):
+    """(problems, notes, what it asks for), as ./launch.sh check finds them, on a machine with everything."""
+    sys.path.insert(0, str(ROOT))
+    from tools import check
+
+    problems, _, notes, wanted = check.check(path, GPU, {})
+    return problems, notes, wanted
+
+
+def written(tmp_path, config, name="someone's.yaml"):
+    (tmp_path / name).write_text(json.dumps(config) if name.endswith("json") else yaml.dump(config))
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_changes_nothing_is_accepted_in_silence(tmp_path, name):
+    problems, notes, _ = checked(written(tmp_path, SILENT[name]))
+    assert problems == [] and notes == []
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_cannot_have_its_effect_is_noted(tmp_path, name):
+    config, expected = NOTED[name]
+    problems, notes, _ = checked(written(tmp_path, config))
+    assert problems == [] and len(notes) == len(expected), notes
+    for note, words in zip(notes, expected, strict=True):
+        assert words in note
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, name):
+    config, expected = REFUSED[name]
+    problems, _, _ = checked(written(tmp_path, config))
+    assert len(problems) == 1 and expected in problems[0], problems
+
+
+@pytest.mark.parametrize("name", [*SILENT, *NOTED])
+def test_a_file_becomes_what_the_installed_launcher_exports(tmp_path, name):
+    config = SILENT.get(name) or NOTED[name][0]
+    if config["distributed_type"] == "DEEPSPEED":
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    path = written(tmp_path, config)
+    _, mapping = files.file_problems(path)
+    ours, theirs = asked(exported(mapping)), asked(exported_by_accelerate(path))
+    ours.pop("local_processes"), theirs.pop("local_processes")
+    assert ours == theirs
+
+
+def test_a_name_from_elsewhere_keeps_no_grammar(tmp_path):
+    for name in ("single_accelerator.yaml", "fsdp_config.yaml", "ddp_fp16.yml", "zero3.json"):
+        assert files.file_problems(written(tmp_path, DDP, name))[0] == []
+    (tmp_path / "broken.json").write_text("{\n 'a': 1}")
+    assert "not JSON at line 2, column 2" in files.file_problems(tmp_path / "broken.json")[0][0]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "local", "expected"),
+    [
+        ("FULL_SHARD", 2, ("fsdp", False, 1)),
+        (1, 2, ("fsdp", False, 1)),
+        ("SHARD_GRAD_OP", 2, ("fsdp", True, 1)),
+        ("NO_SHARD", 2, ("ddp", False, 1)),
+        ("HYBRID_SHARD", 4, ("fsdp", False, 1)),  # one machine: there is nothing to replicate
+        ("HYBRID_SHARD", 2, ("hsdp", False, 2)),
+        ("HYBRID_SHARD_ZERO2", 2, ("hsdp", True, 2)),
+    ],
+)
+def test_the_strategies_of_fsdp1_are_those_of_fsdp2(sharding, local, expected):
+    config = fsdp(fsdp_sharding_strategy=sharding) | {"num_processes": 4, "num_machines": 4 // local}
+    found = asked(exported(config))
+    assert (found["strategy"], found["noreshard"], found["replicas"]) == expected
+    assert rules.problems(found, GPU) == [] == rules.problems(found, CPU)
+    newer = fsdp(fsdp_sharding_strategy=None, fsdp_reshard_after_forward="SHARD_GRAD_OP", fsdp_version=1)
+    assert asked(exported(newer))["noreshard"]
+
+
+def test_the_number_of_processes_where_nobody_says_it():
+    config = {"distributed_type": "FSDP", "fsdp_config": FSDP1}
+    assert files.default_processes(config, 8) == 8 and files.default_processes(config, 0) == 2
+    assert files.default_processes(config | {"use_cpu": True}, 8) == 2
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    assert files.default_processes(config | {"parallelism_config": mesh}, 0) == 4
+    assert files.default_processes({"distributed_type": "NO"}, 8) == 1
+
+
+def test_check_says_what_a_file_will_be(tmp_path):
+    path = written(tmp_path, fsdp(fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer") | {"mixed_precision": "bf16"})
+    lines = launched("./launch.sh", "check", str(path)).stdout.splitlines()
+    assert lines[0] == f"{path.name}: ok (fsdp x2, bf16, sharded by LlamaDecoderLayer; as FSDP2)"
+    assert [line.split(": ")[1] for line in lines[1:]] == ["note"] * 3
+
+
+STEPS = ("--max_steps", "2", "--logging_steps", "1", "--save_steps", "0")
+
+
+def trained(out, *words, env=None):
+    """The first losses, in full, and the record of a launch of gpt with two or one processes."""
+    result = launched(*words, "recipes/gpt.py", "--output_dir", str(out), *STEPS, env=env or {})
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [row["loss"] for row in metrics(out) if "loss" in row], record(out), result.stdout
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("config", "units"),
+    [
+        pytest.param(fsdp(), None, marks=SLOW),
+        pytest.param(fsdp(fsdp_sharding_strategy="SHARD_GRAD_OP"), None, marks=SLOW),
+        pytest.param(fsdp(fsdp_sharding_strategy="NO_SHARD"), None, marks=SLOW),
+        pytest.param(fsdp(fsdp_auto_wrap_policy="NO_WRAP"), 1, marks=SLOW),
+        (fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=20_000), None),
+    ],
+    ids=["full", "grad_op", "no_shard", "no_wrap", "by_size"],
+)
+def test_fsdp1_files_train_as_our_own_config(tmp_path, ours, config, units):
+    path = written(tmp_path, config)
+    losses, made, said = trained(
+        tmp_path / "run", "accelerate", "launch", "--config_file", str(path), "--main_process_port", "0"
+    )
+    assert losses[0] == ours[0] and losses[1] == pytest.approx(ours[1], rel=1e-6)
+    assert "note: FSDP version 1" in said and made["config"]["name"] == path.stem
+    sharded = config["fsdp_config"]["fsdp_sharding_strategy"] != "NO_SHARD"
+    assert made["plan"]["strategy"] == ("fsdp" if sharded else "ddp") and made["evidence"]["sharded"] is sharded
+    assert made["evidence"]["units"] == units or units is None
+    if config["fsdp_config"]["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP":
+        assert made["evidence"]["units"] > 2
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    config = CONFIGS / "fsdp_fp32.yml"
+    words = ("accelerate", "launch", "--config_file", str(config), "--main_process_port", "0")
+    return trained(tmp_path_factory.mktemp("ours") / "run", *words)[0]
+
+
+def test_processes_that_built_different_weights_start_with_those_of_the_first(tmp_path):
+    """FSDP1 sends the weights of process 0 to all (fsdp_sync_module_states), FSDP2 does not."""
+    (tmp_path / "unseeded.py").write_text(
+        "import os, torch\nfrom accelerate import Accelerator\n"
+        "accelerator = Accelerator()\ntorch.manual_seed(int(os.environ['RANK']))\n"
+        "model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))\n"
+        "own = model[0][0].weight.detach().clone()\n"
+        "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "whole = model[0][0].weight.full_tensor()\n"
+        "if accelerator.is_main_process:\n    print('equal', torch.equal(whole, own))\n"
+        "accelerator.end_training()\n"
+    )
+    path = written(tmp_path, fsdp())
+    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "-m", "faithful",
+                      str(tmp_path / "unseeded.py"), env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)  # fmt: skip
+    assert "equal True" in result.stdout, result.stdout + result.stderr
+
+
+def test_the_default_config_of_a_fresh_home(tmp_path):
+    """`accelerate config default`, then a plain `accelerate launch`."""
+    env = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    made = subprocess.run(["accelerate", "config", "default", "--mixed_precision", "bf16"], env=os.environ | env,
+                          capture_output=True, text=True)  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    losses, made, said = trained(tmp_path / "run", "accelerate", "launch", "-m", "faithful", env=env)
+    assert losses and made["config"]["name"] == "default_config" and made["plan"]["precision"] == "bf16"
+    assert made["plan"]["strategy"] == "single" and "note:" not in said
+
+
+def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
+    for words, variables in ((("--cpu",), {}), ((), {"ACCELERATE_USE_CPU": "true"})):
+        env = variables | {"HF_HOME": str(tmp_path / "home")}
+        path = written(tmp_path, DDP)
+        launch = ("accelerate", "launch", *words) if words else (
+            "accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")  # fmt: skip
+        _, made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
+        assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert asked(os.environ)["use_cpu"]
+    assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(
+        ["accelerate", "launch", "--cpu", "--num_processes", "2"], asked(os.environ))[0]  # fmt: skip
+
+
+def test_launch_sh_says_the_processes_that_a_file_leaves_out(tmp_path):
+    path = written(tmp_path, {"distributed_type": "MULTI_GPU", "mixed_precision": "no"})
+    _, made, said = trained(tmp_path / "run", "./launch.sh", str(path))
+    assert "--num_processes 2" in said and made["plan"]["num_processes"] == 2
+
+
+def deepspeed_file(tmp_path, **sections):
+    """A YAML that names DeepSpeed's own file, as `accelerate config` writes it."""
+    base = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto", "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+            "bf16": {"enabled": "auto"}}  # fmt: skip
+    (tmp_path / "ds.json").write_text(json.dumps(base | sections))
+    named = {"deepspeed_config_file": str(tmp_path / "ds.json"), "zero3_init_flag": False}
+    lines = {key: value for key, value in WIZARD.items() if key != "mixed_precision"}
+    return lines | {"distributed_type": "DEEPSPEED", "deepspeed_config": named}
+
+
+def test_a_file_of_deepspeeds_is_read(tmp_path):
+    zero3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_gather_16bit_weights_on_model_save": "auto"}
+    config = deepspeed_file(tmp_path, bf16={"enabled": True}, gradient_clipping=0.5, zero_optimization=zero3,
+                            optimizer={"type": "AdamW"}, gradient_accumulation_steps=4)  # fmt: skip
+    problems, notes, wanted = checked(written(tmp_path, config))
+    assert problems == [] and len(notes) == 1 and "DummyOptim" in notes[0]
+    assert [wanted[key] for key in ("strategy", "precision", "offload", "clip")] == ["zero3", "bf16", True, 0.5]
+    assert wanted["deepspeed"]["steps"] == 4
+    [problem] = checked(written(tmp_path, config | {"mixed_precision": "bf16"}))[0]
+    assert "mixed_precision beside deepspeed_config_file, which Accelerate refuses" in problem
+    lost = config | {"deepspeed_config": {"deepspeed_config_file": "lost.json"}}
+    assert any("deepspeed_config_file lost.json cannot be read: it is not in" in line
+               for line in checked(written(tmp_path, lost))[0])  # fmt: skip
+    strange = deepspeed_file(tmp_path, tensor_parallel={"autotp_size": 2})
+    assert "tensor_parallel in deepspeed_config_file: not supported" in checked(written(tmp_path, strange))[0][0]
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+accelerator = Accelerator()
+set_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+kind = DummyOptim if "dummy" in sys.argv else torch.optim.AdamW
+optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+parts = [model, optimizer, loader]
+if "schedule" in sys.argv:
+    parts.append(DummyScheduler(optimizer, warmup_num_steps=4))
+model, optimizer, loader, *scheduler = accelerator.prepare(*parts)
+for batch in loader:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    for one in scheduler:
+        one.step()
+    optimizer.zero_grad()
+    accelerator.print("seen", loss.item(), optimizer.param_groups[0]["lr"])
+accelerator.end_training()
+"""
+
+
+def seen(tmp_path, config, *words, code=0):
+    """[[loss, learning rate]] of the script's steps under `config`, or what it prints if it is refused."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
+                      "0", "-m", "faithful", str(tmp_path / "train.py"), *words, cwd=tmp_path,
+                      env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("seen")]
+    return result.stderr if code else [list(map(float, line)) for line in lines]
+
+
+@pytest.mark.slow
+def test_the_optimizer_and_the_scheduler_of_a_file_of_deepspeeds(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    scheduler = {"type": "WarmupLR", "params": warmup}
+    config = deepspeed_file(tmp_path, optimizer=optimizer, scheduler=scheduler)
+    steps = seen(tmp_path, config, "dummy", "schedule")
+    assert [rate for _, rate in steps] == pytest.approx([0, 0.0025, 0.005, 0.0075])  # DeepSpeed's, once in each step
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_a_file_is_the_one_that_the_script_would_make(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    config = deepspeed_file(tmp_path, optimizer=optimizer)
+    assert seen(tmp_path, config, "dummy") == seen(tmp_path, zero(zero_stage=2))
+    assert "says the optimizer AdamW, the script makes AdamW: leave the file's out" in seen(tmp_path, config, code=1)
+
+
+def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_path):
+    """recipes/gpt.py clips at 1.0."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    path = written(tmp_path, zero(zero_stage=2, gradient_clipping=0.3))
+    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "recipes/gpt.py",
+                      "--output_dir", str(tmp_path / "run"), *STEPS)  # fmt: skip
+    assert result.returncode == 1
+    assert "the script clips gradients at 1.0, gradient_clipping in the config at 0.3: say it in one" in result.stderr
+
+
+@pytest.mark.slow
+def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
+    """mpirun is not there, so a script takes its place: it starts the processes with Open MPI's variables."""
+    path = written(tmp_path, WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True,
+                                       "mpirun_config": {"mpirun_hostfile": "hosts"}})  # fmt: skip
+    assert rules.problems_of_machines(files.file_problems(path)[1], {})  # no mpirun
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        '#!/bin/bash\n[ "$1" = --version ] && { echo Open MPI; exit; }\nshift 8\nexport OMPI_COMM_WORLD_SIZE=2\n'
+        "export OMPI_COMM_WORLD_LOCAL_SIZE=2\nfor rank in 1 0; do\n"
+        'OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$rank "$@" &\ndone\nwait\n'
+    )
+    mpirun.chmod(0o755)
+    here = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["accelerate", "launch", "--config_file", str(path), "--main_process_port", str(free_port()), "recipes/gpt.py",
+         "--output_dir", str(tmp_path / "run"), *STEPS],
+        cwd=ROOT, env=os.environ | {"PATH": here}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    made = record(tmp_path / "run")
+    assert made["plan"]["strategy"] == "ddp" and made["plan"]["num_processes"] == 2
