@@ -46,7 +46,7 @@ def collected(folder, clones):
         path = folder / f"{name}.yaml"
         subprocess.run([sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True)
         found[f"accelerate config default: {name}"] = path
-    for top in clones:
+    for top in map(Path.resolve, clones):
         for path in sorted(one for kind in ("yaml", "yml", "json") for one in top.rglob(f"*.{kind}")):
             if path.is_file() and is_config(path):
                 found[str(path.relative_to(top))] = path
