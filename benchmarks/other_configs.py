@@ -46,7 +46,7 @@ def collected(folder, clones):
         path = folder / f"{name}.yaml"
         subprocess.run([sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True)
         found[f"accelerate config default: {name}"] = path
-    for top in clones:
+    for top in map(Path.resolve, clones):
         for path in sorted(one for kind in ("yaml", "yml", "json") for one in top.rglob(f"*.{kind}")):
             if path.is_file() and is_config(path):
                 found[str(path.relative_to(top))] = path
@@ -95,7 +95,7 @@ def launched(mapping, folder):
 
 
 def launches(configs, folder):
-    """{name: its run, our config of the same meaning and its losses, whether the first is equal}."""
+    """Yields {name: its run, our config of the same meaning and its losses, whether the first is equal}, growing."""
     made, mine = {}, {}
     for number, (name, mapping) in enumerate(configs.items()):
         made[name] = launched(mapping, folder / str(number))
@@ -107,7 +107,7 @@ def launches(configs, folder):
             made[name] |= {"ours": f"{twin}.yml", "losses_of_ours": mine[twin]}
             made[name]["equal"] = mine[twin][0] == made[name]["losses"][0]
         print(name, made[name], flush=True)
-    return made
+        yield made
 
 
 def main():
@@ -125,12 +125,16 @@ def main():
             of_json = runs and "deepspeed_config_file" in (mapping.get("deepspeed_config") or {})
             if runs and not of_json and wanted["precision"] != "fp8" and mapping not in configs.values():
                 configs[name] = mapping
-        made = launches(dict(list(configs.items())[: args.launch]), Path(folder))
+        write(args.output, table, {})
+        for made in launches(dict(list(configs.items())[: args.launch]), Path(folder)):
+            write(args.output, table, made)
+
+
+def write(output, table, made):
     verdicts = Counter(row["verdict"] for row in table.values())
     figures = {"files": len(table), "verdicts": verdicts, "share_that_runs": 1 - verdicts["refused"] / len(table)}
     figures |= {"launched": len(made), "equal_to_ours": sum(run.get("equal", False) for run in made.values())}
-    save(args.output, figures | {"table": table, "launches": made}, ("accelerate", "trl", "transformers", "deepspeed"))
-    print(figures)
+    save(output, figures | {"table": table, "launches": made}, ("accelerate", "trl", "transformers", "deepspeed"))
 
 
 if __name__ == "__main__":

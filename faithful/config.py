@@ -197,7 +197,7 @@ def exported(config):
         name: {full(name, key): value for key, value in (config.get(name) or {}).items() if value is not None}
         for name in ("fsdp_config", "dynamo_config", "fp8_config", "deepspeed_config", "parallelism_config")
     }
-    env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no"))}
+    env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no")).lower()}
     env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
     regional = sections["dynamo_config"].get("dynamo_use_regional_compilation", False)
     env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)

@@ -48,6 +48,11 @@ def read(path):
         return [f"distributed_type {config['distributed_type']} needs {needs}, not supported here: use FSDP"], None
     if config.get("distributed_type") is False:  # NO without quotes is a boolean to YAML
         config["distributed_type"] = "NO"
+    if config.get("num_processes") == -1:  # nobody says it
+        del config["num_processes"]
+    for key, kind in keys.known()[""].items():
+        if kind == "int" and isinstance(config.get(key), str) and config[key].isdigit():
+            config[key] = int(config[key])
     if config.pop("fp16", False) and "mixed_precision" not in config:
         config["mixed_precision"] = "fp16"
     if "dynamo_backend" in config:
@@ -82,9 +87,16 @@ def file_problems(path):
                      "MULTI_GPU, which is rehearsed with all of them where there is no GPU")  # fmt: skip
     if config.get("gpu_ids") is not None and not isinstance(config["gpu_ids"], str):
         lines.append("gpu_ids must be a string: write '0,1' in quotes, or all")
+    elif kind in DDP and (config.get("num_machines") or 1) == 1 and one_device(config.get("gpu_ids")):
+        lines.append(f"gpu_ids '{config['gpu_ids']}' is one device, which Accelerate refuses under {kind}: write all")
     config = {
         key: value if key not in keys.SECTIONS or isinstance(value, dict) else {} for key, value in config.items()
     }
+    section = {keys.full("fsdp_config", key): value for key, value in (config.get("fsdp_config") or {}).items()}
+    loads, sends = (on(section.get(f"fsdp_{key}", True)) for key in ("cpu_ram_efficient_loading", "sync_module_states"))
+    if kind == "FSDP" and loads and not sends:
+        lines.append("fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states, which the launcher refuses: set "
+                     "both to true, or both to false")  # fmt: skip
     section = config.get("deepspeed_config") or {}
     if kind == "DEEPSPEED" and section.get("deepspeed_config_file"):
         both = [key for key in OF_THE_FILE if key in section]
@@ -96,6 +108,10 @@ def file_problems(path):
     if config.get("mixed_precision") == "fp8":
         lines += problems_of_fp8(config.get("fp8_config") or {})
     return lines + list(named_otherwise(path, config)), config
+
+
+def one_device(ids):
+    return isinstance(ids, str) and ids != "all" and "," not in ids
 
 
 def problems_of_fp8(section):

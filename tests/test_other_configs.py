@@ -55,6 +55,7 @@ SILENT = {
     "the keys of earlier versions": WIZARD
     | {"distributed_type": "NO", "num_processes": 1, "dynamo_backend": "NO", "mixed_precision": "fp16"},
     "one process on the CPU": WIZARD | {"distributed_type": "NO", "use_cpu": True, "num_processes": 1},
+    "words for numbers, capitals": DDP | {"num_processes": "2", "main_process_port": "29999", "mixed_precision": "BF16"},
     "no num_processes": {"distributed_type": "NO", "mixed_precision": "bf16"},
     "FSDP2 by size": fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_auto_wrap_policy="SIZE_BASED_WRAP",
                           fsdp_min_num_params=1000),
@@ -103,6 +104,8 @@ REFUSED = {
     "Megatron": (WIZARD | {"distributed_type": "MEGATRON_LM"}, "distributed_type MEGATRON_LM needs Megatron-LM"),
     "a typo": (fsdp(fsdp_shading_strategy="FULL_SHARD"), "did you mean fsdp_sharding_strategy?"),
     "a typo at the top": (DDP | {"num_procesess": 2}, "did you mean num_processes?"),
+    "one device of several": (DDP | {"gpu_ids": "0"}, "gpu_ids '0' is one device, which Accelerate refuses"),
+    "what the launcher refuses": (fsdp(fsdp_sync_module_states=False), "which the launcher refuses: set both to true"),
     "a wrong type": (zero(zero_stage="three"), "deepspeed_config zero_stage is three: write a number"),
     "a key that the wizard writes and nothing reads": (
         DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O1"}},
@@ -194,6 +197,10 @@ def test_the_number_of_processes_where_nobody_says_it():
     mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
     assert files.default_processes(config | {"parallelism_config": mesh}, 0) == 4
     assert files.default_processes({"distributed_type": "NO"}, 8) == 1
+
+
+def test_minus_one_process_is_nobodys_choice(tmp_path):
+    assert "num_processes" not in files.file_problems(written(tmp_path, DDP | {"num_processes": -1}))[1]
 
 
 def test_check_says_what_a_file_will_be(tmp_path):
