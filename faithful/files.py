@@ -44,7 +44,7 @@ def read(path):
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
         return ["compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines: set LOCAL_MACHINE to run "
                 "it here"], None  # fmt: skip
-    if (needs := ELSEWHERE.get(config.get("distributed_type"))) is not None:
+    if (needs := ELSEWHERE.get(str(config.get("distributed_type")))) is not None:
         return [f"distributed_type {config['distributed_type']} needs {needs}, not supported here: use FSDP"], None
     if config.get("distributed_type") is False:  # NO without quotes is a boolean to YAML
         config["distributed_type"] = "NO"

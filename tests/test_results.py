@@ -124,3 +124,11 @@ def test_the_wrapper_costs_a_script_little():
     for row in rows:
         assert row["faithful"]["wall"]["median"] <= 1.02 and row["faithful"]["fastest"]["median"] <= 1.02
         assert 0.9 < row["same"]["wall"]["median"] < 1.1
+
+
+def test_config_files_of_others_run_as_our_own():
+    found = result("other_configs")
+    assert found["files"] >= 50 and found["share_that_runs"] >= 0.9
+    assert all(row["problems"] for row in found["table"].values() if row["verdict"] == "refused")
+    runs = found["launches"].values()
+    assert runs and all(run["equal"] and run["losses"][0] == run["losses_of_ours"][0] for run in runs)
