@@ -52,7 +52,7 @@ def resolved(script, before):
 def notes(plan, script):
     """Yields the plan's notes, and one for each of the script's arguments that gives way to the config."""
     yield from plan.notes
-    for _, both, _ in contradictions(plan, script):
+    for _, both, _ in contradictions(plan, script) if config.config_wins() else ():
         yield f"{both}: the config wins"
     if is_default(plan, script):
         yield f"the script passes mixed_precision='no', Accelerate's default: the config's {plan.precision} applies"

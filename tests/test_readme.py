@@ -60,7 +60,7 @@ def check_recipe(script, options):
 def check_launch(words):
     words = [word for word in words if word != "--config_wins" or "faithful" in words]  # launch.sh hands it on
     parsed = launch_command_parser().parse_args(words)
-    assert (ROOT / parsed.config_file).is_file(), parsed.config_file
+    assert parsed.config_file in (None, "my_fsdp.yaml") or (ROOT / parsed.config_file).is_file(), parsed.config_file
     script, options = parsed.training_script, parsed.training_script_args
     if parsed.module and script == "faithful":  # python -m faithful [--config_wins] SCRIPT
         options = options[1:] if options[0] == "--config_wins" else options
@@ -115,7 +115,7 @@ def test_launch_sh_lines():
             assert rest[::2] == ["--extra"] * len(rest[::2]) and set(rest[1::2]) <= EXTRAS.keys(), command
         elif first == "check":
             named = [word for word in rest if not word.startswith("--") and not word.isdigit()]
-            named = [word for word in named if word not in ("10.0.0.1", "my.yml")]
+            named = [word for word in named if word not in ("10.0.0.1", "my.yml", "my_fsdp.yaml")]
             assert set(named) <= {*NAMES}, command
         elif first == "copy":
             name, config, _ = rest
@@ -130,9 +130,8 @@ def test_launch_sh_lines():
         elif first in WORDS:
             assert len(rest) <= 1 or first == "test", command
         else:  # CONFIG stands for any
-            check_launch(
-                ["--config_file", f"accelerate_configs/{'ddp_bf16' if first == 'CONFIG' else first}.yml", *rest]
-            )
+            file = f"accelerate_configs/{'ddp_bf16' if first == 'CONFIG' else first}.yml"
+            check_launch(["--config_file", first if first == "my_fsdp.yaml" else file, *rest])
 
 
 def test_the_help_of_launch_sh_is_of_commands_that_there_are():

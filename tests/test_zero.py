@@ -220,11 +220,11 @@ def test_the_loss_scale_of_fp16(tmp_path):
     def allowed(rank):
         from deepspeed.accelerator import get_accelerator
 
-        from faithful import plan
+        from faithful import rules
 
         get_accelerator().is_fp16_supported = lambda: True
         get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16]
-        plan.problems = lambda *_: []
+        rules.problems = lambda *_: []
 
     scale = ("--grad_scaler", f"init_scale={2.0**32}")
     run = train(config, tmp_path / "run", *STEPS, *scale, before=allowed)
