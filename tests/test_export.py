@@ -137,8 +137,8 @@ def test_its_logits_are_the_run_s_where_no_fp8_package_can_be_imported(trained, 
             loss, accuracy = found[f"{config}-{kind}"]
             loose = f"{config}-{kind}" in ROUNDED
             # 359 held-out samples: rounding moves some over the edge between two classes, at most 5 with any of AVX2,
-            # AVX512 and AMX, and changes the loss by at most 2e-3. One sample may lie on the edge in any case.
-            assert loss == pytest.approx(wanted["eval_loss"], abs=5e-3 if loose else 1e-5), config
+            # AVX512 and AMX, and changes the loss by at most 2e-3. The order of a sum depends on the batch in any case.
+            assert loss == pytest.approx(wanted["eval_loss"], abs=5e-3 if loose else 1e-4), config
             assert accuracy == pytest.approx(wanted["accuracy"], abs=(15 if loose else 1) / 358), config
 
 
