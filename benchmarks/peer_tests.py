@@ -1,7 +1,7 @@
 """Runs Accelerate's own tests with its Accelerator and with ours: which pass with both, and why others do not.
 
     python benchmarks/peer_tests.py --output results/peer_tests.json
-    python benchmarks/peer_tests.py --only scheduler test_sync --output /tmp/peers.json
+    python benchmarks/peer_tests.py --only scheduler test_sync --output results/peer_tests.json
     python benchmarks/peer_tests.py --repository accelerate --output results/peer_tests.json
 
 The tests are those of the source distribution of the installed Accelerate, which pip downloads from the package index,
@@ -31,12 +31,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
 import peer_examples
 import psutil
-from provenance import ROOT, save
+from provenance import ROOT, command, save
 
 SCRIPTS = {  # script -> numbers of processes
     "test_script": (1, 2),
@@ -160,14 +161,15 @@ def table(files, scripts, folder, repository=None, classes=("accelerate", "faith
     """{class: {test: None if it passed, else why not}}. Two files or scripts run at a time."""
     jobs = [(tests_of, (file,)) for file in files]
     jobs += [(partial(checks_of, left_out=left_out), (script, n)) for script in scripts for n in SCRIPTS[script]]
-    found = {name: {} for name in classes}
+    found, preparing = {name: {} for name in classes}, threading.Lock()
 
     def one(job):
         (function, args), which = job
         cwd = Path(tempfile.mkdtemp(dir=folder))
         (cwd / "evaluate.py").write_text(peer_examples.METRIC)
         if args[0] in files and args[0].name == EXAMPLES:
-            peer_examples.prepare(repository, cwd)
+            with preparing:  # transformers' lazy imports are not for two threads
+                peer_examples.prepare(repository, cwd)
         result = function(*args, which == "faithful", cwd)
         name = args[0].name if args[0] in files else "{} on {}".format(*args)
         print(f"{which}: {name}: {sum(why is None for why in result.values())} of {len(result)}", flush=True)
@@ -185,6 +187,11 @@ def differences(found):
     lost = [name for name, why in sorted(theirs.items()) if why is None and ours.get(name, "not run") is not None]
     why = {name: in_words(ours.get(name, "not run")) for name in lost}
     return [{"test": name, "why": why[name], "reason": REASONS.get(name)} for name in lost]
+
+
+def part_of(name):
+    """The file of a test, or the script and number of processes of a check."""
+    return name.partition(":")[0]
 
 
 def in_words(why):
@@ -212,13 +219,20 @@ def main():
     folder = source()
     found = table(*chosen(folder, args.only, args.repository is not None), folder, args.repository)
     theirs, ours = found["accelerate"], found["faithful"]
-    rows = {name: [why is None, ours.get(name, "") is None] for name, why in sorted(theirs.items())}
+    rows = {name: [why is None, ours.get(name, "") is None] for name, why in theirs.items()}
+    lost, said = differences(found), command()
+    if args.only and args.output.exists():  # what did not run again stays
+        before, again = json.loads(args.output.read_text()), {part_of(name) for name in rows}
+        rows |= {name: both for name, both in before["rows"].items() if part_of(name) not in again}
+        lost += [row | {"reason": REASONS.get(row["test"])} for row in before["differences"]
+                 if part_of(row["test"]) not in again]  # fmt: skip
+        said = f"{before['command']} and {said}"
+    rows, lost = dict(sorted(rows.items())), sorted(lost, key=lambda row: row["test"])
     passed = {"tests": [both for name, both in rows.items() if "::" in name and both[0]]}
     passed["checks"] = [both for name, both in rows.items() if "::" not in name and both[0]]
     counts = {kind: f"{sum(mine for _, mine in all)} of {len(all)}" for kind, all in passed.items()}
     print(counts)
-    lost = differences(found)
-    save(args.output, {"passed": counts, "differences": lost, "rows": rows}, PACKAGES)
+    save(args.output, {"command": said, "passed": counts, "differences": lost, "rows": rows}, PACKAGES)
     shutil.rmtree(folder.parent)
     if any(row["reason"] is None for row in lost):
         raise SystemExit("differences without a reason: cure them, or write a reason into REASONS")

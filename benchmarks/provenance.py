@@ -27,7 +27,9 @@ def versions(packages=()):
 
 
 def command():
-    return " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+    """The command line; of a folder outside of this repository only the name."""
+    words = [f"../{pathlib.Path(word).name}" if os.path.isabs(word) else word for word in sys.argv[1:]]
+    return " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *words])
 
 
 def save(file, figures, packages=(), run=None):

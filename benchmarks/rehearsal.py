@@ -129,7 +129,7 @@ def main():
             for way in ways[1:]:
                 config, _, earlier = way.partition("@")
                 cpu = "AVX2" if args.avx2 else "as it is"
-                key = {"model": model, "config": config, "cpu": cpu, "code": "before" if earlier else "now"}
+                key = {"model": model, "config": config, "instructions": cpu, "code": "before" if earlier else "now"}
                 row = key | {"over": fp32, "fp32_seconds": statistics.median(found[fp32]["wall"])}
                 row |= {kind: turns.ratio(found[way][kind], found[fp32][kind]) for kind in turns.KINDS}
                 rows = [other for other in rows if {name: other[name] for name in key} != key] + [row]

@@ -201,6 +201,30 @@ def clients(made):
     return text + ("\n\n" + "\n".join(refused) if refused else "")
 
 
+def peers(made):
+    """How many of Accelerate's tests pass, and why others do not."""
+    heads = ["what", "pass, of those that pass with Accelerate's class"]
+    rows = [["tests", made["passed"]["tests"]], ["checks of its test scripts", made["passed"]["checks"]]]
+    text = f"{came_from(made)}:\n\n{report.table(heads, rows)}\n\nThe others:\n\n"
+    return text + "\n".join(f"- `{row['test']}`: {row['reason'] or row['why']}" for row in made["differences"])
+
+
+def rehearsal(made):
+    """The step time of each config over that of fp32."""
+    heads = ["model", "instructions", "config", "step over that of fp32", "before"]
+    rows, before = [], {}
+    for row in made["rows"]:
+        low, high = row["wall"]["quartiles"]
+        cell = f"{row['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
+        key = [row["model"], row["instructions"], f"`{row['config']}`"]
+        rows += [[*key, cell]] if row["code"] == "now" else []
+        if row["code"] == "before":
+            before[tuple(key)] = cell
+    return f"{came_from(made)}; ratios as above:\n\n" + report.table(
+        heads, [[*row, before.get(tuple(row[:3]), "-")] for row in rows]
+    )
+
+
 def wrapper(made):
     rows = []
     for row in made["rows"]:
@@ -348,6 +372,8 @@ TABLES = {
     "results/amp8_fsdp.json": amp8_fsdp,
     "results/fsdp_levels.json": fsdp_levels,
     "results/clients.json": clients,
+    "results/peer_tests.json": peers,
+    "results/rehearsal.json": rehearsal,
     "results/diagnose.json": diagnose,
     "results/wrapper.json": wrapper,
 }
