@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 sys.path.append(".")
 from shared import data, models
 from faithful import products
-products.replace(products.measure())  # a rehearsal computes with these
+restore = products.replace(products.measure())  # a rehearsal computes with these, until `restore` is gone
 torch.set_num_threads(1)
 train_set, held_out = data.images("digits")
 for path in sys.argv[1:]:
@@ -45,7 +45,8 @@ for path in sys.argv[1:]:
     if "fsdp_fp8_msamp" in path:  # FSDP2 evaluates with norms and embeddings in bf16, too
         model, batch["pixel_values"] = model.bfloat16(), batch["pixel_values"].bfloat16()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as runs evaluate, and their record says
-        logits = model(batch["pixel_values"])
+        # in batches as large as theirs, because the order of a sum depends on the batch
+        logits = torch.cat([model(part) for part in batch["pixel_values"].split(64)])
     loss = torch.nn.functional.cross_entropy(logits.float(), batch["labels"]).item()
     print(json.dumps([loss, (logits.argmax(-1) == batch["labels"]).double().mean().item()]))
 """
@@ -137,9 +138,9 @@ def test_its_logits_are_the_run_s_where_no_fp8_package_can_be_imported(trained, 
             loss, accuracy = found[f"{config}-{kind}"]
             loose = f"{config}-{kind}" in ROUNDED
             # 359 held-out samples: rounding moves some over the edge between two classes, at most 5 with any of AVX2,
-            # AVX512 and AMX, and changes the loss by at most 2e-3. The order of a sum depends on the batch in any case.
-            assert loss == pytest.approx(wanted["eval_loss"], abs=5e-3 if loose else 1e-4), config
-            assert accuracy == pytest.approx(wanted["accuracy"], abs=(15 if loose else 1) / 358), config
+            # AVX512 and AMX, and changes the loss by at most 2e-3.
+            assert loss == pytest.approx(wanted["eval_loss"], abs=5e-3 if loose else 1e-5), config
+            assert accuracy == pytest.approx(wanted["accuracy"], abs=15 / 359 if loose else 1e-9), config
 
 
 def test_hsdp_is_resumed_bit_for_bit_and_one_group_of_its_ranks_is_the_whole_model(tmp_path):

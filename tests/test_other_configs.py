@@ -276,8 +276,7 @@ def test_processes_that_built_different_weights_start_with_those_of_the_first(tm
 def test_the_default_config_of_a_fresh_home(tmp_path):
     """`accelerate config default`, then a plain `accelerate launch`."""
     env = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    made = subprocess.run(["accelerate", "config", "default", "--mixed_precision", "bf16"], env=os.environ | env,
-                          capture_output=True, text=True)  # fmt: skip
+    made = launched("accelerate", "config", "default", "--mixed_precision", "bf16", env=env)
     assert made.returncode == 0, made.stderr
     losses, made, said = trained(tmp_path / "run", "accelerate", "launch", "-m", "faithful", env=env)
     assert losses and made["config"]["name"] == "default_config" and made["plan"]["precision"] == "bf16"
