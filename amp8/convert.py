@@ -34,7 +34,7 @@ def initialize(
     *,
     skip=(),
     accumulate="high",
-    stochastic_rounding=False,
+    stochastic_rounding=True,
     recipe="msamp",
     recipe_options=None,
     process_group=None,
@@ -51,7 +51,8 @@ def initialize(
     optimizer: torch.optim.Adam or AdamW, or None: `optimizer_of` then takes it later. opt_level: "O1", "O2", "O3".
     skip: names of modules that stay as they are, with all that is in them, or a predicate (name, module) -> bool.
     accumulate: "high" keeps gradients in fp32 between micro-batches, 4 bytes per parameter; "fp8" rounds each sum.
-    stochastic_rounding: of fp16 weights and masters; for learning rates whose updates are below a weight's last bit.
+    stochastic_rounding: of weights, masters and moments. False rounds to nearest, as MS-AMP does: then moments stop
+    decaying, so that weights without gradient drift, and updates below half of a weight's last bit are lost.
     recipe: scaling of activations and output gradients: "msamp", a window of 16 with in-time warm-up, or "te_delayed",
     TransformerEngine's DelayedScaling with `recipe_options`: amax_history_len, amax_compute_algo, margin, fp8_format
     ("HYBRID" or "E4M3"), reduce_amax.

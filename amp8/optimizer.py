@@ -5,6 +5,10 @@ section 2.2). e4m3 is enough for m, because only a few powers of two of m matter
 root of an e4m3 v spans 2**9 where m spans 2**18, so v would become 0 for elements whose m does not. The update is
 computed from the new moments before they are rounded.
 
+Weights, masters and moments are rounded stochastically. Rounded to nearest, a moment of e4m3 stops decaying (0.9 times
+its smallest number is rounded back to it) while the second one goes on, so that weights without gradient drift away;
+and a weight of fp16 loses every update that is smaller than half of its last bit.
+
 Each tensor is read once and written once. That needs the new scales *before* the pass, so they come from bounds instead
 of the new values: |m'| <= beta1 |m| + (1 - beta1) |g|, likewise v', and Adam changes no weight by more than lr times a
 constant. A bound costs at most one or two powers of two of the format's range, and no precision.
@@ -16,7 +20,7 @@ import torch
 from torch.optim.adam import adam
 
 from . import scaling
-from .comm import linear_of, local
+from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
 from .gradients import BATCH, CHUNK
 
@@ -47,6 +51,7 @@ class Adam(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the list too, not only the dicts
         self.model_state = state
+        self.numbers = {}  # of the parameters, for their random numbers: {id(parameter): place in the groups}
         self.compiled = False  # torch.compile on a CPU as well: what a GPU always does
         for parameter, values in optimizer.state.items():
             self.adopt(parameter, values)
@@ -95,6 +100,8 @@ class Adam(torch.optim.Optimizer):
         if hasattr(self, "found_inf"):
             raise RuntimeError("GradScaler does not reach FP8 gradients, which carry their own scale: train without it")
         self.model_state.finish()
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.numbers = {id(parameter): number for number, parameter in enumerate(everything)}
         for group in self.param_groups:
             converted, others, plain = [], [], []
             for parameter in group["params"]:
@@ -148,7 +155,9 @@ class Adam(torch.optim.Optimizer):
         coupled = group["weight_decay"] and not group["decoupled_weight_decay"]  # the decay is part of the gradient
         w_amax = self.model_state.largest(amaxes_of(weights)) if coupled else torch.zeros_like(g_amax)
         one = torch.ones_like(g_amax)
-        self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax))
+        starts = [start_of(parameter) for parameter in parameters]
+        numbers = [self.numbers[id(parameter)] for parameter in parameters]
+        self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax), None, starts, numbers)
 
     def step_converted(self, group, parameters):
         """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
@@ -174,8 +183,9 @@ class Adam(torch.optim.Optimizer):
         gradients = [linear.gradient.codes for linear in linears]
         amaxes = (w_amax, scaling.dtype_max(scaling.E4M3) / g_scales)
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
+        numbers = [self.numbers[id(parameter)] for parameter in parameters]
         new, copy_scales, w_amax = self.update(
-            group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts
+            group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts, numbers
         )
         if sharded:
             torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
@@ -183,11 +193,11 @@ class Adam(torch.optim.Optimizer):
         torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
         torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
 
-    def update(self, group, weights, states, gradients, scales, amaxes, copies=None, starts=None):
+    def update(self, group, weights, states, gradients, scales, amaxes, copies, starts, parameter_numbers):
         """One step of `weights`, in place. scales, amaxes: of the weights and of the gradients, [number of weights]
         each; copies: None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole
-        weight each begins. Returns the weights' new scales, those of their FP8 copies, and the weights' new largest
-        magnitudes."""
+        weight each begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new
+        scales, those of their FP8 copies, and the weights' new largest magnitudes."""
         (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
         device = w_scale.device
         low = "amax" in states[0]
@@ -199,12 +209,13 @@ class Adam(torch.optim.Optimizer):
             bias_m, root_bias_v = 1 - beta1**t, math.sqrt(1 - beta2**t)
             numbers.append([0, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 0, bias_m, root_bias_v])
             numbers[-1][DECAY] = group["weight_decay"]
-            # Counting on from a later element is a larger seed; see round_stochastically.
-            start = starts[i] if starts else 0
-            seeds.append((int(t) * 1_000_003 + i * 7919) % (1 << 31) + (start * HASH & 0xFFFFFFFF))
+            # Counting on from a later element is a larger seed; see random_bits.
+            seeds.append(as_int32(int(t) * 1_000_003 + parameter_numbers[i] * 7919 + starts[i] * HASH))
         numbers = without_waiting(torch.tensor(numbers, dtype=torch.float32), device)
         numbers[:, LR] = group["lr"]
-        seeds = without_waiting(torch.tensor(seeds), device) if self.model_state.stochastic_rounding else None
+        seeds = without_waiting(torch.tensor(seeds, dtype=torch.int32), device)
+        if not self.model_state.stochastic_rounding:
+            seeds = None
 
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             g_amax = g_amax + group["weight_decay"] * w_amax
@@ -349,8 +360,14 @@ def largest_move(beta1, beta2):
 
 
 def above(bound, dtype):
-    """A bound that also holds for the values after rounding to `dtype`."""
-    return bound * (1 + torch.finfo(dtype).eps / 2)
+    """A bound that also holds for the values after rounding to `dtype`, up as well as to nearest."""
+    return bound * (1 + torch.finfo(dtype).eps)
+
+
+def start_of(parameter):
+    """Where in the whole parameter this rank's rows begin, in elements."""
+    rows = own_rows(parameter)
+    return 0 if rows is None else rows[0] * (parameter.numel() // max(1, len(parameter)))
 
 
 def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, maximize, start=0):
@@ -377,9 +394,10 @@ def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, ma
         counted = torch.maximum(second, 2.0**-25 / new_v)
     step = first / (counted.sqrt() / numbers[ROOT_BIAS_V] + numbers[EPS])
     new_weight = new_weight - step * (numbers[LR] / numbers[BIAS_M])
-    store(weight, new_weight, new_w, seed, start)
-    store(m, first, new_m)
-    store(v, second, new_v)
+    bits = None if seed is None else random_bits(w.numel(), seed, start)
+    store(weight, new_weight, new_w, bits)
+    store(m, first, new_m, None if bits is None else bits << 16)
+    store(v, second, new_v, bits)
     if copy is not None:
         copy.copy_(scaling.quantize(new_weight, new_copy, copy.dtype))
     return torch.stack([scaling.amax(new_weight), scaling.amax(first), scaling.amax(second)])
@@ -393,29 +411,43 @@ def _adam_slices(weights, gradients, ms, vs, copies, tables, numbers, seeds, dec
 adam_slices = compiled_on_cuda(_adam_slices)
 
 
-def store(target, value, scale, seed=None, start=0):
-    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16."""
+def store(target, value, scale, bits=None):
+    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16. bits: what
+    `random_bits` returned, for stochastic rounding, or None."""
     if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
         target.copy_(value)
-    elif seed is not None and target.dtype == torch.float16:
-        target.copy_(round_stochastically(value * scale, seed, start))
-    else:
+    elif bits is None:
         target.copy_(scaling.quantize(value, scale, target.dtype))
+    else:
+        target.copy_(round_stochastically(value * scale, target.dtype, bits))
 
 
-def round_stochastically(x, seed, start=0):
-    """fp32 -> fp16, up or down with probabilities that make the mean exact. Saturates.
+def as_int32(x):
+    """An integer modulo 2**32 in the range of int32."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
-    Rounding to nearest loses an update much smaller than a weight's last bit; stochastic rounding keeps it on average.
-    The random bits are a hash of the element's index, counted from `start`, and `seed` (0-d int64): the same on every
-    rank, in a resumed run, and in compiled code.
+
+def random_bits(n, seed, start=0):
+    """n random int32, a hash of each element's index, counted from `start`, and of `seed` (0-d int32): the same on
+    every rank, in a resumed run and in compiled code."""
+    h = torch.arange(n, dtype=torch.int32, device=seed.device) * as_int32(HASH) + (seed + as_int32(start * HASH))
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x21F0AAAD
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * 0x735A2D97
+    return h ^ ((h >> 15) & 0x1FFFF)
+
+
+def round_stochastically(x, dtype, bits):
+    """fp32 -> fp16 or e4m3, up or down with probabilities that make the mean exact. Saturates.
+
+    Rounding to nearest loses a change much smaller than a number's last bit; stochastic rounding keeps it on average.
+    bits: int32 of the shape of x; the highest 13 (fp16) or 16 (e4m3) are used.
     """
-    mask = 0xFFFFFFFF
-    h = ((torch.arange(x.numel(), device=x.device) + start) * HASH + seed) & mask
-    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
-    h = ((h ^ (h >> 15)) * 0x735A2D97) & mask
-    h = h ^ (h >> 15)
-    # fp16 keeps 10 of fp32's 23 mantissa bits: noise in the other 13, then cut them. NaN stays NaN: its top bit stays.
-    top = scaling.dtype_max(torch.float16)
-    bits = x.clamp(-top, top).view(torch.int32) + (h & 0x1FFF).int()
-    return (bits & ~0x1FFF).view(torch.float32).clamp(-top, top).to(torch.float16)
+    info = torch.finfo(dtype)
+    x = x.clamp(-info.max, info.max)
+    unit = scaling.binade(x, info.smallest_normal)
+    # What is added is less than half of the last bit, as the number is odd and so never an end of its range; then the
+    # sum is rounded to nearest. So a number that is on the grid stays. More bits than these would not fit in fp32.
+    shift = 32 - min(16, 23 + round(math.log2(info.eps)))
+    noise = ((bits >> shift) | 1).float()
+    x = x.addcmul(noise, unit, value=info.eps * 2.0 ** (shift - 32))
+    return scaling.to_grid(x, unit, dtype).clamp(-info.max, info.max).to(dtype)

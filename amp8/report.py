@@ -52,6 +52,8 @@ def report(model, optimizer=None):
         notes.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
     if high:
         notes.append(f"accumulating gradients in fp32 holds {high / count['linear']:.1f} more bytes per parameter")
+    if not state.stochastic_rounding:
+        notes.append("weights and moments are rounded to nearest: moments stop decaying, and small updates are lost")
     seen = {
         "gemm": {pair for layer in layers for pair in layer.operands},
         "wire": set() if state.comm is None else state.comm.wire,

@@ -76,11 +76,20 @@ def round_to_grid(x, smallest_normal, dtype):
     smallest_normal: where the grid becomes subnormal: the smallest normal of `dtype`, maybe divided by a power-of-two
     scale; a number or broadcastable. No FP8 tensor is made, because reading one is slow on a CPU.
     """
-    # unit = 2**e, e the exponent of x. In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the
-    # sum's last place, so the addition rounds as hardware does, and the subtraction is exact. In fp32, since a
-    # compiler may keep wider intermediates than bf16 and with them what should have been rounded away.
+    return to_grid(x, binade(x, smallest_normal), dtype)
+
+
+def binade(x, smallest_normal):
+    """2**e for each element, e being its exponent; where the grid is subnormal, `smallest_normal`."""
+    return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
+
+
+def to_grid(x, unit, dtype):
+    """`x` rounded to the grid of `dtype` in the binade that begins at `unit`, in place."""
+    # In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the sum's last place, so the addition
+    # rounds as hardware does, and the subtraction is exact. In fp32, since a compiler may keep wider intermediates than
+    # bf16 and with them what should have been rounded away.
     magic = 1.5 * 2.0 ** (23 + round(math.log2(torch.finfo(dtype).eps)))
-    unit = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
     return x.add_(unit, alpha=magic).sub_(unit, alpha=magic)
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from .comm import linear_of, local
+from .comm import linear_of, local, own_rows
 from .convert import LEVELS, fully_sharded, state_of
 from .linear import FP8Linear
 
@@ -108,16 +108,6 @@ def load_exact_state(model, optimizer, tensors):
     for i, group in enumerate(optimizer.param_groups):
         for key in numbers_of(group):
             load_number(group, key, tensors[f"all/group/{i}/{key}"])
-
-
-def own_rows(parameter):
-    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
-    if not hasattr(parameter, "_local_tensor"):
-        return None
-    shards = parameter.device_mesh.size(-1)
-    cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
-    first = min(parameter.device_mesh.get_local_rank(-1) * cut, parameter.shape[0])
-    return first, first + len(parameter._local_tensor), parameter.shape[0]
 
 
 def rows_from(parts, key, first, last, rows):

@@ -194,7 +194,7 @@ def test_loading_weights_into_o3_sets_its_masters():
     assert 1e-4 < (amp8.master_state_dict(model)["1.weight"] - before).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}, {"recipe": "te_delayed"}])
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": False}, {"recipe": "te_delayed"}])
 @pytest.mark.parametrize("level", LEVELS)
 def test_resumes_bit_for_bit(level, options, tmp_path):
     from safetensors.torch import load_file, save_file
