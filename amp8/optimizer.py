@@ -22,13 +22,14 @@ from torch.optim.adam import adam
 from . import scaling
 from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
-from .gradients import BATCH, CHUNK
+from .gradients import BATCH
+from .rounding import HASH, as_int32, random_bits, store
 
 # Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
 # bytes, and one kernel launch for each would cost more than it saves. MS-AMP quantises them all.
 SMALLEST = 4096
 
-HASH = 0x5BD1E995  # of an element's index, for stochastic rounding
+SLICE = 1 << 16  # elements that a CPU updates at one time: their fp32 copies stay in a core's cache
 
 LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
 
@@ -256,8 +257,8 @@ class Adam(torch.optim.Optimizer):
         else:
             for i in some:
                 amax = torch.zeros(3)
-                for start in range(0, flats[i][0].numel(), CHUNK):
-                    parts = [None if t is None else t[start : start + CHUNK] for t in flats[i]]
+                for start in range(0, flats[i][0].numel(), SLICE):
+                    parts = [None if t is None else t[start : start + SLICE] for t in flats[i]]
                     seed = None if seeds is None else seeds[i]
                     amax = torch.maximum(amax, adam_slice(*parts, table[i], numbers[i], seed, *kind, start))
                 found[i] = amax
@@ -409,45 +410,3 @@ def _adam_slices(weights, gradients, ms, vs, copies, tables, numbers, seeds, dec
 
 
 adam_slices = compiled_on_cuda(_adam_slices)
-
-
-def store(target, value, scale, bits=None):
-    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16. bits: what
-    `random_bits` returned, for stochastic rounding, or None."""
-    if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
-        target.copy_(value)
-    elif bits is None:
-        target.copy_(scaling.quantize(value, scale, target.dtype))
-    else:
-        target.copy_(round_stochastically(value * scale, target.dtype, bits))
-
-
-def as_int32(x):
-    """An integer modulo 2**32 in the range of int32."""
-    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def random_bits(n, seed, start=0):
-    """n random int32, a hash of each element's index, counted from `start`, and of `seed` (0-d int32): the same on
-    every rank, in a resumed run and in compiled code."""
-    h = torch.arange(n, dtype=torch.int32, device=seed.device) * as_int32(HASH) + (seed + as_int32(start * HASH))
-    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x21F0AAAD
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * 0x735A2D97
-    return h ^ ((h >> 15) & 0x1FFFF)
-
-
-def round_stochastically(x, dtype, bits):
-    """fp32 -> fp16 or e4m3, up or down with probabilities that make the mean exact. Saturates.
-
-    Rounding to nearest loses a change much smaller than a number's last bit; stochastic rounding keeps it on average.
-    bits: int32 of the shape of x; the highest 13 (fp16) or 16 (e4m3) are used.
-    """
-    info = torch.finfo(dtype)
-    x = x.clamp(-info.max, info.max)
-    unit = scaling.binade(x, info.smallest_normal)
-    # What is added is less than half of the last bit, as the number is odd and so never an end of its range; then the
-    # sum is rounded to nearest. So a number that is on the grid stays. More bits than these would not fit in fp32.
-    shift = 32 - min(16, 23 + round(math.log2(info.eps)))
-    noise = ((bits >> shift) | 1).float()
-    x = x.addcmul(noise, unit, value=info.eps * 2.0 ** (shift - 32))
-    return scaling.to_grid(x, unit, dtype).clamp(-info.max, info.max).to(dtype)

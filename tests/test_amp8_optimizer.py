@@ -9,7 +9,7 @@ from torch import nn
 
 import amp8
 from amp8 import optimizer as module
-from amp8 import scaling
+from amp8 import rounding, scaling
 
 
 def seeded(*shape, seed=0):
@@ -268,7 +268,7 @@ def test_a_loss_scaler_is_refused_instead_of_half_working(unscale):
 def test_slices_do_not_change_the_result(monkeypatch, level, stochastic):
     found = []
     for chunk in (1 << 20, 1000):
-        monkeypatch.setattr(module, "CHUNK", chunk)
+        monkeypatch.setattr(module, "SLICE", chunk)
         model, optimizer = start(level, stochastic_rounding=stochastic)
         for step in range(3):
             model(seeded(8, 64, seed=step)).square().sum().backward()
@@ -321,8 +321,8 @@ def test_stochastic_rounding_is_unbiased_repeatable_and_saturates(dtype, below):
     info = torch.finfo(dtype)
 
     def rounded(x, seed=1, start=0):
-        bits = module.random_bits(len(x), torch.tensor(seed, dtype=torch.int32), start)
-        return module.round_stochastically(x, dtype, bits).float()
+        bits = rounding.random_bits(len(x), torch.tensor(seed, dtype=torch.int32), start)
+        return rounding.round_stochastically(x, dtype, bits).float()
 
     for low, step in ((1.0, info.eps), (-2.0 + info.eps, info.eps), (below, info.smallest_normal * info.eps)):
         x = torch.full((200_000,), low + 0.3 * step)
@@ -339,13 +339,15 @@ def test_stochastic_rounding_is_unbiased_repeatable_and_saturates(dtype, below):
 
 
 def test_random_bits_are_uniform_and_differ_between_steps_tensors_and_elements():
-    seeds = [torch.tensor(module.as_int32(t * 1_000_003 + n * 7919), dtype=torch.int32) for t in (1, 2) for n in (0, 1)]
-    found = torch.stack([module.random_bits(1 << 16, seed) for seed in seeds]).double()
+    seeds = [
+        torch.tensor(rounding.as_int32(t * 1_000_003 + n * 7919), dtype=torch.int32) for t in (1, 2) for n in (0, 1)
+    ]
+    found = torch.stack([rounding.random_bits(1 << 16, seed) for seed in seeds]).double()
     assert (found / 2**31).mean(1).abs().max() < 5 / math.sqrt(3 * (1 << 16))  # five standard errors
     off = torch.corrcoef(torch.cat([found, found[:1].roll(1), found[:1].roll(64)])) - torch.eye(6)
     assert off.abs().max() < 5 / math.sqrt(1 << 16)
-    whole = module.random_bits(100, seeds[0], (1 << 33) + 7)  # an index beyond 32 bits
-    assert torch.equal(whole[30:], module.random_bits(70, seeds[0], (1 << 33) + 37))
+    whole = rounding.random_bits(100, seeds[0], (1 << 33) + 7)  # an index beyond 32 bits
+    assert torch.equal(whole[30:], rounding.random_bits(70, seeds[0], (1 << 33) + 37))
 
 
 @pytest.mark.parametrize("level, betas", [("O2", (0.9, 0.95)), ("O2", (0.95, 0.999)), ("O3", (0.9, 0.95))])

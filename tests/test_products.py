@@ -42,7 +42,9 @@ PRODUCTS = {
     "linear": linear,
     "matmul": lambda x, w: x.view(4, 8, 16) @ w.t(),
     "bmm": lambda x, w: torch.bmm(x.view(4, 8, 16), x.view(4, 8, 16).mT),
-    "baddbmm": lambda x, w: torch.baddbmm(x.new_full((4, 8, 8), torch.nan), x.view(4, 8, 16), x.view(4, 8, 16).mT, beta=0),
+    "baddbmm": lambda x, w: torch.baddbmm(
+        x.new_full((4, 8, 8), torch.nan), x.view(4, 8, 16), x.view(4, 8, 16).mT, beta=0
+    ),
     "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w),
     "attention": attention,
     "convolution": convolution,
@@ -125,7 +127,9 @@ print("left", products.active)
 """
 
 
-@pytest.mark.parametrize(("config", "kinds"), [("single_bf16", "products"), ("single_fp16", ""), ("fsdp_bf16", "products")])
+@pytest.mark.parametrize(
+    ("config", "kinds"), [("single_bf16", "products"), ("single_fp16", ""), ("fsdp_bf16", "products")]
+)
 def test_the_run_says_so(tmp_path, config, kinds):
     text = run(tmp_path, STEP, config)
     said = " (products in fp32 from bf16 values: this CPU has no fast bf16 kernels)" if kinds else ""
