@@ -24,11 +24,13 @@ from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
 from .gradients import BATCH
 from .rounding import HASH, as_int32, random_bits, store
+from .tensors import amaxes_of, flat, without_waiting
 
 # Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
 # bytes, and one kernel launch for each would cost more than it saves. MS-AMP quantises them all.
 SMALLEST = 4096
 
+LARGEST = 1e19  # a gradient of which the square is finite in fp32
 SLICE = 1 << 16  # elements that a CPU updates at one time: their fp32 copies stay in a core's cache
 
 LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
@@ -122,8 +124,17 @@ class Adam(torch.optim.Optimizer):
                 self.step_others(group, others)
             if plain:
                 self.step_plain(group, plain)
-        self.model_state.stepped()
+        self.model_state.stepped(self.gradients())
         return loss
+
+    def gradients(self):
+        """The WeightGradients of the converted layers that this optimizer updates."""
+        linears = [linear_of(parameter) for group in self.param_groups for parameter in group["params"]]
+        return [linear.gradient for linear in linears if linear is not None]
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("amp8's optimizer can't be copied or pickled, as it belongs to its model: save its "
+                        "state_dict() or amp8.exact_state(model, optimizer)")  # fmt: skip
 
     def step_plain(self, group, parameters):
         """Runs torch's own Adam, with moments in the parameter's dtype."""
@@ -166,7 +177,8 @@ class Adam(torch.optim.Optimizer):
         sharded = self.model_state.level == "O3"
         for linear in linears:
             expected, there = scaling.E4M3 if sharded else torch.float16, linear.codes.dtype
-            if there != expected:
+            if there != expected or linear.cast:
+                there = linear.cast or there
                 raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
             if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
                 linear.keeps_master = True
@@ -218,6 +230,9 @@ class Adam(torch.optim.Optimizer):
         if not self.model_state.stochastic_rounding:
             seeds = None
 
+        # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
+        excess = (g_amax / LARGEST).clamp(min=1.0)
+        g_scale, g_amax = g_scale * excess, g_amax / excess
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             g_amax = g_amax + group["weight_decay"] * w_amax
         move = numbers[:, LR] * numbers[:, ROOT_BIAS_V] / numbers[:, BIAS_M] * largest_move(beta1, beta2)
@@ -271,15 +286,18 @@ class Adam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         """Clears ordinary and FP8 gradients."""
-        super().zero_grad(set_to_none)
-        for gradient in self.model_state.gradients:
+        for gradient in self.gradients():
             gradient.clear()
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict):
         """Loads the `state_dict()` of this optimizer, or of torch's Adam or AdamW with the same groups.
 
         Moments are converted to our dtypes: fp32 moments are quantised. The param_group dicts stay the same objects.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"]
         sizes, saved = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in groups]
         if sizes != saved:
@@ -290,6 +308,8 @@ class Adam(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], other["params"], strict=True):
                 if key in state_dict["state"]:
                     self.adopt(parameter, state_dict["state"][key])
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @torch.no_grad()
     def adopt(self, parameter, values):
@@ -322,30 +342,6 @@ class Adam(torch.optim.Optimizer):
             state[name].copy_(scaling.quantize(value, scale, state[name].dtype))
             state[f"{name}_scale"].copy_(scale)
             state["amax"][i] = amax
-
-
-def amaxes_of(tensors):
-    """Largest magnitude of each tensor, fp32 [number of tensors]. Of none of its rows, as a shard may have, it is 0."""
-    some = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(torch._foreach_norm(some, math.inf) if some else ())
-    zero = torch.zeros((), device=tensors[0].device)
-    return torch.stack([next(norms).float() if tensor.numel() else zero for tensor in tensors])
-
-
-def flat(tensor, like=None):
-    """A 1-d view of a dense tensor, in the order of memory of `like` (itself); None where there is none."""
-    like = tensor if like is None else like
-    if not like.is_contiguous():
-        order = sorted(range(like.dim()), key=like.stride, reverse=True)
-        like, tensor = like.permute(order), tensor.permute(order)
-        if not like.is_contiguous():
-            return None
-    return tensor.detach().reshape(-1)
-
-
-def without_waiting(tensor, device):
-    """Copies a CPU tensor to `device`. From pinned memory the copy is asynchronous, so the host does not wait."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def largest_move(beta1, beta2):

@@ -191,12 +191,12 @@ def update_window_(history, scale, updates, dtype, margin=0):
     """FP8-LM's update, once per optimizer step, in place: a power-of-two scale from the largest amax in the window.
 
     history [window, *slots], scale and updates [*slots]. An infinite amax is forgotten and sends its slot back to
-    in-time scaling for a whole window; a slot with nothing but zeros keeps its scale.
+    in-time scaling for a whole window, and so does a window of nothing but zeros, as of a layer that is not used yet.
     """
     overflow = ~torch.isfinite(history[0])
     history[0].masked_fill_(overflow, 0)
     scale.copy_(power_of_two_scale(history.amax(0), dtype, margin, scale))
-    updates.add_(1).masked_fill_(overflow, 0)
+    updates.add_(1).masked_fill_(overflow | (history.amax(0) == 0), 0)
     history.copy_(history.roll(1, 0))
     history[0].zero_()
 

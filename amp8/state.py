@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
+from .choice import LEVELS
 from .comm import linear_of, local, own_rows
-from .convert import LEVELS, fully_sharded, state_of
+from .convert import fully_sharded, state_of
 from .linear import FP8Linear
 
 

@@ -123,7 +123,7 @@ def test_objects_names_and_hooks_stay():
     train(model, optimizer, 1)
     assert calls == ["forward", "backward"]
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-    assert linear.weight.dtype == torch.float16 and model[0].weight.dtype == torch.float32
+    assert linear.codes.dtype == torch.float16 and linear.weight.dtype == model[0].weight.dtype == torch.float32
 
 
 def test_bf16_models_convert():

@@ -431,7 +431,7 @@ def test_clip_is_the_global_norm_and_leaves_codes_alone():
     model, optimizer = start()
     model(seeded(8, 64)).square().sum().backward()
     exact = [model[i].gradient.value() for i in (0, 2)]
-    exact += [p.grad for p in model.parameters() if p.grad is not None]
+    exact += [p.grad for p in model.parameters() if not hasattr(p, "amp8_linear")]
     norm = torch.cat([g.flatten() for g in exact]).norm()
     codes, plain = model[0].gradient.codes, model[1].weight.grad.clone()
     before = codes.view(torch.uint8).clone()
@@ -479,11 +479,28 @@ def test_accumulation_in_one_process(accumulate, how):
                 model(x).sum().backward()
         else:
             model(x).sum().backward()
-        held = how and accumulate == "high" and not last
-        assert (model[0].gradient.high is not None) == bool(held)
+        held = accumulate == "high" and (not last if how else micro > 0)
+        assert (model[0].gradient.high is not None) == held
     exact, found = sum(parts), model[0].gradient.value()
-    once = how and accumulate == "high"  # rounded once after four products, or with each
+    once = accumulate == "high"  # rounded once after four products, or with each
     assert (found - exact).norm() / exact.norm() < (0.04 if once else 0.08)
+
+
+def test_an_ordinary_loop_of_256_micro_batches_rounds_twice_at_most():
+    """Rounding to e4m3 is off by 2.6%; the first micro-batch of identical ones has 1/256 of the sum, the others none of
+    it. When each sum was rounded, identical micro-batches ended at 9% of the true norm."""
+    model, optimizer = start(model=nn.Sequential(nn.Linear(64, 64, bias=False)))
+    x, target = seeded(16, 64), seeded(16, 64, seed=1)
+    nn.functional.mse_loss(model(x), target).backward()
+    once = model[0].gradient.value()
+    optimizer.zero_grad()
+    for _ in range(256):
+        (nn.functional.mse_loss(model(x), target) / 256).backward()
+    notes = amp8.report(model, optimizer)["notes"]
+    assert any("4.0 more bytes per parameter" in note for note in notes)
+    model.amp8_state.finish()
+    assert (model[0].gradient.value() - once).norm() / once.norm() < 0.035
+    assert model[0].gradient.high is None and model[0].gradient.codes.dtype == scaling.E4M3
 
 
 def test_high_precision_accumulation_is_reported():
