@@ -59,7 +59,7 @@ class CodedWeight(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **kwargs)
                 if name.startswith("requires_grad") and is_parameter(args[0]):
-                    args[0].amp8_linear.trained = args[0].requires_grad
+                    args[0].amp8_linear.train_weight(args[0].requires_grad)
                 return result
         first = args[0] if args else next(iter(kwargs.values()), None)  # functions of nn.init pass `tensor` by name
         if name in ALIASES and not setting:

@@ -60,7 +60,9 @@ class FP8Linear(nn.Linear):
             self.sharding.hold(value.half())
         else:
             value = self.weight.detach().float()
-            self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; then the values
+            # The dtype; then the values. O3 keeps a frozen weight, which has no master, as FP16.
+            dtype = scaling.E4M3 if level == "O3" and self.weight.requires_grad else torch.float16
+            self.weight.data = value.to(dtype)
         self.weight.amp8_linear = self
         self.__dict__["own"] = self.weight  # as a Module's attribute it would be registered once more
         # Forward computes with this tensor, because torch.compile can't trace a parameter with __torch_function__.
@@ -109,6 +111,20 @@ class FP8Linear(nn.Linear):
         self.weight_scale.copy_(scale)
         self.weight_amax.copy_(amax)
         self.replaced = None
+
+    def train_weight(self, trained):
+        """Called when the weight's requires_grad changes. Under O3 a weight that was frozen becomes FP8, on every rank,
+        and its owner keeps what it was as the master."""
+        self.trained = trained
+        state = self.gradient.state
+        if trained and state.level == "O3" and self.held.dtype == torch.float16:
+            master, scale, value = self.held, self.weight_scale.clone(), self.true_weight()
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self.own.data = self.held = value.to(scaling.E4M3)
+            self.keeps_master = self.gradient.owner == state.rank
+            self.write(value)
+            if self.keeps_master:
+                self.master, self.master_scale = master, scale
 
     @torch.no_grad()
     def replace(self, value):

@@ -266,6 +266,38 @@ def test_a_weight_has_the_dtype_of_its_values(level, dtype):
     optimizer.step()
 
 
+def thawed(rank, world):
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = start(model, "O3")
+    model[0].requires_grad_(True)
+    before = amp8.master_state_dict(model)["0.weight"]
+    loss_of(model).backward()
+    optimizer.step()
+    after = amp8.master_state_dict(model)["0.weight"]
+    return {"moved": (after - before).abs().max(), "weight": model[0].true_weight(), "before": before}
+
+
+def test_o3_keeps_a_frozen_weight_as_it_was_until_it_thaws():
+    plain = net()
+    for found in (one := run_ranks(2, thawed)):
+        assert (found["before"] - plain[0].weight).norm() < 2**-11 * plain[0].weight.norm()
+        assert 0.005 < found["moved"] < 0.02 and torch.equal(found["weight"], one[0]["weight"])
+    plain[0].requires_grad_(False)
+    model, optimizer = start(plain, "O3")
+    before = model[0].true_weight()
+    assert model[0].codes.dtype == torch.float16 and model[2].codes.dtype == torch.float8_e4m3fn
+    saved = {key: value.clone() for key, value in amp8.exact_state(model, optimizer).items()}
+    scale = 448 / 2 ** before.abs().max().log2().ceil()  # a state of a time when such a weight was FP8
+    scale = 2 ** scale.log2().floor()
+    saved["all/model/0.weight"] = (before * scale).to(torch.float8_e4m3fn)
+    saved["all/model/0.weight_scale"] = scale
+    amp8.load_exact_state(model, optimizer, saved)
+    assert torch.equal(model[0].true_weight(), saved["all/model/0.weight"].float() / scale)
+    model(seeded(16, 32)).sum().backward()
+    optimizer.step()
+
+
 def test_a_layer_of_integers_raises():
     model, _ = start()
     with pytest.raises(CodesRead, match="0 gets an input in int64"):
