@@ -112,7 +112,7 @@ def main():
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--word_steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--row_seeds", type=int, default=2)
+    parser.add_argument("--row_seeds", type=int, default=1)
     parser.add_argument("--output", default="results/amp8_drift.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -120,16 +120,17 @@ def main():
     figures = {"rows": [], "words": [], "steps": args.steps, "word_steps": args.word_steps}
     figures["seconds_per_step_of_2_million"] = seconds(20)
     print(figures, flush=True)
-    for way in WAYS:
-        found = [words(way, seed, args.word_steps) for seed in range(args.seeds)]
-        losses, moved = ([pair[i] for pair in found] for i in range(2))
-        figures["words"].append({"way": way, "losses": losses, "rare_words_moved": moved})
-        print(figures["words"][-1], flush=True)
     for betas in BETAS:
         for way in WAYS:
             found = [rows(way, betas, seed, args.steps, marks) for seed in range(args.row_seeds)]
             figures["rows"].append({"betas": betas, "way": way, "moved": found})
             print(figures["rows"][-1], flush=True)
+    save(args.output, figures)
+    for way in WAYS:
+        found = [words(way, seed, args.word_steps) for seed in range(args.seeds)]
+        losses, moved = ([pair[i] for pair in found] for i in range(2))
+        figures["words"].append({"way": way, "losses": losses, "rare_words_moved": moved})
+        print(figures["words"][-1], flush=True)
     save(args.output, figures)
 
 

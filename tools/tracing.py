@@ -157,7 +157,7 @@ def without_values():
         mock.patch.object(emulate, "_rounded", rounded),
         mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),
         mock.patch.object(optimizer, "adam_slice", lambda *_: torch.ones(3)),
-        mock.patch.object(optimizer, "CHUNK", 1 << 62),
+        mock.patch.object(optimizer, "SLICE", 1 << 62),
     ):
         yield
 
