@@ -76,6 +76,14 @@ def test_what_is_skipped_says_why():
     assert model.twice is model.body["a"] and type(model.body["b"]) is nn.Linear
 
 
+def test_large_weights_of_no_linear_layer_are_named():
+    """Experts of a mixture, as newer transformers keep them, in one parameter of three dimensions."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.experts = nn.Parameter(torch.zeros(4, 32, 32))
+    model, optimizer = start(model)
+    assert any("on no level: experts (80%)" in note for note in amp8.report(model, optimizer)["notes"])
+
+
 def test_skip_by_predicate_prefix_and_string():
     assert amp8.report(start(Everything(), skip=lambda n, m: n == "body.a")[0])["converted"] == ["body.b"]
     with pytest.raises(ValueError, match="finds no Linear to convert"):
