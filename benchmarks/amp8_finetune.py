@@ -79,7 +79,7 @@ def gain(way, weights, data, lr, steps, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-4, 1e-5, 1e-6])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--pretraining", type=int, default=1_000)
     parser.add_argument("--seeds", type=int, default=2)
@@ -94,7 +94,7 @@ def main():
             shares = [one / other for one, other in zip(found, gains["fp32"], strict=True)]
             rows.append({"lr": lr, "way": way, "gains": found, "shares_of_fp32": shares})
             print(rows[-1], flush=True)
-    save(args.output, {"steps": args.steps, "pretraining": args.pretraining, "rows": rows})
+        save(args.output, {"steps": args.steps, "pretraining": args.pretraining, "rows": rows})
 
 
 if __name__ == "__main__":
