@@ -20,6 +20,20 @@ VIEWS = {"T", "H", "mT", "mH", "real", "imag"}  # properties that are values
 ALIASES = {"data", "detach", "alias"}  # the same memory under another name
 
 
+# Functions that set values, or some of them, whatever they were. Arithmetic (mul_, add_) is refused, because a change
+# below half of a code's last bit would be lost in silence.
+SETTERS = {
+    "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_",
+    "clamp_", "clamp_min_", "clamp_max_", "clip_", "__setitem__", "masked_fill_", "index_fill_", "index_copy_",
+    "fill_diagonal_", "constant_", "ones_", "zeros_", "eye_", "sparse_", "trunc_normal_", "orthogonal_",
+    "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
+}  # fmt: skip
+PIECES = {
+    "view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "t", "transpose", "permute", "__getitem__", "T",
+    "mT", "narrow", "select", "unbind", "split", "chunk", "squeeze", "unsqueeze", "diagonal", "unflatten", "expand",
+}  # fmt: skip
+
+
 class CodesRead(RuntimeError):
     exit_code = 2  # a user's mistake; the message says what to do
 
@@ -36,13 +50,18 @@ class CodedWeight(nn.Parameter):
             raw = name not in VIEWS and not (setting and name == "data")
         else:
             setting, raw = False, name in ABOUT
+        if name == "grad" and is_parameter(args[0]):
+            gradient = args[0].amp8_linear.gradient
+            return gradient.replace(args[1] if len(args) > 1 else None) if setting else gradient.visible()
+        if name == "dtype":
+            return args[0].amp8_linear.plain_dtype
         if raw and name not in ALIASES:
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **kwargs)
-                if name.startswith("requires_grad") and args[0] is args[0].amp8_linear.weight:  # no alias, as `.data`
-                    args[0].amp8_linear.trained = args[0].requires_grad
+                if name.startswith("requires_grad") and is_parameter(args[0]):
+                    args[0].amp8_linear.train_weight(args[0].requires_grad)
                 return result
-        first = args[0] if args else None
+        first = args[0] if args else next(iter(kwargs.values()), None)  # functions of nn.init pass `tensor` by name
         if name in ALIASES and not setting:
             return alias_of(first)
         changed = first if isinstance(first, list | tuple) else [first, *tree_leaves(kwargs.get("out"))]
@@ -50,18 +69,75 @@ class CodedWeight(nn.Parameter):
             coded = [one for one in changed if isinstance(one, cls)]
             if coded and name == "copy_":
                 return overwrite(first, args[1])
+            if coded and name in SETTERS and first is coded[0]:
+                return changed_by(first, function, args, kwargs)
             if coded:
-                raise CodesRead(f"{where(coded[0])} holds MS-AMP's codes: it can't be changed by {name}. Load values "
-                                "with load_state_dict, or leave the layer out (skip)")  # fmt: skip
+                raise CodesRead(refusal(where(coded[0]), name))
         args, kwargs = tree_map(value_of, (args, kwargs))
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if name in PIECES:  # in torch they share the weight's memory
+            return tree_map(lambda x: piece(x, where(first)) if isinstance(x, torch.Tensor) else x, result)
+        return result
 
     def __deepcopy__(self, memo):
         copied = memo[id(self)] = nn.Parameter(alias_of(self).amp8_linear.true_weight(), self.requires_grad)
         return copied
 
+    def __reduce_ex__(self, protocol):
+        return nn.Parameter(alias_of(self).amp8_linear.true_weight(), self.requires_grad).__reduce_ex__(protocol)
+
     def __repr__(self):
         return f"{where(self)}: MS-AMP's codes for {value_of(alias_of(self))}"
+
+
+class Piece(torch.Tensor):
+    """A view of a converted weight's values. It is a copy, so it refuses changes: they would not reach the weight."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        first = args[0] if args else None
+        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in INPLACE
+        if changes and isinstance(first, cls) and not name.startswith("requires_grad"):
+            raise CodesRead(refusal(f"a view of {first.amp8_name}", name))
+        name = function.__self__.__name__ if name == "__get__" else name
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, cls) else x, (args, kwargs))
+            result = function(*args, **kwargs)
+        if isinstance(first, cls) and (name in PIECES or name in ALIASES):
+            return tree_map(lambda x: piece(x, first.amp8_name) if isinstance(x, torch.Tensor) else x, result)
+        return result
+
+
+INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
+def piece(values, name):
+    made = values.as_subclass(Piece)
+    made.amp8_name = name
+    return made
+
+
+def refusal(what, name):
+    return (f"{what} holds MS-AMP's codes: it can't be changed by {name}. Set values with copy_ or load_state_dict, or "
+            "leave the layer out (skip)")  # fmt: skip
+
+
+def is_parameter(weight):
+    """Whether this is the layer's parameter, and not an alias of it as `.data` is."""
+    return weight is weight.amp8_linear.own
+
+
+def changed_by(weight, function, args, kwargs):
+    """A function that sets values, on the weight's true values, which are then the weight's."""
+    own = getattr(function, "__module__", None) == "torch.nn.init"  # they turn autograd off themselves
+    if torch.is_grad_enabled() and not own and is_parameter(weight) and weight.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation")
+    with torch.no_grad():
+        value = weight.amp8_linear.true_weight()
+        args, kwargs = tree_map(lambda x: value if x is weight else value_of(x), (args, kwargs))
+        function(*args, **kwargs)
+    return overwrite(weight, value)
 
 
 def codes_of(weight):
@@ -79,7 +155,7 @@ def alias_of(weight):
 def value_of(x):
     if not isinstance(x, CodedWeight):
         return x
-    value = x.amp8_linear.true_weight()
+    value = x.amp8_linear.true_weight(x.amp8_linear.plain_dtype)
     if x.requires_grad and torch.is_grad_enabled():
 
         def refuse(gradient):

@@ -257,6 +257,16 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def own_rows(parameter):
+    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
+    if not hasattr(parameter, "_local_tensor"):
+        return None
+    shards = parameter.device_mesh.size(-1)
+    cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
+    first = min(parameter.device_mesh.get_local_rank(-1) * cut, parameter.shape[0])
+    return first, first + len(parameter._local_tensor), parameter.shape[0]
+
+
 def linear_of(parameter):
     """The converted layer that a parameter is the weight of, or None. Under fully_shard the attribute is on this rank's
     rows, because torch drops the attributes of a DTensor parameter when the model is moved."""

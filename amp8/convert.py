@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from . import scaling
-from .coded import CodesRead
+from .choice import check, check_optimizer, choose, is_conv1d
+from .coded import CodedWeight, CodesRead
 from .comm import BUCKET, Comm, largest, partition
 from .gradients import WeightGradient
 from .linear import FP8Conv1D, FP8Linear
 from .optimizer import Adam
 
-LEVELS = ("O1", "O2", "O3")
 WINDOW = 16  # FP8-LM's history of amaxes
 TE_DEFAULTS = {
     "amax_history_len": 1024,
@@ -23,8 +23,6 @@ TE_DEFAULTS = {
     "fp8_format": "HYBRID",
     "reduce_amax": True,
 }
-# These modules read a child's weight instead of calling the child, at least in evaluation, and would read codes.
-READ_DIRECTLY = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def initialize(
@@ -34,7 +32,7 @@ def initialize(
     *,
     skip=(),
     accumulate="high",
-    stochastic_rounding=False,
+    stochastic_rounding=True,
     recipe="msamp",
     recipe_options=None,
     process_group=None,
@@ -51,7 +49,8 @@ def initialize(
     optimizer: torch.optim.Adam or AdamW, or None: `optimizer_of` then takes it later. opt_level: "O1", "O2", "O3".
     skip: names of modules that stay as they are, with all that is in them, or a predicate (name, module) -> bool.
     accumulate: "high" keeps gradients in fp32 between micro-batches, 4 bytes per parameter; "fp8" rounds each sum.
-    stochastic_rounding: of fp16 weights and masters; for learning rates whose updates are below a weight's last bit.
+    stochastic_rounding: of weights, masters and moments. False rounds to nearest, as MS-AMP does: then moments stop
+    decaying, so that weights without gradient drift, and updates below half of a weight's last bit are lost.
     recipe: scaling of activations and output gradients: "msamp", a window of 16 with in-time warm-up, or "te_delayed",
     TransformerEngine's DelayedScaling with `recipe_options`: amax_history_len, amax_compute_algo, margin, fp8_format
     ("HYBRID" or "E4M3"), reduce_amax.
@@ -93,7 +92,7 @@ def initialize(
         layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
         layer.gradient = WeightGradient(layer, owners[name], state)
         layer.gradient.sharding = layer.sharding
-        if layer.weight.requires_grad:
+        if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
             layer.weight.register_post_accumulate_grad_hook(misused(name))
         layer.open_port()
         state.layers[name] = layer
@@ -104,7 +103,7 @@ def initialize(
     elif state.world > 1:
         state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
         ours = [f"{name}.weight" for name in layers]
-        model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *ours]
+        model._ddp_params_and_buffers_to_ignore = Ignored(ours, model)
     model.amp8_state = state
     return model, None if optimizer is None else Adam(optimizer, state)
 
@@ -131,104 +130,6 @@ def converted_class(layer):
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": type(layer).__deepcopy__})
 
 
-def check(model, optimizer, opt_level, accumulate):
-    """Raises an error with a line that says what to do, if this can't be converted."""
-    if opt_level not in LEVELS:
-        raise ValueError(f"opt_level is one of {', '.join(LEVELS)}, not {opt_level!r}")
-    if accumulate not in ("high", "fp8"):
-        raise ValueError(f"accumulate is 'high' or 'fp8', not {accumulate!r}")
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("call amp8.initialize before DistributedDataParallel wraps the model, then amp8.attach")
-    if any(hasattr(module, "amp8_state") for module in model.modules()):
-        raise ValueError("the model is on a level already: call amp8.initialize once")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values: load the weights before amp8.initialize")
-
-
-def check_optimizer(optimizer):
-    # AdamW is a subclass of Adam; a subclass of one's own may have another step, which would be lost.
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        raise TypeError(f"amp8 needs torch.optim.AdamW or Adam itself, not {type(optimizer).__qualname__}")
-    for option in ("amsgrad", "capturable", "differentiable"):
-        if any(group.get(option) for group in optimizer.param_groups):
-            raise ValueError(f"amp8's Adam has no {option}: make the optimizer without it")
-
-
-def choose(model, skip, places):
-    """Returns ({name: layer} to convert, [(name, reason)] for the other Linear layers). places: what `fsdp.managed`
-    found."""
-    modules = dict(model.named_modules())
-    if not callable(skip):
-        names = (skip,) if isinstance(skip, str) else tuple(skip)
-        for name in names:
-            if name not in modules:
-                raise ValueError(f"skip names {name!r}, which is no module of the model")
-
-        def skip(name, module):
-            return any(name == other or name.startswith(other + ".") for other in names)
-
-    users = {}
-    for name, module in modules.items():
-        for entry, parameter in module.named_parameters(recurse=False):
-            users.setdefault(parameter, []).append(f"{name}.{entry}".lstrip("."))
-    inside = [name + "." for name, module in modules.items() if isinstance(module, READ_DIRECTLY)]
-    layers, skipped, meshes = {}, [], []
-    for name, module in modules.items():
-        if not isinstance(module, nn.Linear) and not is_conv1d(module):
-            continue
-        reason = None
-        weight = module._parameters.get("weight")
-        if skip(name, module):
-            reason = "asked to be skipped"
-        elif any(name.startswith(outer) for outer in inside):
-            reason = "the module around it reads its weight directly"
-        elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
-            reason = f"{type(module).__name__} has a forward of its own"
-        elif weight is None or not (weight in places if places else is_ordinary(weight)):
-            reason = "its weight is not an ordinary parameter"
-        elif weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            reason = f"its weight is {str(weight.dtype)[6:]}"
-        elif len(users[weight]) > 1:
-            others = ", ".join(user for user in users[weight] if user != f"{name}.weight".lstrip("."))
-            reason = f"its weight is shared with {others}"
-        elif any(size % 16 for size in weight.shape):
-            reason = f"its weight is {weight.shape[0]} x {weight.shape[1]}: not multiples of 16"
-        elif places:
-            reason = sharded_otherwise(*places[weight], meshes)
-        if reason is None:
-            layers[name] = module
-        else:
-            skipped.append((name, reason))
-    return layers, skipped
-
-
-def sharded_otherwise(fsdp_param, group, meshes):
-    """The reason why a weight under fully_shard can't be converted, or None. meshes: the meshes seen so far."""
-    if fsdp_param.is_dtensor:
-        return "its weight is sharded by something else than fully_shard too"
-    if fsdp_param.fsdp_placement.dim != 0:
-        return "its weight is not sharded by rows"
-    if meshes and group.mesh_info != meshes[0]:
-        return "its weight is on another mesh"
-    meshes.append(group.mesh_info)
-    return None
-
-
-def is_ordinary(weight):
-    """Whether a weight is a Parameter around a plain tensor or a fake tensor, which memory estimates use."""
-    plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
-    return plain or (isinstance(weight, nn.Parameter) and type(weight).__name__ == "FakeTensor")
-
-
-def is_conv1d(module):
-    """Whether a module is transformers' Conv1D. Checks the name, so that transformers need not be installed."""
-    named = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # fully_shard makes a subclass
-    return named and hasattr(module, "nf") and module.weight.dim() == 2
-
-
 def misused(name):
     """Returns a hook that raises when a gradient reaches a converted parameter itself, which bypasses its layer."""
 
@@ -251,6 +152,21 @@ def broadcast(tensor, group):
     moved = tensor.detach().to(device).contiguous()
     dist.broadcast(moved, dist.get_global_rank(group, 0), group=group)
     tensor.copy_(moved)
+
+
+class Ignored(list):
+    """The names of parameters that DistributedDataParallel does not average. A copy of the model has plain layers, and
+    ignores only those that the model ignored before."""
+
+    def __init__(self, ours, model):
+        self.before = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        super().__init__([*self.before, *ours])
+
+    def __deepcopy__(self, memo):
+        return list(self.before)
+
+    def __reduce_ex__(self, protocol):
+        return list, (self.before,)
 
 
 class State:
@@ -281,10 +197,14 @@ class State:
         self.replicas = 1
         self.held = False  # inside no_sync()
         self.wrapper = self.asked = None  # see attach()
+        self.told = False  # whether the loop says which backward pass is the last before a step
         self.gradient_bytes, self.gradient_dtypes = 0, set()  # at the last step
 
     def __deepcopy__(self, memo):
         return None  # belongs to the one model that trains; a copy of it is for evaluation
+
+    def __reduce_ex__(self, protocol):
+        return type(None), ()
 
     def join(self, group):
         # A group of our own, as our collectives and DistributedDataParallel's may interleave differently on two ranks.
@@ -308,6 +228,9 @@ class State:
     def last_micro_batch(self):
         """Whether the optimizer steps after the current backward pass, as far as is known. Under fully_shard: whether
         this pass reduces gradients, which FSDP2 does in every backward pass unless told not to."""
+        if self.wrapper is not None and self.wrapper._join_config.enable:
+            raise CodesRead("DistributedDataParallel.join() can't stand in for the exchange of FP8 gradients: ranks "
+                            "would wait for ever: give all ranks as many batches")  # fmt: skip
         if self.held or (self.wrapper is not None and not self.wrapper.require_backward_grad_sync):
             return False
         if self.fsdp_group is not None:
@@ -330,15 +253,16 @@ class State:
             gradient.settle()
 
     @torch.no_grad()
-    def stepped(self):
-        """Called after the optimizer's step: sends new FP8 weights, updates delayed scales, marks gradients as used."""
+    def stepped(self, used):
+        """Called after an optimizer's step: sends new FP8 weights, updates delayed scales, marks the gradients of its
+        layers, `used`, as used."""
         found = [gradient.codes for gradient in self.gradients if gradient.codes is not None]
         self.gradient_bytes = sum(codes.nbytes + 4 for codes in found)
         self.gradient_dtypes = {codes.dtype for codes in found}
-        for gradient in self.gradients:
+        for gradient in used:
             gradient.spent = True
         if self.comm is not None:
-            self.comm.finished = False
+            self.comm.finished = not all(gradient.spent or gradient.codes is None for gradient in self.gradients)
             if self.sharded:
                 self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
         self.update_scales()
@@ -387,6 +311,7 @@ def attach(model, last_micro_batch=None):
     if isinstance(model, nn.parallel.DistributedDataParallel):
         state.wrapper = model
     state.asked = last_micro_batch
+    state.told = state.told or last_micro_batch is not None
     return model
 
 
@@ -394,7 +319,7 @@ def attach(model, last_micro_batch=None):
 def no_sync(model):
     """Within it, backward passes are not the last before a step: gradients add up on their rank and nothing is sent."""
     state = state_of(model)
-    before, state.held = state.held, True
+    before, state.held, state.told = state.held, True, True
     try:
         yield
     finally:

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from . import scaling
+from .coded import CodedWeight, CodesRead
 from .comm import linear_of
 from .compiled import compiled_on_cuda
+from .dotgrad import FP8Gradient
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
 BATCH = 16  # tensors in one compiled call on a GPU
@@ -41,7 +43,7 @@ class WeightGradient:
     """The gradient of one converted weight. It is in `codes` or in `high`, or there is none.
 
     codes, scale: e4m3 [the weight's shape] and fp32 0-d; the value is codes / scale.
-    high: fp32 [the weight's shape], only between micro-batches under accumulate="high".
+    high: fp32 [the weight's shape], between micro-batches under accumulate="high", and once `.grad` was changed.
     piece, own: the part of the flattened weight whose mean this rank computes, and the rank's own gradient of that part
     in fp32, from the end of backward until the mean is computed. It is not sent, so it is not rounded.
     reduced: the codes are already the mean over ranks (on the owner alone under O3). spent: a step has used it.
@@ -52,6 +54,7 @@ class WeightGradient:
     def __init__(self, linear, owner, state):
         self.linear, self.owner, self.state, self.shape = linear, owner, state, linear.weight.shape
         self.piece = self.sharding = None
+        self.view = None  # `.grad` of the weight, when somebody has read it
         self.clear()
 
     def clear(self):
@@ -71,9 +74,20 @@ class WeightGradient:
         self.high, self.reduced = None, False
 
     def receive(self, port):
-        """Hook of the layer's port: takes the gradient of one micro-batch."""
+        """Hook of the layer's port: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
+        those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new, port.grad = port.grad, None
         self.linear.replaced = None  # training goes on with the weight as it is
+        before, after = hooks_of(self.linear.weight)
+        for hook in before:
+            changed = hook(new)
+            new = new if changed is None else changed.float()
+        self.add(new)
+        for hook in after:
+            hook(self.linear.weight)
+
+    def add(self, new):
+        """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
         if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
             self.clear()
@@ -87,7 +101,9 @@ class WeightGradient:
                 before = before * self.state.world
             new = before.add_(new)
         last = self.state.last_micro_batch()
-        if not last and self.state.accumulate == "high":
+        # A loop that says nothing may go on: what has been added to stays in fp32 until the step.
+        more = not last or (before is not None and comm is None and not self.state.told)
+        if more and self.state.accumulate == "high":
             self.clear()
             self.high = new
             return
@@ -103,9 +119,60 @@ class WeightGradient:
         if self.spent:
             self.clear()
         if self.high is not None:
+            reduced = self.reduced  # a mean over ranks that somebody has changed is one still
             self.store(self.high)
+            self.reduced = reduced
         if self.reduced and self.kept is not None:
             self.round()
+
+    # What `.grad` of the weight does
+
+    def visible(self):
+        """`.grad`: a tensor, or None if there is no gradient."""
+        if self.codes is None and self.high is None:
+            return None
+        if self.view is None:
+            self.view = FP8Gradient(self)
+        return self.view
+
+    def readable(self, shared):
+        """The gradient in fp32 for whoever reads `.grad`. shared: what is returned may be changed, and is the gradient
+        from now on."""
+        name, comm = self.linear.name, self.state.comm
+        if self.state.sharded:
+            raise CodesRead(f"{name}.weight.grad is on one rank alone under O3: clip with amp8.clip_grad_norm_")
+        if self.codes is None and self.high is None:
+            raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
+        if comm is not None and self.high is None and not self.reduced:
+            raise CodesRead(f"{name}.weight.grad is not averaged over ranks yet, as other layers got no gradient or "
+                            "the backward pass goes on: read it after amp8.clip_grad_norm_")  # fmt: skip
+        if comm is not None and comm.stream is not None:
+            torch.cuda.current_stream().wait_stream(comm.stream)
+        value = self.value()
+        if shared:
+            self.high, self.codes, self.scale = value, None, None
+        return value
+
+    def replace(self, value):
+        """`weight.grad = value`. None drops the gradient."""
+        if value is self.view and value is not None:
+            return
+        if value is not None and value.shape != self.shape:
+            raise RuntimeError(f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of "
+                               f"{list(value.shape)}")  # fmt: skip
+        value = value.clone() if isinstance(value, FP8Gradient) else value
+        self.clear()
+        if value is not None:
+            self.high = value.detach().to(self.linear.weight.device, torch.float32)
+            self.reduced = self.state.comm is not None
+
+    def zero(self):
+        """`weight.grad.zero_()`, without a copy in fp32."""
+        if self.high is not None:
+            self.high.zero_()
+        elif self.codes is not None:
+            self.codes.view(torch.uint8).zero_()
+            self.own = None if self.own is None else torch.zeros_like(self.own)
 
     # Under fully_shard
 
@@ -134,14 +201,15 @@ class WeightGradient:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False):
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """torch.nn.utils.clip_grad_norm_ for ordinary and FP8 gradients: one norm and one factor for all of them.
 
     parameters: a module, a tensor, or an iterable of parameters. Returns the norm before clipping, 0-d fp32, NaN or
     infinite if any gradient is. Only the scale of an FP8 gradient changes, not its codes. Finishes outstanding
-    communication first; under O3 and fully_shard every rank must call it, as ranks add up their parts.
+    communication first. `foreach` changes nothing. Under O3 and fully_shard every rank must call it, as ranks add up
+    their parts.
     """
-    if norm_type != 2.0:
+    if float(norm_type) != 2.0:
         raise ValueError(f"amp8.clip_grad_norm_ knows the 2-norm, norm_type=2.0, not {norm_type}")
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
@@ -151,7 +219,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     for state in states:
         state.finish()
     converted = [gradient for gradient in converted if gradient.codes is not None and not gradient.spent]
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if linear_of(p) is None and p.grad is not None]
     ordinary = [gradient for gradient in gradients if not hasattr(gradient, "placements")]
     sharded = [gradient for gradient in gradients if hasattr(gradient, "placements")]  # fully_shard's
     shards = [gradient.to_local() for gradient in sharded]
@@ -176,6 +244,15 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     for gradient in [*ordinary, *shards]:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return total
+
+
+def hooks_of(weight):
+    """(hooks of the gradient, hooks of the accumulated gradient) that others have registered on a converted weight.
+    Autograd never calls them, because the gradient arrives at the port."""
+    if type(weight) is not CodedWeight:
+        return (), ()
+    before, after = weight._backward_hooks, weight._post_accumulate_grad_hooks
+    return tuple((before or {}).values()), tuple((after or {}).values())
 
 
 def sum_of_squares(gradients, device):

@@ -35,7 +35,8 @@ class FP8Linear(nn.Linear):
     sharding = None  # under fully_shard: where the weight's rows are
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     OURS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
-            "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained")  # fmt: skip
+            "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained", "own",
+            "plain_dtype", "cast")  # fmt: skip
 
     def start(self, level, window, gradient_format, history, exact, keeps_master):
         """Turns the layer's plain weight into codes and adds its scaling state. Called once, right after the class
@@ -52,14 +53,18 @@ class FP8Linear(nn.Linear):
         self.weight_scale, self.weight_amax = torch.ones((), device=device), torch.zeros((), device=device)
         self.amax_history, self.scale = torch.zeros(history, 2, device=device), torch.ones(2, device=device)
         self.updates = torch.zeros(2, dtype=torch.int32, device=device)
+        self.plain_dtype, self.cast = self.weight.dtype, None
         self.weight.grad = None
         if self.sharding is not None:
             value = self.sharding.rows_of(self.weight.detach()).float()
             self.sharding.hold(value.half())
         else:
             value = self.weight.detach().float()
-            self.weight.data = value.to(scaling.E4M3 if level == "O3" else torch.float16)  # the dtype; then the values
+            # The dtype; then the values. O3 keeps a frozen weight, which has no master, as FP16.
+            dtype = scaling.E4M3 if level == "O3" and self.weight.requires_grad else torch.float16
+            self.weight.data = value.to(dtype)
         self.weight.amp8_linear = self
+        self.__dict__["own"] = self.weight  # as a Module's attribute it would be registered once more
         # Forward computes with this tensor, because torch.compile can't trace a parameter with __torch_function__.
         self.held, self.trained = None if self.sharding else self.weight.data, self.weight.requires_grad
         self.write(value)
@@ -97,7 +102,7 @@ class FP8Linear(nn.Linear):
             amax = self.sharding.largest(amax)
         scale = scaling.power_of_two_scale(amax, torch.float16)
         codes = scaling.quantize(value, scale, torch.float16)
-        if self.weight.dtype == scaling.E4M3:
+        if self.codes.dtype == scaling.E4M3:
             if self.keeps_master:
                 self.master, self.master_scale = codes, scale
             scale = scaling.power_of_two_scale(amax, scaling.E4M3)
@@ -107,12 +112,26 @@ class FP8Linear(nn.Linear):
         self.weight_amax.copy_(amax)
         self.replaced = None
 
+    def train_weight(self, trained):
+        """Called when the weight's requires_grad changes. Under O3 a weight that was frozen becomes FP8, on every rank,
+        and its owner keeps what it was as the master."""
+        self.trained = trained
+        state = self.gradient.state
+        if trained and state.level == "O3" and self.held.dtype == torch.float16:
+            master, scale, value = self.held, self.weight_scale.clone(), self.true_weight()
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self.own.data = self.held = value.to(scaling.E4M3)
+            self.keeps_master = self.gradient.owner == state.rank
+            self.write(value)
+            if self.keeps_master:
+                self.master, self.master_scale = master, scale
+
     @torch.no_grad()
     def replace(self, value):
         """Sets the weight like `write`, perhaps for a while: an evaluation with averaged weights stores the values,
         replaces them, and then puts the stored ones back. Under O3 a stored value is the master rounded to e4m3. So the
         first call keeps the master until the next gradient, and a call with the old value brings it back."""
-        if self.weight.dtype != scaling.E4M3:
+        if self.codes.dtype != scaling.E4M3:
             return self.write(value)
         own = self.master, self.master_scale
         before = self.replaced or (self.codes.clone(), self.weight_scale.clone(), self.weight_amax.clone(), *own)
@@ -138,10 +157,13 @@ class FP8Linear(nn.Linear):
         """[..., in] -> [..., out], in autocast's dtype where autocast is on, else in the dtype of `x`."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if self.high_precision:
-            weight = self.true_weight(dtype)
+        if self.high_precision or self.replaced_weight() is not None:
+            # Another weight, of functional_call, a parametrization or an assignment, is used as it is.
+            weight = self.true_weight(dtype) if self.replaced_weight() is None else self.weight.to(dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
+        if not x.is_floating_point():
+            raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}: a Linear takes floating point numbers")
         # Evaluation does not update the history. Recomputing under checkpointing records the same maximum again.
         recording = self.training and torch.is_grad_enabled()
         if x.is_floating_point() and x.element_size() == 1:
@@ -179,11 +201,26 @@ class FP8Linear(nn.Linear):
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def replaced_weight(self):
+        """The weight that somebody has put in place of the converted one, or None."""
+        if self.sharding is not None or torch.compiler.is_compiling():
+            return None
+        weight = self._parameters.get("weight")
+        if weight is self.own:
+            return None
+        if isinstance(weight, CodedWeight):
+            raise RuntimeError(f"{self.name} has the converted weight of another layer now: call amp8.initialize last")
+        return self.weight
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.replaced_weight() is not None:
+            return
         destination[prefix + "weight"] = self.true_weight() if self.sharding is None else self.sharding.values()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if self.replaced_weight() is not None:
+            return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         value = state_dict.get(prefix + "weight")
         if value is not None and value.shape == self.weight.shape:  # else the parent says what is wrong
             self.write(value if self.sharding is None else self.sharding.rows_of(value))
@@ -194,11 +231,23 @@ class FP8Linear(nn.Linear):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _apply(self, function, recurse=True):
+        probe = function(torch.empty(0, device=self.weight_scale.device))
+        if probe.dtype != torch.float32:  # the optimizer refuses to train it: codes and scales keep their dtypes
+            self.cast = probe.dtype
+
+        def move(tensor):
+            """What `function` does to a tensor of integers, which no cast changes: for codes and scales."""
+            integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+            return function(tensor.view(integers)).view(tensor.dtype)
+
+        def moved(tensor):
+            return move(tensor.data) if tensor is self.own and self.sharding is None else function(tensor)
+
         with torch._C.DisableTorchFunctionSubclass():  # codes move to a device as codes
-            super()._apply(function, recurse)
+            super()._apply(moved, recurse)
         for name in self.SCALING:
-            setattr(self, name, function(getattr(self, name)))
-        self.held = codes_of(self.weight) if self.sharding is None else None
+            setattr(self, name, move(getattr(self, name)))
+        self.held = codes_of(self.own) if self.sharding is None else None
         return self
 
     def __deepcopy__(self, memo):
@@ -206,6 +255,9 @@ class FP8Linear(nn.Linear):
         own = {key: value for key, value in self.__dict__.items() if key not in self.OURS + self.SCALING}
         copied.__dict__.update(copy.deepcopy(own, memo))
         return copied
+
+    def __reduce_ex__(self, protocol):
+        return copy.copy, (copy.deepcopy(self),)  # a pickle holds plain layers, as a copy does
 
 
 class FP8Conv1D(FP8Linear):
@@ -260,6 +312,9 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise CodesRead("a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a "
+                            "Hessian): leave the layers out that it goes through (skip)")  # fmt: skip
         x8, x_scale, weight, weight_scale = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         history, scale, updates = ctx.delayed

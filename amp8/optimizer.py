@@ -5,6 +5,10 @@ section 2.2). e4m3 is enough for m, because only a few powers of two of m matter
 root of an e4m3 v spans 2**9 where m spans 2**18, so v would become 0 for elements whose m does not. The update is
 computed from the new moments before they are rounded.
 
+Weights, masters and moments are rounded stochastically. Rounded to nearest, a moment of e4m3 stops decaying (0.9 times
+its smallest number is rounded back to it) while the second one goes on, so that weights without gradient drift away;
+and a weight of fp16 loses every update that is smaller than half of its last bit.
+
 Each tensor is read once and written once. That needs the new scales *before* the pass, so they come from bounds instead
 of the new values: |m'| <= beta1 |m| + (1 - beta1) |g|, likewise v', and Adam changes no weight by more than lr times a
 constant. A bound costs at most one or two powers of two of the format's range, and no precision.
@@ -16,15 +20,18 @@ import torch
 from torch.optim.adam import adam
 
 from . import scaling
-from .comm import linear_of, local
+from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
-from .gradients import BATCH, CHUNK
+from .gradients import BATCH
+from .rounding import HASH, as_int32, random_bits, store
+from .tensors import amaxes_of, flat, without_waiting
 
 # Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
 # bytes, and one kernel launch for each would cost more than it saves. MS-AMP quantises them all.
 SMALLEST = 4096
 
-HASH = 0x5BD1E995  # of an element's index, for stochastic rounding
+LARGEST = 1e19  # a gradient of which the square is finite in fp32
+SLICE = 1 << 16  # elements that a CPU updates at one time: their fp32 copies stay in a core's cache
 
 LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
 
@@ -47,6 +54,7 @@ class Adam(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the list too, not only the dicts
         self.model_state = state
+        self.numbers = {}  # of the parameters, for their random numbers: {id(parameter): place in the groups}
         self.compiled = False  # torch.compile on a CPU as well: what a GPU always does
         for parameter, values in optimizer.state.items():
             self.adopt(parameter, values)
@@ -95,6 +103,8 @@ class Adam(torch.optim.Optimizer):
         if hasattr(self, "found_inf"):
             raise RuntimeError("GradScaler does not reach FP8 gradients, which carry their own scale: train without it")
         self.model_state.finish()
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.numbers = {id(parameter): number for number, parameter in enumerate(everything)}
         for group in self.param_groups:
             converted, others, plain = [], [], []
             for parameter in group["params"]:
@@ -114,8 +124,17 @@ class Adam(torch.optim.Optimizer):
                 self.step_others(group, others)
             if plain:
                 self.step_plain(group, plain)
-        self.model_state.stepped()
+        self.model_state.stepped(self.gradients())
         return loss
+
+    def gradients(self):
+        """The WeightGradients of the converted layers that this optimizer updates."""
+        linears = [linear_of(parameter) for group in self.param_groups for parameter in group["params"]]
+        return [linear.gradient for linear in linears if linear is not None]
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("amp8's optimizer can't be copied or pickled, as it belongs to its model: save its "
+                        "state_dict() or amp8.exact_state(model, optimizer)")  # fmt: skip
 
     def step_plain(self, group, parameters):
         """Runs torch's own Adam, with moments in the parameter's dtype."""
@@ -148,7 +167,9 @@ class Adam(torch.optim.Optimizer):
         coupled = group["weight_decay"] and not group["decoupled_weight_decay"]  # the decay is part of the gradient
         w_amax = self.model_state.largest(amaxes_of(weights)) if coupled else torch.zeros_like(g_amax)
         one = torch.ones_like(g_amax)
-        self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax))
+        starts = [start_of(parameter) for parameter in parameters]
+        numbers = [self.numbers[id(parameter)] for parameter in parameters]
+        self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax), None, starts, numbers)
 
     def step_converted(self, group, parameters):
         """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
@@ -156,7 +177,8 @@ class Adam(torch.optim.Optimizer):
         sharded = self.model_state.level == "O3"
         for linear in linears:
             expected, there = scaling.E4M3 if sharded else torch.float16, linear.codes.dtype
-            if there != expected:
+            if there != expected or linear.cast:
+                there = linear.cast or there
                 raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
             if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
                 linear.keeps_master = True
@@ -174,8 +196,9 @@ class Adam(torch.optim.Optimizer):
         gradients = [linear.gradient.codes for linear in linears]
         amaxes = (w_amax, scaling.dtype_max(scaling.E4M3) / g_scales)
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
+        numbers = [self.numbers[id(parameter)] for parameter in parameters]
         new, copy_scales, w_amax = self.update(
-            group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts
+            group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts, numbers
         )
         if sharded:
             torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
@@ -183,11 +206,11 @@ class Adam(torch.optim.Optimizer):
         torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
         torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
 
-    def update(self, group, weights, states, gradients, scales, amaxes, copies=None, starts=None):
+    def update(self, group, weights, states, gradients, scales, amaxes, copies, starts, parameter_numbers):
         """One step of `weights`, in place. scales, amaxes: of the weights and of the gradients, [number of weights]
         each; copies: None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole
-        weight each begins. Returns the weights' new scales, those of their FP8 copies, and the weights' new largest
-        magnitudes."""
+        weight each begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new
+        scales, those of their FP8 copies, and the weights' new largest magnitudes."""
         (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
         device = w_scale.device
         low = "amax" in states[0]
@@ -199,13 +222,17 @@ class Adam(torch.optim.Optimizer):
             bias_m, root_bias_v = 1 - beta1**t, math.sqrt(1 - beta2**t)
             numbers.append([0, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 0, bias_m, root_bias_v])
             numbers[-1][DECAY] = group["weight_decay"]
-            # Counting on from a later element is a larger seed; see round_stochastically.
-            start = starts[i] if starts else 0
-            seeds.append((int(t) * 1_000_003 + i * 7919) % (1 << 31) + (start * HASH & 0xFFFFFFFF))
+            # Counting on from a later element is a larger seed; see random_bits.
+            seeds.append(as_int32(int(t) * 1_000_003 + parameter_numbers[i] * 7919 + starts[i] * HASH))
         numbers = without_waiting(torch.tensor(numbers, dtype=torch.float32), device)
         numbers[:, LR] = group["lr"]
-        seeds = without_waiting(torch.tensor(seeds), device) if self.model_state.stochastic_rounding else None
+        seeds = without_waiting(torch.tensor(seeds, dtype=torch.int32), device)
+        if not self.model_state.stochastic_rounding:
+            seeds = None
 
+        # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
+        excess = (g_amax / LARGEST).clamp(min=1.0)
+        g_scale, g_amax = g_scale * excess, g_amax / excess
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             g_amax = g_amax + group["weight_decay"] * w_amax
         move = numbers[:, LR] * numbers[:, ROOT_BIAS_V] / numbers[:, BIAS_M] * largest_move(beta1, beta2)
@@ -245,8 +272,8 @@ class Adam(torch.optim.Optimizer):
         else:
             for i in some:
                 amax = torch.zeros(3)
-                for start in range(0, flats[i][0].numel(), CHUNK):
-                    parts = [None if t is None else t[start : start + CHUNK] for t in flats[i]]
+                for start in range(0, flats[i][0].numel(), SLICE):
+                    parts = [None if t is None else t[start : start + SLICE] for t in flats[i]]
                     seed = None if seeds is None else seeds[i]
                     amax = torch.maximum(amax, adam_slice(*parts, table[i], numbers[i], seed, *kind, start))
                 found[i] = amax
@@ -259,15 +286,18 @@ class Adam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         """Clears ordinary and FP8 gradients."""
-        super().zero_grad(set_to_none)
-        for gradient in self.model_state.gradients:
+        for gradient in self.gradients():
             gradient.clear()
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict):
         """Loads the `state_dict()` of this optimizer, or of torch's Adam or AdamW with the same groups.
 
         Moments are converted to our dtypes: fp32 moments are quantised. The param_group dicts stay the same objects.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"]
         sizes, saved = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in groups]
         if sizes != saved:
@@ -278,6 +308,8 @@ class Adam(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], other["params"], strict=True):
                 if key in state_dict["state"]:
                     self.adopt(parameter, state_dict["state"][key])
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @torch.no_grad()
     def adopt(self, parameter, values):
@@ -312,30 +344,6 @@ class Adam(torch.optim.Optimizer):
             state["amax"][i] = amax
 
 
-def amaxes_of(tensors):
-    """Largest magnitude of each tensor, fp32 [number of tensors]. Of none of its rows, as a shard may have, it is 0."""
-    some = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(torch._foreach_norm(some, math.inf) if some else ())
-    zero = torch.zeros((), device=tensors[0].device)
-    return torch.stack([next(norms).float() if tensor.numel() else zero for tensor in tensors])
-
-
-def flat(tensor, like=None):
-    """A 1-d view of a dense tensor, in the order of memory of `like` (itself); None where there is none."""
-    like = tensor if like is None else like
-    if not like.is_contiguous():
-        order = sorted(range(like.dim()), key=like.stride, reverse=True)
-        like, tensor = like.permute(order), tensor.permute(order)
-        if not like.is_contiguous():
-            return None
-    return tensor.detach().reshape(-1)
-
-
-def without_waiting(tensor, device):
-    """Copies a CPU tensor to `device`. From pinned memory the copy is asynchronous, so the host does not wait."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
 def largest_move(beta1, beta2):
     """The largest |m| / sqrt(v): how far a step of Adam can move an element, in units of lr, without bias correction.
 
@@ -349,8 +357,14 @@ def largest_move(beta1, beta2):
 
 
 def above(bound, dtype):
-    """A bound that also holds for the values after rounding to `dtype`."""
-    return bound * (1 + torch.finfo(dtype).eps / 2)
+    """A bound that also holds for the values after rounding to `dtype`, up as well as to nearest."""
+    return bound * (1 + torch.finfo(dtype).eps)
+
+
+def start_of(parameter):
+    """Where in the whole parameter this rank's rows begin, in elements."""
+    rows = own_rows(parameter)
+    return 0 if rows is None else rows[0] * (parameter.numel() // max(1, len(parameter)))
 
 
 def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, maximize, start=0):
@@ -377,9 +391,10 @@ def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, ma
         counted = torch.maximum(second, 2.0**-25 / new_v)
     step = first / (counted.sqrt() / numbers[ROOT_BIAS_V] + numbers[EPS])
     new_weight = new_weight - step * (numbers[LR] / numbers[BIAS_M])
-    store(weight, new_weight, new_w, seed, start)
-    store(m, first, new_m)
-    store(v, second, new_v)
+    bits = None if seed is None else random_bits(w.numel(), seed, start)
+    store(weight, new_weight, new_w, bits)
+    store(m, first, new_m, None if bits is None else bits << 16)
+    store(v, second, new_v, bits)
     if copy is not None:
         copy.copy_(scaling.quantize(new_weight, new_copy, copy.dtype))
     return torch.stack([scaling.amax(new_weight), scaling.amax(first), scaling.amax(second)])
@@ -391,31 +406,3 @@ def _adam_slices(weights, gradients, ms, vs, copies, tables, numbers, seeds, dec
 
 
 adam_slices = compiled_on_cuda(_adam_slices)
-
-
-def store(target, value, scale, seed=None, start=0):
-    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16."""
-    if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
-        target.copy_(value)
-    elif seed is not None and target.dtype == torch.float16:
-        target.copy_(round_stochastically(value * scale, seed, start))
-    else:
-        target.copy_(scaling.quantize(value, scale, target.dtype))
-
-
-def round_stochastically(x, seed, start=0):
-    """fp32 -> fp16, up or down with probabilities that make the mean exact. Saturates.
-
-    Rounding to nearest loses an update much smaller than a weight's last bit; stochastic rounding keeps it on average.
-    The random bits are a hash of the element's index, counted from `start`, and `seed` (0-d int64): the same on every
-    rank, in a resumed run, and in compiled code.
-    """
-    mask = 0xFFFFFFFF
-    h = ((torch.arange(x.numel(), device=x.device) + start) * HASH + seed) & mask
-    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
-    h = ((h ^ (h >> 15)) * 0x735A2D97) & mask
-    h = h ^ (h >> 15)
-    # fp16 keeps 10 of fp32's 23 mantissa bits: noise in the other 13, then cut them. NaN stays NaN: its top bit stays.
-    top = scaling.dtype_max(torch.float16)
-    bits = x.clamp(-top, top).view(torch.int32) + (h & 0x1FFF).int()
-    return (bits & ~0x1FFF).view(torch.float32).clamp(-top, top).to(torch.float16)

@@ -52,6 +52,12 @@ def report(model, optimizer=None):
         notes.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
     if high:
         notes.append(f"accumulating gradients in fp32 holds {high / count['linear']:.1f} more bytes per parameter")
+    kinds = {name: p.numel() for name, p in root.named_parameters() if p.dim() > 2 and p.numel() > count["all"] / 20}
+    if kinds:  # experts of a mixture, or another layer's weights: convolutions too
+        shares = ", ".join(f"{name} ({size / count['all']:.0%})" for name, size in kinds.items())
+        notes.append(f"weights with more than two dimensions are in no Linear layer and on no level: {shares}")
+    if not state.stochastic_rounding:
+        notes.append("weights and moments are rounded to nearest: moments stop decaying, and small updates are lost")
     seen = {
         "gemm": {pair for layer in layers for pair in layer.operands},
         "wire": set() if state.comm is None else state.comm.wire,

@@ -77,11 +77,20 @@ def round_to_grid(x, smallest_normal, dtype):
     smallest_normal: where the grid becomes subnormal: the smallest normal of `dtype`, maybe divided by a power-of-two
     scale; a number or broadcastable. No FP8 tensor is made, because reading one is slow on a CPU.
     """
-    # unit = 2**e, e the exponent of x. In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the
-    # sum's last place, so the addition rounds as hardware does, and the subtraction is exact. In fp32, since a
-    # compiler may keep wider intermediates than bf16 and with them what should have been rounded away.
+    return to_grid(x, binade(x, smallest_normal), dtype)
+
+
+def binade(x, smallest_normal):
+    """2**e for each element, e being its exponent; where the grid is subnormal, `smallest_normal`."""
+    return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
+
+
+def to_grid(x, unit, dtype):
+    """`x` rounded to the grid of `dtype` in the binade that begins at `unit`, in place."""
+    # In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the sum's last place, so the addition
+    # rounds as hardware does, and the subtraction is exact. In fp32, since a compiler may keep wider intermediates than
+    # bf16 and with them what should have been rounded away.
     magic = 1.5 * 2.0 ** (23 + round(math.log2(torch.finfo(dtype).eps)))
-    unit = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
     return x.add_(unit, alpha=magic).sub_(unit, alpha=magic)
 
 
@@ -200,12 +209,12 @@ def update_window_(history, scale, updates, dtype, margin=0):
     """FP8-LM's update, once per optimizer step, in place: a power-of-two scale from the largest amax in the window.
 
     history [window, *slots], scale and updates [*slots]. An infinite amax is forgotten and sends its slot back to
-    in-time scaling for a whole window; a slot with nothing but zeros keeps its scale.
+    in-time scaling for a whole window, and so does a window of nothing but zeros, as of a layer that is not used yet.
     """
     overflow = ~torch.isfinite(history[0])
     history[0].masked_fill_(overflow, 0)
     scale.copy_(power_of_two_scale(history.amax(0), dtype, margin, scale))
-    updates.add_(1).masked_fill_(overflow, 0)
+    updates.add_(1).masked_fill_(overflow | (history.amax(0) == 0), 0)
     history.copy_(history.roll(1, 0))
     history[0].zero_()
 

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from .comm import linear_of, local
-from .convert import LEVELS, fully_sharded, state_of
+from .choice import LEVELS
+from .comm import linear_of, local, own_rows
+from .convert import fully_sharded, state_of
 from .linear import FP8Linear
 
 
@@ -87,12 +88,19 @@ def load_exact_state(model, optimizer, tensors):
         name = name if name in rows else name.rsplit("/", 1)[0]
         return rows_from(parts, key, *rows[name])
 
+    frozen = []
     for key, target in targets.items():
         value = entry(key)
+        if (target.dtype, value.dtype) == (torch.float16, torch.float8_e4m3fn) and key.endswith("weight"):
+            # A frozen weight under O3, saved when these were e4m3: times 2**7 its codes fill the range of fp16 codes.
+            value, name = value.to(torch.float16) * 2**7, key.rpartition("/")[2].rpartition(".")[0]
+            frozen.append(dict(named(root.named_modules()))[name])
         if (target.shape, target.dtype) != (value.shape, value.dtype):
             here, there = f"{target.dtype} {list(target.shape)}", f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{key} is {there} in the saved state, {here} in the model")
         target.copy_(value)
+    for layer in frozen:
+        layer.weight_scale.mul_(2**7)
     if optimizer is None:
         return
     parameters = dict(named(root.named_parameters()))
@@ -108,16 +116,6 @@ def load_exact_state(model, optimizer, tensors):
     for i, group in enumerate(optimizer.param_groups):
         for key in numbers_of(group):
             load_number(group, key, tensors[f"all/group/{i}/{key}"])
-
-
-def own_rows(parameter):
-    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
-    if not hasattr(parameter, "_local_tensor"):
-        return None
-    shards = parameter.device_mesh.size(-1)
-    cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
-    first = min(parameter.device_mesh.get_local_rank(-1) * cut, parameter.shape[0])
-    return first, first + len(parameter._local_tensor), parameter.shape[0]
 
 
 def rows_from(parts, key, first, last, rows):

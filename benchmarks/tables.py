@@ -8,6 +8,7 @@ A table stands between `<!-- from results/...: python benchmarks/tables.py -->` 
 
 import json
 import re
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,49 @@ def amp8_comm(made):
     rest = (f"On 4 gloo processes {made['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
             f"{wire['of_bf16_hook']:.2f}x of a bf16 hook, {wire['of_fp32_ddp']:.2f}x of fp32 DDP.")  # fmt: skip
     return f"{came_from(made)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
+
+
+def amp8_drift(made):
+    marks = list(made["rows"][0]["moved"][0])
+    rows = [[f"{row['betas'][0]}, {row['betas'][1]}", row["way"],
+             *(f"{statistics.mean(one[mark] for one in row['moved']):,.1f}" for mark in marks)]
+            for row in made["rows"]]  # fmt: skip
+    heads = ["betas", "way", *(f"step {int(mark):,}" for mark in marks)]
+    text = f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    if made["words"]:
+        rows = [[row["way"], f"{statistics.mean(row['losses']):.4f}", f"{max(row['losses']) - min(row['losses']):.4f}",
+                 f"{statistics.mean(row['rare_words_moved']):.1f}"] for row in made["words"]]  # fmt: skip
+        heads = ["way", "held-out loss, mean", "max - min", "rare words moved"]
+        text += (f"\n\nA word-level language model after {made['word_steps']} steps at betas (0.9, 0.95), "
+                 f"{len(made['words'][0]['losses'])} seeds:\n\n{report.table(heads, rows)}")  # fmt: skip
+    times = made["seconds_per_step_of_2_million"]
+    return text + "\n\nAn optimizer step of 2 million parameters on this CPU: " + ", ".join(
+        f"{way} {1000 * seconds:.0f} ms" for way, seconds in times.items()) + "."  # fmt: skip
+
+
+def amp8_finetune(made):
+    rows = [[f"{row['lr']:g}", row["way"], f"{statistics.mean(row['gains']):.4f}",
+             f"{statistics.mean(row['shares_of_fp32']):.1%}", f"{min(row['shares_of_fp32']):.1%}"]
+            for row in made["rows"]]  # fmt: skip
+    heads = ["learning rate", "way", "gain in held-out loss", "of fp32's, mean", "smallest of the seeds"]
+    seeds = len(made["rows"][0]["gains"])
+    return f"{came_from(made)}; {made['steps']} steps, {seeds} seeds:\n\n{report.table(heads, rows)}"
+
+
+def amp8_accumulation(made):
+    def worst(data, n, way):
+        runs = next(row["runs"] for row in made["rows"]
+                    if (row["data"], row["micro_batches"], row["way"]) == (data, n, way))  # fmt: skip
+        return f"{max(run['error'] for run in runs):.1%}"
+
+    kinds = list(dict.fromkeys(row["data"] for row in made["rows"]))
+    ways = list(dict.fromkeys(row["way"] for row in made["rows"]))
+    counts = list(dict.fromkeys(row["micro_batches"] for row in made["rows"]))
+    rows = [[data, way, *(worst(data, n, way) for n in counts)] for data in kinds for way in ways]
+    heads = ["data", "sums", *(f"{n} backward passes" for n in counts)]
+    return (
+        f"{came_from(made)}; the largest error of {len(made['rows'][0]['runs'])} seeds:\n\n{report.table(heads, rows)}"
+    )
 
 
 def amp8_fsdp(made):
@@ -370,6 +414,9 @@ TABLES = {
     "results/amp8_comm.json": amp8_comm,
     "results/amp8_optimizers.json": amp8_optimizers,
     "results/amp8_fsdp.json": amp8_fsdp,
+    "results/amp8_drift.json": amp8_drift,
+    "results/amp8_finetune.json": amp8_finetune,
+    "results/amp8_accumulation.json": amp8_accumulation,
     "results/fsdp_levels.json": fsdp_levels,
     "results/clients.json": clients,
     "results/peer_tests.json": peers,

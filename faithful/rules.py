@@ -243,9 +243,10 @@ def problems_of_fp8(asked, machine):
     if options.get("recipe", "te_delayed") != "te_delayed":
         lines.append(f"fp8_config recipe {options['recipe']}: MSAMP combines with te_delayed only")
     if backend == "msamp" and strategy.startswith("zero"):
+        own = "" if strategy == "zero3" else ", or ddp_fp8_msamp_o3, which is what MS-AMP's own ZeRO was"
         lines.append(
             f"MS-AMP's levels do not combine with {strategy}: DeepSpeed keeps masters of its own and reduces .grad "
-            "alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it"
+            f"alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it{own}"
         )
     if backend == "msamp" and strategy in ("fsdp", "hsdp"):
         if level == "o3":

@@ -76,6 +76,14 @@ def test_what_is_skipped_says_why():
     assert model.twice is model.body["a"] and type(model.body["b"]) is nn.Linear
 
 
+def test_large_weights_of_no_linear_layer_are_named():
+    """Experts of a mixture, as newer transformers keep them, in one parameter of three dimensions."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.experts = nn.Parameter(torch.zeros(4, 32, 32))
+    model, optimizer = start(model)
+    assert any("on no level: experts (80%)" in note for note in amp8.report(model, optimizer)["notes"])
+
+
 def test_skip_by_predicate_prefix_and_string():
     assert amp8.report(start(Everything(), skip=lambda n, m: n == "body.a")[0])["converted"] == ["body.b"]
     with pytest.raises(ValueError, match="finds no Linear to convert"):
@@ -123,7 +131,7 @@ def test_objects_names_and_hooks_stay():
     train(model, optimizer, 1)
     assert calls == ["forward", "backward"]
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-    assert linear.weight.dtype == torch.float16 and model[0].weight.dtype == torch.float32
+    assert linear.codes.dtype == torch.float16 and linear.weight.dtype == model[0].weight.dtype == torch.float32
 
 
 def test_bf16_models_convert():
@@ -194,7 +202,7 @@ def test_loading_weights_into_o3_sets_its_masters():
     assert 1e-4 < (amp8.master_state_dict(model)["1.weight"] - before).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}, {"recipe": "te_delayed"}])
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": False}, {"recipe": "te_delayed"}])
 @pytest.mark.parametrize("level", LEVELS)
 def test_resumes_bit_for_bit(level, options, tmp_path):
     from safetensors.torch import load_file, save_file

@@ -9,7 +9,7 @@ from torch import nn
 
 import amp8
 from amp8 import optimizer as module
-from amp8 import scaling
+from amp8 import rounding, scaling
 
 
 def seeded(*shape, seed=0):
@@ -45,7 +45,12 @@ ADAMS = [
 @pytest.mark.parametrize("kind, options", ADAMS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_follows_torchs_adam(level, kind, options):
-    """Given the same gradients for 30 steps, amp8's Adam differs from torch's by the formats' rounding only."""
+    """Given the same gradients for 30 steps, amp8's Adam differs from torch's by the formats' rounding only.
+
+    e4m3's last bit is 6% to 12% of a number. Stochastic rounding is off by 0.4 of it (root mean square), and a step of
+    beta1 = 0.9 passes an error on to 9 more. Over 30 steps that is 0.037 * 9 * sqrt(30) = 1.8 in units of |m| / sqrt(v),
+    which add up to 30 in the movement itself: 0.06. The second moment adds nothing to speak of.
+    """
     model, optimizer = start(level, kind, {"lr": 1e-2, **options})
     layer = model[0]
     if level == "O3":
@@ -60,13 +65,14 @@ def test_follows_torchs_adam(level, kind, options):
         optimizer.step()
     found = layer.master.float() / layer.master_scale if level == "O3" else layer.true_weight()
     moved = (plain.detach() - first).norm()
-    assert (found - plain.detach()).norm() / moved < (2e-3 if level == "O1" else 0.03)
+    assert (found - plain.detach()).norm() / moved < (2e-3 if level == "O1" else 0.06)
     state, wanted = optimizer.state[layer.weight], reference.state[plain]
     m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
     if level != "O1":
         assert state["exp_avg"].dtype == scaling.E4M3 and state["exp_avg_sq"].dtype == torch.float16
         m, v = m / state["exp_avg_scale"], v / state["exp_avg_sq_scale"]
-    assert (m - wanted["exp_avg"]).norm() / wanted["exp_avg"].norm() < (1e-4 if level == "O1" else 0.06)
+    # errors of 0.037 that decay by 0.9 in a step: 0.037 / sqrt(1 - 0.81)
+    assert (m - wanted["exp_avg"]).norm() / wanted["exp_avg"].norm() < (1e-4 if level == "O1" else 0.085)
     assert (v - wanted["exp_avg_sq"]).norm() / wanted["exp_avg_sq"].norm() < 1e-3
     if level == "O3":
         assert (layer.true_weight() - found).norm() / found.norm() < 0.04
@@ -262,7 +268,7 @@ def test_a_loss_scaler_is_refused_instead_of_half_working(unscale):
 def test_slices_do_not_change_the_result(monkeypatch, level, stochastic):
     found = []
     for chunk in (1 << 20, 1000):
-        monkeypatch.setattr(module, "CHUNK", chunk)
+        monkeypatch.setattr(module, "SLICE", chunk)
         model, optimizer = start(level, stochastic_rounding=stochastic)
         for step in range(3):
             model(seeded(8, 64, seed=step)).square().sum().backward()
@@ -302,16 +308,78 @@ def test_small_updates_stall_under_nearest_and_arrive_under_stochastic_rounding(
     assert abs(moved[False]) < 2e-5 and moved[True] == pytest.approx(50 * 2e-6, rel=0.15)
 
 
-def test_stochastic_rounding_is_unbiased_repeatable_and_saturates():
-    x = torch.full((200_000,), 1.0 + 0.3 * 2**-10)
-    a = module.round_stochastically(x, torch.tensor(1))
-    assert set(a.unique().tolist()) == {1.0, 1.0 + 2**-10}
-    assert (a.float().mean() - 1).item() / 2**-10 == pytest.approx(0.3, abs=0.005)
-    assert torch.equal(a, module.round_stochastically(x, torch.tensor(1)))
-    assert not torch.equal(a, module.round_stochastically(x, torch.tensor(2)))
-    assert torch.equal(a[1000:], module.round_stochastically(x[1000:], torch.tensor(1), 1000))
-    edge = module.round_stochastically(torch.tensor([65519.0, 1e9, -1e9, math.nan, 0.0]), torch.tensor(0))
-    assert edge[:3].tolist() == [65504, 65504, -65504] and edge[3].isnan() and edge[4] == 0
+def test_rounding_to_nearest_is_reported():
+    for stochastic in (True, False):
+        model, optimizer = start(stochastic_rounding=stochastic)
+        notes = amp8.report(model, optimizer)["notes"]
+        assert any("rounded to nearest" in note for note in notes) is not stochastic
+
+
+@pytest.mark.parametrize("dtype, below", [(torch.float16, 2.0**-16), (scaling.E4M3, 2.0**-7)])
+def test_stochastic_rounding_is_unbiased_repeatable_and_saturates(dtype, below):
+    """In the normal range, and among the subnormals (`below` is one, whose last bit is not that of its binade)."""
+    info = torch.finfo(dtype)
+
+    def rounded(x, seed=1, start=0):
+        bits = rounding.random_bits(len(x), torch.tensor(seed, dtype=torch.int32), start)
+        return rounding.round_stochastically(x, dtype, bits).float()
+
+    for low, step in ((1.0, info.eps), (-2.0 + info.eps, info.eps), (below, info.smallest_normal * info.eps)):
+        x = torch.full((200_000,), low + 0.3 * step)
+        a = rounded(x)
+        assert set(a.unique().tolist()) == {low, low + step}
+        assert ((a.mean(dtype=torch.float64) - low) / step).item() == pytest.approx(0.3, abs=0.005)
+        assert torch.equal(a, rounded(x)) and not torch.equal(a, rounded(x, seed=2))
+        assert torch.equal(a[1000:], rounded(x[1000:], start=1000))
+        on_grid = torch.full((200_000,), low)
+        assert torch.equal(rounded(on_grid), on_grid)
+    edge = rounded(torch.tensor([info.max * 1.001, 1e9, -1e9, math.nan, 0.0, math.inf]), seed=0)
+    assert edge[:3].tolist() == [info.max, info.max, -info.max] and edge[3].isnan() and edge[4] == 0
+    assert edge[5] == info.max
+
+
+def test_random_bits_are_uniform_and_differ_between_steps_tensors_and_elements():
+    seeds = [
+        torch.tensor(rounding.as_int32(t * 1_000_003 + n * 7919), dtype=torch.int32) for t in (1, 2) for n in (0, 1)
+    ]
+    found = torch.stack([rounding.random_bits(1 << 16, seed) for seed in seeds]).double()
+    assert (found / 2**31).mean(1).abs().max() < 5 / math.sqrt(3 * (1 << 16))  # five standard errors
+    off = torch.corrcoef(torch.cat([found, found[:1].roll(1), found[:1].roll(64)])) - torch.eye(6)
+    assert off.abs().max() < 5 / math.sqrt(1 << 16)
+    whole = rounding.random_bits(100, seeds[0], (1 << 33) + 7)  # an index beyond 32 bits
+    assert torch.equal(whole[30:], rounding.random_bits(70, seeds[0], (1 << 33) + 37))
+
+
+@pytest.mark.parametrize("level, betas", [("O2", (0.9, 0.95)), ("O2", (0.95, 0.999)), ("O3", (0.9, 0.95))])
+def test_weights_without_gradient_come_to_rest_as_under_fp32(level, betas):
+    """Rows of an embedding and of a Linear that get a gradient in the first five steps alone, beside others that go on.
+    Rounded to nearest, the first moment stays at e4m3's smallest numbers while the second decays: at (0.9, 0.95) the
+    rows move 100 times as far in 500 steps. Rounded stochastically, the mean way is fp32's; 1.2 leaves its spread."""
+    gradients = [seeded(64, 64, seed=step) for step in range(8)]
+    resting = torch.ones(64, 1)
+    resting[32:] = 0
+    model = nn.ModuleDict({"embedding": nn.Embedding(64, 64), "linear": nn.Linear(64, 64, bias=False)})
+    plain = [nn.Parameter(layer.weight.detach().clone()) for layer in model.values()]
+    options = {"lr": 1e-3, "betas": betas, "weight_decay": 0.0}
+    reference = torch.optim.AdamW(plain, **options)
+    model, optimizer = start(level, options=options, model=model)
+
+    def weights():
+        found = amp8.master_state_dict(model)
+        return [found["embedding.weight"].clone(), found["linear.weight"]]
+
+    before = weights(), [p.detach().clone() for p in plain]
+    for step in range(500):
+        gradient = gradients[step % 8] * (1 if step < 5 else resting)
+        put(model["linear"], gradient)
+        model["embedding"].weight.grad = gradient.clone()
+        for p in plain:
+            p.grad = gradient.clone()
+        optimizer.step()
+        reference.step()
+    for now, first, p, origin in zip(weights(), before[0], plain, before[1], strict=True):
+        moved, wanted = (now - first)[32:].abs().mean(), (p.detach() - origin)[32:].abs().mean()
+        assert 0.8 < moved / wanted < 1.2, (moved / 1e-3, wanted / 1e-3)
 
 
 def test_a_moment_that_outlives_its_variance_does_not_explode():
@@ -336,7 +404,9 @@ def test_weights_grow_beyond_their_first_scale():
         optimizer.step()
     assert model[0].true_weight().mean().item() == pytest.approx(200, rel=0.02)
     assert model[0].weight_scale.item() < first / 100
-    assert (model[0].codes.float().abs().max() <= 65504) and model[0].weight_amax == pytest.approx(200, rel=0.02)
+    assert (model[0].codes.float().abs().max() <= 65504) and model[0].weight_amax == pytest.approx(
+        model[0].true_weight().abs().max().item(), rel=1e-3
+    )
 
 
 def test_a_cast_model_is_refused():
@@ -361,7 +431,7 @@ def test_clip_is_the_global_norm_and_leaves_codes_alone():
     model, optimizer = start()
     model(seeded(8, 64)).square().sum().backward()
     exact = [model[i].gradient.value() for i in (0, 2)]
-    exact += [p.grad for p in model.parameters() if p.grad is not None]
+    exact += [p.grad for p in model.parameters() if not hasattr(p, "amp8_linear")]
     norm = torch.cat([g.flatten() for g in exact]).norm()
     codes, plain = model[0].gradient.codes, model[1].weight.grad.clone()
     before = codes.view(torch.uint8).clone()
@@ -409,11 +479,28 @@ def test_accumulation_in_one_process(accumulate, how):
                 model(x).sum().backward()
         else:
             model(x).sum().backward()
-        held = how and accumulate == "high" and not last
-        assert (model[0].gradient.high is not None) == bool(held)
+        held = accumulate == "high" and (not last if how else micro > 0)
+        assert (model[0].gradient.high is not None) == held
     exact, found = sum(parts), model[0].gradient.value()
-    once = how and accumulate == "high"  # rounded once after four products, or with each
+    once = accumulate == "high"  # rounded once after four products, or with each
     assert (found - exact).norm() / exact.norm() < (0.04 if once else 0.08)
+
+
+def test_an_ordinary_loop_of_256_micro_batches_rounds_twice_at_most():
+    """Rounding to e4m3 is off by 2.6%; the first micro-batch of identical ones has 1/256 of the sum, the others none of
+    it. When each sum was rounded, identical micro-batches ended at 9% of the true norm."""
+    model, optimizer = start(model=nn.Sequential(nn.Linear(64, 64, bias=False)))
+    x, target = seeded(16, 64), seeded(16, 64, seed=1)
+    nn.functional.mse_loss(model(x), target).backward()
+    once = model[0].gradient.value()
+    optimizer.zero_grad()
+    for _ in range(256):
+        (nn.functional.mse_loss(model(x), target) / 256).backward()
+    notes = amp8.report(model, optimizer)["notes"]
+    assert any("4.0 more bytes per parameter" in note for note in notes)
+    model.amp8_state.finish()
+    assert (model[0].gradient.value() - once).norm() / once.norm() < 0.035
+    assert model[0].gradient.high is None and model[0].gradient.codes.dtype == scaling.E4M3
 
 
 def test_high_precision_accumulation_is_reported():

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import statistics
 import sys
 
 import pytest
@@ -57,3 +58,18 @@ def test_committed_figures_keep_the_limits():
         assert rows[level]["bytes"]["total"] <= limit and rows[level]["wire"] == ["e4m3"]
     for name in ("amp8_memory", "amp8_comm", "amp8_parity", "amp8_table", "amp8_optimizers"):
         assert {"command", "date", "device", "versions"} <= figures(name).keys()
+
+
+def test_committed_figures_of_rounding_keep_the_limits():
+    rows = {(*row["betas"], row["way"]): row["moved"] for row in figures("amp8_drift")["rows"]}
+    last = list(rows[0.9, 0.95, "fp32"][0])[-1]
+    assert int(last) == 10_000
+    for betas in ((0.9, 0.95), (0.95, 0.999), (0.9, 0.999)):
+        for found, wanted in zip(rows[*betas, "O2"] + rows[*betas, "O3"], 2 * rows[*betas, "fp32"], strict=True):
+            assert found[last] <= 1.2 * wanted[last]
+    for row in figures("amp8_finetune")["rows"]:
+        if row["way"] in ("O2", "O3"):
+            assert statistics.mean(row["shares_of_fp32"]) >= 0.97, row
+    for row in figures("amp8_accumulation")["rows"]:
+        if row["way"].startswith("fp32"):
+            assert max(run["error"] for run in row["runs"]) <= 0.035, row

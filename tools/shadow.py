@@ -186,12 +186,13 @@ def watched_adam(report):
         values.append(value)
         own_store(target, value, *rest)
 
-    def adam_slice(weight, gradient, m, v, copy, table, *rest):
+    def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, *rest):
         old = weight.float() / table[0]
         values.clear()
-        amax = own(weight, gradient, m, v, copy, table, *rest)
+        amax = own(weight, gradient, m, v, copy, table, numbers, seed, *rest)
         new, moved = weight.float() / table[4], values[0] != old
-        counts = {"updates_lost": (moved & (new == old)).sum().item(), "updates_lost_of": moved.sum().item()}
+        lost = moved & (new == old) if seed is None else moved.new_zeros(())
+        counts = {"updates_lost": lost.sum().item(), "updates_lost_of": moved.sum().item()}
         for name, stored, value in (("exp_avg", m, values[1]), ("exp_avg_sq", v, values[2])):
             there = value != 0
             counts |= {f"{name}_underflows": (there & (stored.float() == 0)).sum().item(),

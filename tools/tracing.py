@@ -157,7 +157,7 @@ def without_values():
         mock.patch.object(emulate, "_rounded", rounded),
         mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),
         mock.patch.object(optimizer, "adam_slice", lambda *_: torch.ones(3)),
-        mock.patch.object(optimizer, "CHUNK", 1 << 62),
+        mock.patch.object(optimizer, "SLICE", 1 << 62),
     ):
         yield
 
@@ -369,7 +369,8 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
 
 def gradients(model):
     """Bytes of the ordinary gradients, and of the FP8 gradients that amp8 keeps beside their parameters."""
-    ordinary = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    plain = [p for p in model.parameters() if not hasattr(p, "amp8_linear")]
+    ordinary = sum(p.grad.nbytes for p in plain if p.grad is not None)
     beside = [p.amp8_linear.gradient.codes for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {"ordinary": ordinary, "fp8": sum(codes.nbytes for codes in beside if codes is not None)}
 

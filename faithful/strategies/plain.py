@@ -73,8 +73,9 @@ def counted(parameters, accelerator):
 
 
 def gradients(parameters, optimizer):
-    """The gradients that this process holds before the first update."""
-    return [local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+    """The gradients that this process holds before the first update. The backend counts those of amp8's layers."""
+    plain = [parameter for parameter in parameters.values() if not hasattr(parameter, "amp8_linear")]
+    return [local(parameter.grad) for parameter in plain if parameter.grad is not None]
 
 
 def gradient_elements(parameters, optimizer):

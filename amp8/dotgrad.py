@@ -1,0 +1,46 @@
+"""What `.grad` of a converted weight is: a tensor that reads and changes the values of the FP8 gradient."""
+
+import torch
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+
+class FP8Gradient(torch.Tensor):
+    """The gradient of a converted weight as a tensor, fp32 [the weight's shape], without values of its own.
+
+    A function that only reads it gets the decoded values. One that changes it, or returns a view of it, gets the
+    gradient in fp32, 4 bytes per parameter, which is rounded to FP8 again at the step.
+    """
+
+    @staticmethod
+    def __new__(cls, gradient):
+        device = gradient.linear.weight.device
+        return torch.Tensor._make_wrapper_subclass(cls, gradient.shape, dtype=torch.float32, device=device)
+
+    def __init__(self, gradient):
+        self.amp8_gradient = gradient
+
+    def __repr__(self, **_):
+        return f"FP8Gradient({self.amp8_gradient.readable(False)})"
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+    def __reduce_ex__(self, protocol):
+        return self.clone().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        first = args[0] if args else None
+        if function is aten.zero_.default and isinstance(first, cls):
+            first.amp8_gradient.zero()
+            return first
+        schema = function._schema
+        shared = schema.is_mutable or any(one.alias_info is not None for one in schema.returns)
+
+        def value_of(x):
+            return x.amp8_gradient.readable(shared) if isinstance(x, cls) else x
+
+        result = function(*tree_map(value_of, args), **tree_map(value_of, kwargs or {}))
+        return first if schema.is_mutable and isinstance(first, cls) else result
