@@ -35,7 +35,7 @@ def norms(codes):
     found = []
     for tensor in codes:
         parts = [tensor] if tensor.is_cuda else tensor.reshape(-1).split(CHUNK)
-        found.append(torch.stack([part.float().square().sum() for part in parts]).sum().sqrt())
+        found.append(torch.stack([scaling.decode(part).square().sum() for part in parts]).sum().sqrt())
     return torch.stack(found)
 
 

@@ -272,16 +272,21 @@ def cast_scale(amax, scale, updates, slot, dtype, window):
     NaN if the tensor holds NaN or infinity: the cast saturates, and a finite result would hide them.
     """
     scale = scale[slot]
-    if window:
+    if window and (amax.is_cuda or torch.compiler.is_compiling() or updates[slot].item() < window):
         scale = scaling.window_scale(amax, scale, updates[slot], dtype, window)
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
 def fp8_weight(weight, scale):
-    """(e4m3 codes, their scale) of a weight stored as fp16 or e4m3 codes."""
+    """(e4m3 operand of products, its scale) of a weight stored as fp16 or e4m3 codes."""
     if weight.dtype == scaling.E4M3:
-        return weight, scale
-    return fp16_to_e4m3(weight), scale * FP16_TO_E4M3
+        return scaling.operand(weight, scale, scaling.E4M3), scale
+    if weight.is_cuda:
+        return fp16_to_e4m3(weight), scale * FP16_TO_E4M3
+    # On a CPU the operand keeps the units of the FP16 codes, in which e4m3's smallest normal number is another.
+    smallest = torch.finfo(scaling.E4M3).smallest_normal / FP16_TO_E4M3
+    rounded = scaling.in_pieces(lambda x: scaling.round_to_grid(x.float(), smallest, scaling.E4M3), weight)
+    return rounded, scale
 
 
 def fp16_to_e4m3(codes):
@@ -292,7 +297,7 @@ def fp16_to_e4m3(codes):
 def note(operands, a, b):
     """Records the formats of a product for the report. Not in compiled code, where it would be a side effect."""
     if not torch.compiler.is_compiling():
-        operands.add((a.dtype, b.dtype))
+        operands.add((a, b))
 
 
 class _Products(torch.autograd.Function):
@@ -301,10 +306,10 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, port, weight, weight_scale, x_scale, delayed, settings, operands):
         _, _, transposed, exact, dtype = settings
-        x8 = scaling.quantize(x, x_scale, scaling.E4M3)
+        x8 = scaling.operand(x, x_scale, scaling.E4M3)
         w8, w_scale = fp8_weight(weight, weight_scale)
         ctx.delayed, ctx.settings, ctx.x_dtype, ctx.operands = delayed, settings, x.dtype, operands
-        note(operands, x8, w8)
+        note(operands, scaling.E4M3, scaling.E4M3)
         # Backward makes the weight's FP8 copy again: keeping one per layer would cost a byte per parameter.
         ctx.save_for_backward(None if port is None else x8, x_scale, weight, weight_scale)
         w8 = w8 if transposed else w8.t()
@@ -322,16 +327,16 @@ class _Products(torch.autograd.Function):
         amax = scaling.amax(dy)
         dy_scale = cast_scale(amax, scale, updates, OUTPUT_GRADIENT, gradient_format, window)
         scaling.record_(history, amax, OUTPUT_GRADIENT)
-        dy8 = scaling.quantize(dy, dy_scale, gradient_format)
+        dy8 = scaling.operand(dy, dy_scale, gradient_format)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             w8, w_scale = fp8_weight(weight, weight_scale)
             w8 = w8.t() if transposed else w8
-            note(ctx.operands, dy8, w8)
+            note(ctx.operands, gradient_format, scaling.E4M3)
             dx = scaling.product(dy8, w8, dy_scale, w_scale, dy.dtype, exact=exact).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             a, b, a_scale, b_scale = (x8, dy8, x_scale, dy_scale) if transposed else (dy8, x8, dy_scale, x_scale)
-            note(ctx.operands, a, b)
+            note(ctx.operands, *((scaling.E4M3, gradient_format) if transposed else (gradient_format, scaling.E4M3)))
             # This product sums over the rows, so their number is padded with zeros.
             dw = scaling.product(a.t(), b, a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True).float()
         return dx, dw, None, None, None, None, None, None

@@ -23,7 +23,7 @@ from . import scaling
 from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
 from .gradients import BATCH
-from .rounding import HASH, as_int32, random_bits, store
+from .rounding import random_noise, store
 from .tensors import amaxes_of, flat, without_waiting
 
 # Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
@@ -31,9 +31,11 @@ from .tensors import amaxes_of, flat, without_waiting
 SMALLEST = 4096
 
 LARGEST = 1e19  # a gradient of which the square is finite in fp32
-SLICE = 1 << 16  # elements that a CPU updates at one time: their fp32 copies stay in a core's cache
+SLICE = 1 << 17  # elements that a CPU updates at one time: their fp32 copies stay in a core's cache
 
-LR, KEEP_M, ADD_M, KEEP_V, ADD_V, EPS, DECAY, BIAS_M, ROOT_BIAS_V = range(9)  # columns of the table of numbers
+# The numbers of a parameter's step: factors of the stored w, g, m and v; Adam's; factors of what is stored afterwards.
+(W_IN, G_IN, M_IN, V_IN, ADD_M, ADD_V, LEAST_V, ROOT_BIAS_V, EPS, STEP, KEEP_W, DECAY,
+ W_OUT, M_OUT, V_OUT, COPY_OUT) = range(16)  # fmt: skip
 
 
 class Adam(torch.optim.Optimizer):
@@ -215,33 +217,28 @@ class Adam(torch.optim.Optimizer):
         device = w_scale.device
         low = "amax" in states[0]
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        numbers, seeds = [], []
+        biases, seeds = [], []
         for i, state in enumerate(states):
             state["step"] += 1
             t = state["step"].item()
-            bias_m, root_bias_v = 1 - beta1**t, math.sqrt(1 - beta2**t)
-            numbers.append([0, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 0, bias_m, root_bias_v])
-            numbers[-1][DECAY] = group["weight_decay"]
-            # Counting on from a later element is a larger seed; see random_bits.
-            seeds.append(as_int32(int(t) * 1_000_003 + parameter_numbers[i] * 7919 + starts[i] * HASH))
-        numbers = without_waiting(torch.tensor(numbers, dtype=torch.float32), device)
-        numbers[:, LR] = group["lr"]
-        seeds = without_waiting(torch.tensor(seeds, dtype=torch.int32), device)
-        if not self.model_state.stochastic_rounding:
-            seeds = None
+            biases.append([1 - beta1**t, math.sqrt(1 - beta2**t)])
+            seeds.append(int(t) * 1_000_003 + parameter_numbers[i] * 7919)
+        bias_m, root_bias_v = without_waiting(torch.tensor(biases, dtype=torch.float32), device).unbind(1)
+        one = torch.ones_like(w_scale)
+        lr, decoupled = one * group["lr"], bool(group["decoupled_weight_decay"])
 
         # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
         excess = (g_amax / LARGEST).clamp(min=1.0)
         g_scale, g_amax = g_scale * excess, g_amax / excess
-        if group["weight_decay"] and not group["decoupled_weight_decay"]:
+        if group["weight_decay"] and not decoupled:
             g_amax = g_amax + group["weight_decay"] * w_amax
-        move = numbers[:, LR] * numbers[:, ROOT_BIAS_V] / numbers[:, BIAS_M] * largest_move(beta1, beta2)
+        move = lr * root_bias_v / bias_m * largest_move(beta1, beta2)
         w_bound = above(w_amax + move, torch.float16)
         new_w = w_scale
         if copies is not None:
             new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale)
         new_copy = scaling.power_of_two_scale(above(w_bound, scaling.E4M3), scaling.E4M3)
-        m_scale = v_scale = new_m = new_v = torch.ones_like(w_scale)
+        m_scale = v_scale = new_m = new_v = one
         if low:
             m_scale = torch.stack([state["exp_avg_scale"] for state in states])
             v_scale = torch.stack([state["exp_avg_sq_scale"] for state in states])
@@ -250,33 +247,37 @@ class Adam(torch.optim.Optimizer):
             v_bound = above(beta2 * v_amax + (1 - beta2) * g_amax.square(), torch.float16)
             new_m = scaling.power_of_two_scale(m_bound, scaling.E4M3, previous=m_scale)
             new_v = scaling.power_of_two_scale(v_bound, torch.float16, previous=v_scale)
-        table = torch.stack([w_scale, g_scale, m_scale, v_scale, new_w, new_m, new_v, new_copy], 1)
+        numbers = [1 / w_scale, (-1 if group["maximize"] else 1) / g_scale, beta1 / m_scale, beta2 / v_scale,
+                   one * (1 - beta1), one * (1 - beta2), 2.0**-25 / new_v, root_bias_v, one * group["eps"],
+                   lr / bias_m, 1 - lr * group["weight_decay"], one * group["weight_decay"],
+                   new_w, new_m, new_v, new_copy]  # fmt: skip
+        numbers = torch.stack(numbers, 1)
 
         copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
         flats = [
             (flat(w), flat(g, like=w), flat(s["exp_avg"]), flat(s["exp_avg_sq"]), copy)
             for w, g, s, copy in zip(weights, gradients, states, copies, strict=True)
         ]
-        kind = (bool(group["decoupled_weight_decay"]), bool(group["maximize"]))
         found = [torch.zeros(3, device=device)] * len(flats)
         some = [i for i, (weight, *_) in enumerate(flats) if len(weight)]  # a shard may have no row of a small tensor
         if weights[0].is_cuda or self.compiled:
             run = adam_slices if weights[0].is_cuda else torch.compile(_adam_slices, dynamic=True)
+            places = without_waiting(torch.tensor([seeds, starts]).T.contiguous(), device)
             for i in range(0, len(some), BATCH):
                 part = some[i : i + BATCH]
                 columns = [list(column) for column in zip(*[flats[j] for j in part], strict=True)]
-                noise = [None if seeds is None else seeds[j] for j in part]
-                rows = [table[j] for j in part], [numbers[j] for j in part]
-                for j, amax in zip(part, run(*columns, *rows, noise, *kind), strict=True):
+                rows = [numbers[j] for j in part]
+                noise = [places[j] if self.model_state.stochastic_rounding else None for j in part]
+                for j, amax in zip(part, run(*columns, rows, noise, decoupled), strict=True):
                     found[j] = amax
         else:
             for i in some:
-                amax = torch.zeros(3)
-                for start in range(0, flats[i][0].numel(), SLICE):
-                    parts = [None if t is None else t[start : start + SLICE] for t in flats[i]]
-                    seed = None if seeds is None else seeds[i]
-                    amax = torch.maximum(amax, adam_slice(*parts, table[i], numbers[i], seed, *kind, start))
-                found[i] = amax
+                amaxes, row = [], numbers[i].unbind()
+                for first in range(0, flats[i][0].numel(), SLICE):
+                    parts = [None if t is None else t[first : first + SLICE] for t in flats[i]]
+                    place = (seeds[i], starts[i] + first) if self.model_state.stochastic_rounding else None
+                    amaxes.append(adam_slice(*parts, row, place, decoupled))
+                found[i] = amaxes[0] if len(amaxes) == 1 else torch.stack(amaxes).amax(0)
         found = self.model_state.largest(torch.stack(found))
         if low:
             torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
@@ -367,42 +368,39 @@ def start_of(parameter):
     return 0 if rows is None else rows[0] * (parameter.numel() // max(1, len(parameter)))
 
 
-def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, decoupled, maximize, start=0):
+def adam_slice(weight, gradient, m, v, copy, numbers, place, decoupled):
     """Adam on 1-d tensors of one length, in place. Returns the largest magnitudes of the new w, m and v: fp32 [3].
 
-    weight, m, v: fp32, or codes; gradient likewise; copy: None, or e4m3 codes to be made of the new weight. table [8]:
-    scales of w, g, m, v now, and of w, m, v and the copy afterwards. numbers [9]: see the columns above. start: where
-    in its tensor this slice begins.
+    weight, m, v: fp32, or codes; gradient likewise; copy: None, or e4m3 codes to be made of the new weight. numbers
+    [16]: see the columns above; tensors, because torch converts a Python number in each operation. place: the seed of
+    this tensor's random numbers and where in it these elements begin, or None to round to nearest.
     """
-    w_scale, g_scale, m_scale, v_scale, new_w, new_m, new_v, new_copy = table.unbind()
-    w = scaling.decode(weight) / w_scale
-    g = scaling.decode(gradient) / (-g_scale if maximize else g_scale)
-    new_weight, decay = w, numbers[LR] * numbers[DECAY]
-    if decoupled:
-        new_weight = w * (1 - decay)
-    else:
-        g = g + w * numbers[DECAY]
-    first = scaling.decode(m) / m_scale * numbers[KEEP_M] + g * numbers[ADD_M]
-    second = scaling.decode(v) / v_scale * numbers[KEEP_V] + g * g * numbers[ADD_V]
+    w = scaling.decode(weight) * numbers[W_IN]
+    g = scaling.decode(gradient) * numbers[G_IN]
+    if not decoupled:
+        g.add_(w * numbers[DECAY])
+    first = (scaling.decode(m) * numbers[M_IN]).add_(g * numbers[ADD_M])
+    second = (scaling.decode(v) * numbers[V_IN]).add_(g.square().mul_(numbers[ADD_V]))
     # A v so small that it will be stored as 0 counts as half of the smallest that will not. Otherwise an m that
     # outlives its v would be divided by eps alone, next time.
-    counted = second
-    if v.dtype == torch.float16:
-        counted = torch.maximum(second, 2.0**-25 / new_v)
-    step = first / (counted.sqrt() / numbers[ROOT_BIAS_V] + numbers[EPS])
-    new_weight = new_weight - step * (numbers[LR] / numbers[BIAS_M])
-    bits = None if seed is None else random_bits(w.numel(), seed, start)
-    store(weight, new_weight, new_w, bits)
-    store(m, first, new_m, None if bits is None else bits << 16)
-    store(v, second, new_v, bits)
+    counted = torch.maximum(second, numbers[LEAST_V]) if v.dtype == torch.float16 else second
+    step = first / counted.sqrt().div_(numbers[ROOT_BIAS_V]).add_(numbers[EPS])
+    new_weight = (w.mul_(numbers[KEEP_W]) if decoupled else w).sub_(step.mul_(numbers[STEP]))
+    noise = {}
+    if place is not None:
+        seed, start = place
+        noise = {scaling.E4M3: random_noise(len(w), seed, start), torch.float16: random_noise(len(w), seed + 1, start)}
+    store(weight, new_weight, numbers[W_OUT], noise.get(weight.dtype))
+    store(m, first, numbers[M_OUT], noise.get(m.dtype))
+    store(v, second, numbers[V_OUT], noise.get(v.dtype))
     if copy is not None:
-        copy.copy_(scaling.quantize(new_weight, new_copy, copy.dtype))
-    return torch.stack([scaling.amax(new_weight), scaling.amax(first), scaling.amax(second)])
+        copy.copy_(scaling.quantize(new_weight, numbers[COPY_OUT], copy.dtype))
+    return torch.stack([new_weight.abs().amax(), first.abs().amax(), second.amax()])
 
 
-def _adam_slices(weights, gradients, ms, vs, copies, tables, numbers, seeds, decoupled, maximize):
-    rows = zip(weights, gradients, ms, vs, copies, tables, numbers, seeds, strict=True)
-    return [adam_slice(*row, decoupled, maximize) for row in rows]
+def _adam_slices(weights, gradients, ms, vs, copies, numbers, places, decoupled):
+    rows = zip(weights, gradients, ms, vs, copies, numbers, places, strict=True)
+    return [adam_slice(*row, decoupled) for row in rows]
 
 
 adam_slices = compiled_on_cuda(_adam_slices)

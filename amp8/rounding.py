@@ -1,23 +1,65 @@
 """Stochastic rounding of fp32 values to fp16 and e4m3, with random numbers that depend on step and position alone."""
 
-import math
+import functools
 
 import torch
 
 from . import scaling
 
-HASH = 0x5BD1E995  # of an element's index
+BLOCK = 1 << 16  # elements of a tensor whose random numbers come from one table
+MASK = (1 << 32) - 1
 
 
-def store(target, value, scale, bits=None):
-    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16. bits: what
-    `random_bits` returned, for stochastic rounding, or None."""
+def store(target, value, scale, noise=None):
+    """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16. noise: what
+    `random_noise` returned for the target's dtype, for stochastic rounding, or None."""
     if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
         target.copy_(value)
-    elif bits is None:
+    elif noise is None:
         target.copy_(scaling.quantize(value, scale, target.dtype))
     else:
-        target.copy_(round_stochastically(value * scale, target.dtype, bits))
+        target.copy_(round_stochastically(value * scale, target.dtype, noise))
+
+
+def mixed(x):
+    """A hash of an integer from 0 to 2**32 - 1, or of int64 tensors of such integers."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
+    return x ^ (x >> 15)
+
+
+@functools.cache
+def table():
+    """A hash of each place in a block, int32 [BLOCK]."""
+    return mixed(torch.arange(BLOCK)).to(torch.int32)
+
+
+def factors(seed, block):
+    """The numbers a (odd) and b by which the table becomes the random numbers of a block: see `random_bits`."""
+    a = mixed((seed + block * 0x9E3779B1) & MASK)
+    return a | 1, mixed(a ^ 0x5BD1E995)
+
+
+def random_bits(n, seed, start=0):
+    """n random int32 for the elements of a tensor from `start` on, which depend on `seed` and each element's index
+    alone: the same on every rank, in a resumed run and in compiled code.
+
+    seed, start: integers, or 0-d int64 tensors in code that is compiled for a GPU. An element's number is a * x + b
+    modulo 2**32, where x is a fixed hash of its place in a block, and a, b are hashes of the seed and the block. So the
+    highest bits of any two elements are independent over the seeds (Dietzfelbinger et al., A Reliable Randomized
+    Algorithm for the Closest-Pair Problem, 1997), at the price of a multiplication and an addition.
+    """
+    if isinstance(seed, torch.Tensor):
+        index = torch.arange(n, device=seed.device) + start
+        a, b = factors(seed, index >> 16)
+        return (mixed(index & (BLOCK - 1)) * a + b).to(torch.int32)
+    parts = []
+    while n > 0:
+        a, b = map(as_int32, factors(seed, start >> 16))
+        first = start % BLOCK
+        parts.append((table()[first : first + n] * a).add_(b))
+        n, start = n - len(parts[-1]), start + len(parts[-1])
+    return parts[0] if len(parts) == 1 else torch.cat([table()[:0], *parts])
 
 
 def as_int32(x):
@@ -25,28 +67,20 @@ def as_int32(x):
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def random_bits(n, seed, start=0):
-    """n random int32, a hash of each element's index, counted from `start`, and of `seed` (0-d int32): the same on
-    every rank, in a resumed run and in compiled code."""
-    h = torch.arange(n, dtype=torch.int32, device=seed.device)
-    h = h.mul_(as_int32(HASH)).add_(seed + as_int32(start * HASH))
-    h = h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD)
-    h = h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
-    return h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))
+def random_noise(n, seed, start=0):
+    """What stochastic rounding adds to n values, in units of their last bits times 2**-32: fp32, the random bits."""
+    return random_bits(n, seed, start).float()
 
 
-def round_stochastically(x, dtype, bits):
-    """fp32 -> fp16 or e4m3, up or down with probabilities that make the mean exact. Saturates.
+def round_stochastically(x, dtype, noise):
+    """fp32 values on the grid of fp16 or e4m3 in place of `x`, up or down with probabilities that make the mean exact.
+    Saturates. Rounding to nearest loses a change much smaller than a number's last bit; this keeps it on average.
 
-    Rounding to nearest loses a change much smaller than a number's last bit; stochastic rounding keeps it on average.
-    bits: int32 of the shape of x; the highest 13 (fp16) or 16 (e4m3) are used.
+    noise: what `random_noise` returned. What is added is less than half of the last bit, in fp32 too, which holds that
+    bit and 13 more; then the sum is rounded to nearest. So a number that is on the grid stays.
     """
     info = torch.finfo(dtype)
-    x = x.clamp(-info.max, info.max)
+    x = x.clamp_(-info.max, info.max)
     unit = scaling.binade(x, info.smallest_normal)
-    # What is added is less than half of the last bit, as the number is odd and so never an end of its range; then the
-    # sum is rounded to nearest. So a number that is on the grid stays. More bits than these would not fit in fp32.
-    shift = 32 - min(16, 23 + round(math.log2(info.eps)))
-    noise = (bits >> shift).bitwise_or_(1).float()
-    x.addcmul_(noise, unit, value=info.eps * 2.0 ** (shift - 32))
-    return scaling.to_grid(x, unit, dtype).clamp_(-info.max, info.max).to(dtype)
+    x.addcmul_(noise, unit, value=info.eps * 2.0**-32 * (1 - 2.0**-12))
+    return scaling.to_grid(x, unit, dtype)

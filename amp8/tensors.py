@@ -4,9 +4,13 @@ import math
 
 import torch
 
+from . import scaling
+
 
 def amaxes_of(tensors):
     """Largest magnitude of each tensor, fp32 [number of tensors]. Of none of its rows, as a shard may have, it is 0."""
+    if not tensors[0].is_cuda:  # where torch's norm takes ten times as long
+        return torch.stack([scaling.amax(tensor) for tensor in tensors])
     some = [tensor for tensor in tensors if tensor.numel()]
     norms = iter(torch._foreach_norm(some, math.inf) if some else ())
     zero = torch.zeros((), device=tensors[0].device)

@@ -186,12 +186,12 @@ def watched_adam(report):
         values.append(value)
         own_store(target, value, *rest)
 
-    def adam_slice(weight, gradient, m, v, copy, table, numbers, seed, *rest):
-        old = weight.float() / table[0]
+    def adam_slice(weight, gradient, m, v, copy, numbers, place, *rest):
+        old = weight.float() * numbers[adam.W_IN]
         values.clear()
-        amax = own(weight, gradient, m, v, copy, table, numbers, seed, *rest)
-        new, moved = weight.float() / table[4], values[0] != old
-        lost = moved & (new == old) if seed is None else moved.new_zeros(())
+        amax = own(weight, gradient, m, v, copy, numbers, place, *rest)
+        new, moved = weight.float() / numbers[adam.W_OUT], values[0] != old
+        lost = moved & (new == old) if place is None else moved.new_zeros(())
         counts = {"updates_lost": lost.sum().item(), "updates_lost_of": moved.sum().item()}
         for name, stored, value in (("exp_avg", m, values[1]), ("exp_avg_sq", v, values[2])):
             there = value != 0

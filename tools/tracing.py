@@ -148,12 +148,17 @@ def without_values():
     def rounded(x, *_):
         return x.new_empty(x.shape, dtype=torch.bfloat16)
 
+    def operand(x, scale, dtype):  # as on a GPU
+        return x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
+
     def amax(x, dim=None):
         return x.new_zeros((), dtype=torch.float32)
 
     with (
         mock.patch.object(scaling, "amax", amax),
         mock.patch.object(scaling, "round_codes", rounded),
+        mock.patch.object(scaling, "operand", operand),
+        mock.patch.object(scaling, "in_pieces", lambda function, x: operand(x, None, scaling.E4M3)),
         mock.patch.object(emulate, "_rounded", rounded),
         mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),
         mock.patch.object(optimizer, "adam_slice", lambda *_: torch.ones(3)),
