@@ -167,11 +167,17 @@ def update_scales(model, group=None, reduce_amax=True):
     if reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
         amaxes = torch.stack([m.fp8_amax_history[0] for m in layers])
         torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
-        for m, amax in zip(layers, amaxes, strict=True):
-            m.fp8_amax_history[0] = amax
+        torch._foreach_copy_([m.fp8_amax_history[0] for m in layers], list(amaxes.unbind()))
+    alike = {}
     for m in layers:
-        fp8_max = m.fp8_scale.new_tensor([scaling.dtype_max(dtype) for dtype in (E4M3, E4M3, m.grad_dtype)])
-        scaling.update_delayed_(m.fp8_amax_history, m.fp8_scale, fp8_max, m.margin, m.amax_compute_algo)
+        alike.setdefault((m.margin, m.amax_compute_algo, m.fp8_amax_history.shape), []).append(m)
+    for (margin, algo, _), some in alike.items():  # in one go, as each is a dozen operators on few numbers
+        histories, scales = [m.fp8_amax_history for m in some], [m.fp8_scale for m in some]
+        history, scale = torch.stack(histories, 1), torch.stack(scales)
+        fp8_max = scale.new_tensor([[scaling.dtype_max(dtype) for dtype in (E4M3, E4M3, m.grad_dtype)] for m in some])
+        scaling.update_delayed_(history, scale, fp8_max, margin, algo)
+        torch._foreach_copy_(histories, list(history.unbind(1)))
+        torch._foreach_copy_(scales, list(scale.unbind()))
 
 
 class _Tensorwise(torch.autograd.Function):
@@ -252,11 +258,11 @@ def _rounded(x, dtype, tile, tiny):
     scale = scaling.power_of_two_scale(scaling.amax(blocks, (1, 3)).clamp(min=tiny), dtype)
     # Nothing can saturate, because each scale is made from the amax of what it scales.
     smallest = torch.finfo(dtype).smallest_normal / scale
-    if torch.compiler.is_compiling():
+    pieces = 1 if torch.compiler.is_compiling() else blocks.numel() // scaling.PIECE
+    if pieces <= 1:
         out = scaling.round_to_grid(blocks.to(torch.float32, copy=True), smallest, dtype).to(torch.bfloat16)
     else:
-        out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device)
-        dim, pieces = int(len(blocks) == 1), max(1, blocks.numel() // scaling.PIECE)
+        out, dim = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device), int(len(blocks) == 1)
         parts = (t.chunk(pieces, dim) for t in (blocks, smallest.expand(blocks.shape), out))
         for piece, least, rounded in zip(*parts, strict=True):
             rounded.copy_(scaling.round_to_grid(piece.to(torch.float32, copy=True), least, dtype))

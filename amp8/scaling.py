@@ -62,10 +62,11 @@ def power_of_two_scale(amax, dtype, margin=0, previous=None):
         mantissa, exponent = math.frexp(value)
         exponent = max_exponent - exponent - (mantissa > max_mantissa) - margin
         return torch.tensor(2.0 ** min(max(exponent, -126), 126))
-    mantissa, exponent = torch.frexp(amax.float())
-    exponent = max_exponent - exponent - (mantissa > max_mantissa).int() - margin
+    # In the bits of fp32, adding `carry` raises the exponent of an amax whose mantissa is larger than the maximum's.
+    carry = (1 << 23) - 1 - int((2 * max_mantissa - 1) * (1 << 23))
+    exponent = max_exponent - margin + 126 - ((amax.float().view(torch.int32) + carry) >> 23)
     scale = ((exponent.clamp(-126, 126) + 127) << 23).view(torch.float32)  # exp2() need not be exact either
-    return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0 if previous is None else previous)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
 
 
 def quantize(x, scale, dtype):

@@ -85,11 +85,14 @@ def test_fp32_and_float64_take_torchs_own_kernels(replaced):
     assert (x.double() @ x.double()).dtype == torch.float64
 
 
-def test_the_kernels_of_autograd_autocast_and_compile_are_these(replaced, monkeypatch):
-    """Each of them reaches the kernel below, in the forward and in the backward pass."""
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_kernels_of_autograd_autocast_and_compile_are_these(replaced, monkeypatch, compiled):
+    """Each of them reaches the kernel below, in the forward and in the backward pass: two of a product's tensors are
+    cast in the forward pass, with the bias a third, and four in the backward pass."""
     seen = []
     monkeypatch.setattr(torch.Tensor, "float", lambda self: seen.append(self.dtype) or self.to(torch.float32))
     model = torch.nn.Linear(16, 16)
+    model = torch.compile(model) if compiled else model
     with torch.autocast("cpu", torch.bfloat16):
         y = model(torch.randn(8, 16, requires_grad=True))
     forward = len(seen)
