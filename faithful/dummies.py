@@ -18,6 +18,9 @@ def real(config, accelerator, args):
     DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out."""
     args = list(args)
     for one in args:
+        if isinstance(one, DummyScheduler) and one.lr_scheduler_callable is not None:
+            raise Refused("DummyScheduler(lr_scheduler_callable=...) is not supported here: pass the scheduler that it "
+                          "returns to prepare(), with an optimizer of the script's own")  # fmt: skip
         for kind, dummy in (("optimizer", DummyOptim), ("scheduler", DummyScheduler)):
             its = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
             if isinstance(one, its) and kind in config:
@@ -58,7 +61,7 @@ def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
     """DeepSpeed's scheduler, which its engine steps once in each optimizer step."""
     from deepspeed.runtime import lr_schedules
 
-    if dummy.lr_scheduler_callable is not None or section["type"] not in lr_schedules.VALID_LR_SCHEDULES:
+    if section["type"] not in lr_schedules.VALID_LR_SCHEDULES:
         raise Refused(f"scheduler {section['type']} of deepspeed_config_file is not one of "
                       f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}: make it in the script")  # fmt: skip
     total, processes = dummy.total_num_steps, 1 if accelerator.split_batches else accelerator.num_processes

@@ -344,6 +344,8 @@ loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
 parts = [model, optimizer, loader]
 if "schedule" in sys.argv:
     parts.append(DummyScheduler(optimizer, warmup_num_steps=4))
+if "callable" in sys.argv:
+    parts.append(DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: None))
 model, optimizer, loader, *scheduler = accelerator.prepare(*parts)
 for batch in loader:
     loss = model(batch).square().mean()
@@ -385,6 +387,7 @@ def test_the_optimizer_of_a_file_is_the_one_that_the_script_would_make(tmp_path)
     config = deepspeed_file(tmp_path, optimizer=optimizer)
     assert seen(tmp_path, config, "dummy") == seen(tmp_path, zero(zero_stage=2))
     assert "says the optimizer AdamW, the script makes AdamW: leave the file's out" in seen(tmp_path, config, code=1)
+    assert "lr_scheduler_callable=...) is not supported here" in seen(tmp_path, config, "dummy", "callable", code=1)
 
 
 def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_path):
