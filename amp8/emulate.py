@@ -258,11 +258,11 @@ def _rounded(x, dtype, tile, tiny):
     scale = scaling.power_of_two_scale(scaling.amax(blocks, (1, 3)).clamp(min=tiny), dtype)
     # Nothing can saturate, because each scale is made from the amax of what it scales.
     smallest = torch.finfo(dtype).smallest_normal / scale
-    pieces = 1 if torch.compiler.is_compiling() else blocks.numel() // scaling.PIECE
-    if pieces <= 1:
+    if torch.compiler.is_compiling():
         out = scaling.round_to_grid(blocks.to(torch.float32, copy=True), smallest, dtype).to(torch.bfloat16)
     else:
-        out, dim = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device), int(len(blocks) == 1)
+        out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device)
+        dim, pieces = int(len(blocks) == 1), max(1, blocks.numel() // scaling.PIECE)
         parts = (t.chunk(pieces, dim) for t in (blocks, smallest.expand(blocks.shape), out))
         for piece, least, rounded in zip(*parts, strict=True):
             rounded.copy_(scaling.round_to_grid(piece.to(torch.float32, copy=True), least, dtype))

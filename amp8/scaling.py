@@ -114,14 +114,16 @@ def round_codes(x, scale, dtype):
     return in_pieces(rounded, x)
 
 
-def in_pieces(function, x):
-    """function(x), elementwise, as bf16. In pieces that stay in the cache: each of the half dozen passes over a whole
+def in_pieces(rounded, x):
+    """rounded(x), elementwise, as bf16. In pieces that stay in the cache: each of the half dozen passes over a whole
     tensor would go through memory."""
-    if torch.compiler.is_compiling() or x.numel() <= PIECE:
-        return function(x.contiguous()).to(torch.bfloat16)
+    if torch.compiler.is_compiling():
+        return rounded(x).to(torch.bfloat16)  # one fused loop
+    if x.numel() <= PIECE:
+        return rounded(x.contiguous()).to(torch.bfloat16)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     for piece, codes in zip(x.reshape(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
-        codes.copy_(function(piece))
+        codes.copy_(rounded(piece))
     return out
 
 

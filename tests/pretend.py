@@ -187,10 +187,11 @@ class Mode(TorchDispatchMode):
 
 
 lost_process = None  # see `wear`
+ORDINARY = torch.Tensor.__torch_dispatch__
 
 
 def dispatch(func, kinds, args, kwargs):
-    if any(kind not in (torch.Tensor, torch.nn.Parameter, CudaTensor) for kind in kinds):
+    if any(kind is not CudaTensor and kind.__torch_dispatch__ is not ORDINARY for kind in kinds):
         return NotImplemented  # a DTensor, say: it goes first, and what it holds comes by here
     leaves = [*flat(args), *flat(kwargs.values())]
     name, collective = names(func)
