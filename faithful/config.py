@@ -49,7 +49,7 @@ def asked(env):
     fsdp = asked_of_fsdp(env)
     deepspeed = asked_of_deepspeed(env)
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
-        strategy = f"zero{deepspeed['stage']}"
+        strategy = "ddp" if deepspeed["as_ddp"] else f"zero{deepspeed['stage']}"
     elif fsdp["version"] == 1 and fsdp["sharding"] == "NO_SHARD":
         strategy = "ddp"
     elif fsdp["version"]:
@@ -85,6 +85,7 @@ def asked(env):
         "least": fsdp["least"] if sharded else None,
         "layers": fsdp["layers"] if sharded else [],
         "synced": sharded and fsdp["synced"],
+        "ignored": (fsdp["ignored"] or None) if sharded else None,
         "use_cpu": on(env.get("ACCELERATE_USE_CPU")),
     }
 
@@ -129,14 +130,16 @@ def asked_of_fsdp(env):
 
 def asked_of_deepspeed(env):
     """The DeepSpeed part of `asked`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
-    gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's."""
+    gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's. as_ddp:
+    stage 0, which DDP does."""
 
     def get(key, default="none"):
         return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
 
     clip, on_here = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower(), on(env.get("ACCELERATE_USE_DEEPSPEED"))
     found = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
-             "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False}  # fmt: skip
+             "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False,
+             "as_ddp": False}  # fmt: skip
     if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
         found |= deepspeed_file.asked(file)
     elif on_here:
@@ -146,6 +149,7 @@ def asked_of_deepspeed(env):
             "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
             "save_16bit": get("ZERO_STAGE") == "3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
         }
+        found["as_ddp"] = found["stage"] == 0 and not found["clip"] and {*found["devices"]} <= {"none"}
     devices = found.pop("devices")[: 2 if found["stage"] == 3 else 1]  # only stage 3 offloads parameters
     found |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
     return found | {"init": found["stage"] == 3 and on(get("ZERO3_INIT", "true"))}

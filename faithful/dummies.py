@@ -9,7 +9,7 @@ import math
 import torch
 from accelerate.utils import DummyOptim, DummyScheduler
 
-from faithful import deepspeed_file
+from faithful import deepspeed_file, patches
 from faithful.errors import Refused
 
 
@@ -18,29 +18,34 @@ def real(config, accelerator, args):
     DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out."""
     args = list(args)
     for one in args:
-        if isinstance(one, DummyScheduler) and one.lr_scheduler_callable is not None:
-            raise Refused("DummyScheduler(lr_scheduler_callable=...) is not supported here: pass the scheduler that it "
-                          "returns to prepare(), with an optimizer of the script's own")  # fmt: skip
         for kind, dummy in (("optimizer", DummyOptim), ("scheduler", DummyScheduler)):
             its = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
             if isinstance(one, its) and kind in config:
                 raise Refused(f"deepspeed_config_file says the {kind} {config[kind].get('type')}, the script makes "
                               f"{type(one).__name__}: leave the file's out, or make a {dummy.__name__}")  # fmt: skip
-            if isinstance(one, dummy) and kind not in config:
+            if isinstance(one, dummy) and kind not in config and not callable_of(one):
                 raise Refused(
                     f"the script makes a {dummy.__name__}, and no deepspeed_config_file says the {kind}: add it"
                 )
     made = next((one for one in args if isinstance(one, DummyOptim)), None)
+    if made is None and any(callable_of(one) for one in args):
+        raise Refused("DummyScheduler with lr_scheduler_callable is for a script that makes a DummyOptim: make the "
+                      "scheduler itself beside an optimizer of torch")  # fmt: skip
     if made is None:
         return tuple(args)
     optimizer = optimizer_of(config.pop("optimizer"), made)
     for at, one in enumerate(args):
         if isinstance(one, DummyScheduler):
-            args[at] = scheduler_of(config.pop("scheduler"), one, made, optimizer, accelerator)
+            args[at] = scheduler_of(config.pop("scheduler", None), one, made, optimizer, accelerator)
         elif one is made:
             args[at] = optimizer
     config.pop("scheduler", None)
     return tuple(args)
+
+
+def callable_of(dummy):
+    """The function with which a DummyScheduler makes the scheduler itself, or None."""
+    return dummy.lr_scheduler_callable if isinstance(dummy, DummyScheduler) else None
 
 
 def optimizer_of(section, dummy):
@@ -58,9 +63,15 @@ def optimizer_of(section, dummy):
 
 
 def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
-    """DeepSpeed's scheduler, which its engine steps once in each optimizer step."""
+    """The scheduler, which DeepSpeed's engine steps once in each optimizer step: that of the script's function, which
+    comes before the file's, as in DeepSpeed, or the file's."""
     from deepspeed.runtime import lr_schedules
 
+    if callable_of(dummy):
+        made = callable_of(dummy)(optimizer)
+        names = [*lr_schedules.VALID_LR_SCHEDULES, type(made).__name__]  # those that Accelerate hands to the engine
+        patches.replace("deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES", names)
+        return made
     if section["type"] not in lr_schedules.VALID_LR_SCHEDULES:
         raise Refused(f"scheduler {section['type']} of deepspeed_config_file is not one of "
                       f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}: make it in the script")  # fmt: skip

@@ -34,6 +34,8 @@ def read(path):
     except (OSError, UnicodeDecodeError) as error:
         return [f"cannot be read: {getattr(error, 'strerror', None) or error}"], None
     except json.JSONDecodeError as error:
+        if text.startswith("\ufeff"):
+            return ["begins with a byte order mark, which Accelerate refuses in JSON: save it without"], None
         return [f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"], None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -41,6 +43,9 @@ def read(path):
         return [f"not YAML{where}: {getattr(error, 'problem', error)}"], None
     if not isinstance(config, dict):
         return [f"holds a {type(config).__name__}, not `key: value` lines"], None
+    if "zero_optimization" in config and "distributed_type" not in config:
+        return ["is a file of DeepSpeed's, not of Accelerate's: name it as deepspeed_config_file in the "
+                "deepspeed_config of a YAML with distributed_type DEEPSPEED"], None  # fmt: skip
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
         return ["compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines: set LOCAL_MACHINE to run "
                 "it here"], None  # fmt: skip
@@ -70,6 +75,7 @@ def file_problems(path):
     if isinstance(config.get("mixed_precision"), bool):
         shown = str(config["mixed_precision"]).lower()
         lines.append(f"mixed_precision: {shown} is a boolean to YAML: write 'no' in quotes")
+        config["mixed_precision"] = "no"
     kind, processes = config.get("distributed_type"), config.get("num_processes")
     if kind is None:
         lines.append(f"distributed_type is missing: one of {', '.join(TYPES)}")
@@ -122,14 +128,23 @@ def problems_of_fp8(section):
     if not isinstance(section.get("fp8_skip", ""), str):
         yield (f"fp8_config skip {section['fp8_skip']}: write names or patterns in one string, as skip: \"head, "
                'blocks.0.*"')  # fmt: skip
-    for old, key in (("fp8_optimization_level", "fp8_opt_level"), ("fp8_amax_history_length", "fp8_amax_history_len"),
-                     ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo")):  # fmt: skip
-        effective = section.get(key, FP8_DEFAULTS[key])
-        said = section.get(old, effective)  # `accelerate config` writes the old one, the launcher reads the other
-        if str(said) != str(effective):
+    for old, (said, key, effective) in said_in_vain(section).items():
+        if (old, said) != ("fp8_amax_compute_algorithm", "max"):  # whoever runs `accelerate config` has this by default
             yield (f"fp8_config {old[4:]} {said} is not read by Accelerate, which takes {effective}: did you mean "
                    f"{key[4:]}?")  # fmt: skip
     yield from keys_of_another_backend(section)
+
+
+def said_in_vain(section):
+    """{key that `accelerate config` writes: (its value, the key that the launcher reads instead, the value of that)},
+    where the two values differ."""
+    found = {}
+    for old, key in (("fp8_optimization_level", "fp8_opt_level"), ("fp8_amax_history_length", "fp8_amax_history_len"),
+                     ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo")):  # fmt: skip
+        effective = section.get(key, FP8_DEFAULTS[key])
+        if str(section.get(old, effective)) != str(effective):
+            found[old] = section[old], key, effective
+    return found
 
 
 def keys_of_another_backend(section):
@@ -163,9 +178,12 @@ def file_notes(config):
     if kind == "DEEPSPEED" and str(backend).lower() not in ("no", "false"):
         yield "dynamo_config is not read under distributed_type DEEPSPEED: nothing is compiled"
     for section, names in keys.UNREAD.items():
+        held = {keys.full(section, key): value for key, value in (config.get(section) or {}).items()}
         for key in config.get(section) or ():
+            said, _, effective = said_in_vain(held).get(keys.full(section, key), (None, None, None))
+            other = f" {said} is not read by Accelerate, which takes {effective}" if said else ""
             if keys.full(section, key) in names:
-                yield f"{section} {key} is not read by Accelerate"
+                yield f"{section} {key}{other or ' is not read by Accelerate'}"
 
 
 def asks_for_cpu(config):

@@ -23,6 +23,7 @@ UNREAD = {
     "fp8_config": ("fp8_optimization_level", "fp8_amax_history_length", "fp8_amax_compute_algorithm"),
     "mpirun_config": ("mpirun_ccl",),
 }
+REMOVED = ("ipex_config",)  # which Accelerate refuses by now
 TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", "n", "f")  # Accelerate's str_to_bool
 
 
@@ -119,6 +120,8 @@ def wrong(kind, value):
 
 
 def meant(key, section):
+    if key in REMOVED:
+        return "is a key of earlier versions, which Accelerate refuses by now: remove it"
     names = [*known()[section], *UNREAD.get(section, ())]
     close = difflib.get_close_matches(key, names, 1, 0.6) or difflib.get_close_matches(
         full(section, key), names, 1, 0.6

@@ -32,6 +32,8 @@ TABLE = {  # what is changed: why
         "those that faithful/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
     "deepspeed.ops:__compatible_ops__":
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
+    "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
+        "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
         "it compares the precision of TrainingArguments, which scripts leave to the config, with DeepSpeed's",
     "kernels of torch.ops.aten for CPUs":

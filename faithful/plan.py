@@ -41,6 +41,7 @@ class Plan:
     wrap: str | None = None  # fsdp, hsdp: the policy that says which modules are gathered as a unit
     least: int | None = None  # SIZE_BASED_WRAP: the parameters of a unit
     layers: list = dataclasses.field(default_factory=list)  # TRANSFORMER_BASED_WRAP: classes of the units, if named
+    ignored: str | None = None  # fsdp, hsdp: the modules, as a regular expression, that are not sharded
     clip: float | None = None  # zero: the norm to which the config clips gradients
     synced: bool = False  # all processes start with the weights of process 0, whatever they have built
     notes: list = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
@@ -48,6 +49,7 @@ class Plan:
 
 # Fields of the config that options of `accelerate launch` must not change.
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
+OF_PRECISION = ("precision", "backend", "level", "skip")  # the launcher's option says them where the file does not
 
 
 def resolve(precision=None):
@@ -67,11 +69,12 @@ def resolved(precision, process):
     if file is not None:
         lines, config = files.file_problems(file)
         config = config or {}
+        said = config.get("mixed_precision") is not None or wanted["deepspeed"]["precision"]
         says = asked(exported({"num_processes": wanted["num_processes"]} | config)) if config else wanted
         lines += [
             f"{file.name} says {key} {says[key]}, the launch made it {wanted[key]}: launch it as it is"
             for key in LAUNCHED_AS
-            if says[key] != wanted[key]
+            if says[key] != wanted[key] and (key not in OF_PRECISION or said)
         ]
         notes += files.file_notes(config)
         wanted["use_cpu"] |= files.asks_for_cpu(config)
@@ -121,7 +124,7 @@ def follow(plan, wanted):
     elif wanted["fsdp"]["version"]:
         values = {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": str(not plan.noreshard).lower(),
                   "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_BACKWARD_PREFETCH": None,
-                  "FSDP_IGNORED_MODULES": None, "FSDP_MIN_NUM_PARAMS": str(plan.least),
+                  "FSDP_IGNORED_MODULES": plan.ignored, "FSDP_MIN_NUM_PARAMS": str(plan.least),
                   "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(plan.layers) or None}  # fmt: skip
         values |= {name: None for name, value in os.environ.items() if name.startswith("FSDP_") and value == "none"}
         if os.environ.get("FSDP_STATE_DICT_TYPE") in ("LOCAL_STATE_DICT", "None"):
@@ -130,6 +133,8 @@ def follow(plan, wanted):
         values["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         sizes = wanted["sizes"].items()
         values |= {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes}
+    if wanted["deepspeed"]["as_ddp"]:
+        values["ACCELERATE_USE_DEEPSPEED"] = None
     if wanted["deepspeed"]["init"]:
         values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
     if wanted["deepspeed"]["steps"]:

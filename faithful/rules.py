@@ -25,7 +25,8 @@ def problems(asked, machine):
     lines = []
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
     if strategy == "zero0":
-        lines.append("zero_stage 0 partitions nothing: use zero_stage 1, or distributed_type MULTI_GPU, which is DDP")
+        lines.append("zero_stage 0 runs as DDP, which has no gradient_clipping, offloading or deepspeed_config_file: "
+                     "use zero_stage 1, or distributed_type MULTI_GPU and clip in the script")  # fmt: skip
     elif strategy not in STRATEGIES:
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
@@ -41,7 +42,7 @@ def problems(asked, machine):
     if not gpus and precision == "fp16" and strategy.startswith("zero"):
         lines.append(f"{strategy} in fp16 cannot rehearse on a CPU (DeepSpeed's fp16 needs a GPU): use {strategy}_bf16")
     lines += problems_of_fsdp(asked) + problems_of_meshes(asked)
-    lines += problems_of_deepspeed(asked, machine) if strategy.startswith("zero") else []
+    lines += problems_of_deepspeed(asked, machine) if asked["deepspeed"]["stage"] is not None else []
     if precision == "bf16" and machine["capability"] and machine["capability"] < (8, 0):
         has = "{}.{}".format(*machine["capability"])
         lines.append(f"bf16 needs compute capability 8.0, {machine['name']} has {has}: use an fp16 config")
@@ -65,6 +66,11 @@ def notes(asked):
                      "read: fsdp_reshard_after_forward and parallelism_config say it")  # fmt: skip
     if asked["compile"] and asked["whole_model"]:
         lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
+    if asked["deepspeed"]["as_ddp"]:
+        lines.append("zero_stage 0 partitions nothing: it runs as DDP")
+    if asked["ignored"]:
+        lines.append(f"fsdp_ignored_modules {asked['ignored']}: each process keeps the whole of them, and none of them "
+                     "may be trained, as their gradients are not averaged")  # fmt: skip
     if asked["deepspeed"]["init"] and several:
         lines.append("zero3_init_flag is off here: each process builds the whole model, with the weights of its seed, "
                      "before they are partitioned")  # fmt: skip
@@ -94,9 +100,8 @@ def problems_of_fsdp(asked):
     if fsdp["wrap"] == "NO_WRAP" and asked["ckpt"] and asked["strategy"] in ("fsdp", "hsdp"):
         lines.append("fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
                      " TRANSFORMER_BASED_WRAP")  # fmt: skip
-    if fsdp["ignored"]:
-        lines.append(f"fsdp_ignored_modules {fsdp['ignored']}: each process would train its own copy of them, as their "
-                     "gradients are not averaged: leave it out")  # fmt: skip
+    if asked["ignored"] and asked["backend"] == "msamp":
+        lines.append(f"fsdp_ignored_modules {asked['ignored']}: MS-AMP's levels shard all weights: leave it out")
     return lines
 
 
@@ -133,12 +138,13 @@ def problems_of_deepspeed(asked, machine):
     strategy, extra = asked["strategy"], asked["deepspeed"]
     lines = []
     if "deepspeed" not in machine["packages"]:
-        lines.append(f"{strategy} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
+        stage = f"zero{extra['stage']}"
+        lines.append(f"{stage} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed")
     if extra["problem"]:
         lines.append(extra["problem"])
     if extra["nvme"]:
-        lines.append("offloading to nvme is not supported here: set offload_optimizer_device and "
-                     "offload_param_device to cpu")  # fmt: skip
+        lines.append("offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
+                     "offload_optimizer_device and offload_param_device to cpu")  # fmt: skip
     if asked["offload"] and strategy == "zero1":
         lines.append("zero1 does not offload: use zero3_bf16_offload")
     return lines

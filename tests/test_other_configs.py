@@ -81,6 +81,18 @@ NOTED = {
         fsdp(FSDP2, fsdp_sharding_strategy="HYBRID_SHARD", fsdp_cpu_ram_efficient_loading=False),
         ["which version 2 does not read"],
     ),
+    "ZeRO stage 0": (zero(zero_stage=0, zero3_init_flag=False), ["zero_stage 0 partitions nothing: it runs as DDP"]),
+    "modules that are not sharded": (
+        fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=r".*\.router"),
+        ["none of them may be trained"],
+    ),
+    "the default answers of accelerate config for TransformerEngine": (
+        DDP | {"mixed_precision": "fp8",
+               "fp8_config": {"backend": "TE", "fp8_format": "HYBRID", "interval": 1, "margin": 0,
+                              "amax_history_length": 1024, "amax_compute_algorithm": "max",
+                              "override_linear_precision": [False] * 3, "use_autocast_during_eval": False}},
+        ["max is not read by Accelerate, which takes most_recent", "amax_history_length is not read by Accelerate"],
+    ),
     "ZeRO-3's defaults": (zero(), ["zero3_init_flag is off here", "saved in fp32"]),
     "a section of another type": (DDP | {"fsdp_config": FSDP2}, ["fsdp_config is not read under distributed_type"]),
     "fp8_config without fp8": (DDP | {"fp8_config": {"backend": "TE"}}, ["fp8_config is not read under mixed_precision"]),
@@ -110,6 +122,9 @@ REFUSED = {
     "a key that the wizard writes and nothing reads": (
         DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O1"}},
         "optimization_level O1 is not read by Accelerate, which takes O2: did you mean opt_level?"),
+    "a key of earlier versions": (DDP | {"ipex_config": {"ipex": False}}, "which Accelerate refuses by now: remove it"),
+    "a file of DeepSpeed's in the place of Accelerate's": ({"zero_optimization": {"stage": 2}}, "is a file of DeepSpeed's"),
+    "clipping at ZeRO stage 0": (zero(zero_stage=0, gradient_clipping=1.0), "zero_stage 0 runs as DDP, which has no"),
     "context parallel": (fsdp(FSDP2) | {"parallelism_config": {"parallelism_config_cp_size": 2}}, "context and sequence"),
 }  # fmt: skip
 
@@ -167,6 +182,10 @@ def test_a_name_from_elsewhere_keeps_no_grammar(tmp_path):
         assert files.file_problems(written(tmp_path, DDP, name))[0] == []
     (tmp_path / "broken.json").write_text("{\n 'a': 1}")
     assert "not JSON at line 2, column 2" in files.file_problems(tmp_path / "broken.json")[0][0]
+    (tmp_path / "marked.json").write_text("\ufeff" + json.dumps(DDP))
+    assert "begins with a byte order mark" in files.file_problems(tmp_path / "marked.json")[0][0]
+    (tmp_path / "windows.yaml").write_bytes(b"\xef\xbb\xbf" + yaml.dump(DDP).replace("\n", "\r\n").encode())
+    assert files.file_problems(tmp_path / "windows.yaml")[0] == []
 
 
 @pytest.mark.parametrize(
@@ -297,6 +316,81 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
         ["accelerate", "launch", "--cpu", "--num_processes", "2"], asked(os.environ))[0]  # fmt: skip
 
 
+def test_an_option_says_what_the_file_does_not(tmp_path):
+    """The processes and the precision. Accelerate's own launcher refuses a file without processes, ./launch.sh adds
+    them. The precision of a file that says one stays."""
+    path = written(tmp_path, {"distributed_type": "MULTI_GPU"})
+    launch = (
+        "accelerate",
+        "launch",
+        "--config_file",
+        str(path),
+        "--main_process_port",
+        "0",
+        "--mixed_precision",
+        "bf16",
+    )
+    assert "manually pass in `--num_processes`" in launched(*launch, "recipes/gpt.py").stderr
+    _, made, _ = trained(tmp_path / "run", *launch, "--num_processes", "2")
+    assert made["plan"]["precision"] == "bf16" and made["plan"]["num_processes"] == 2
+    written(tmp_path, DDP)
+    said = launched(*launch, "recipes/gpt.py").stderr
+    assert "someone's.yaml says precision fp32, the launch made it bf16: launch it as it is" in said
+
+
+def test_stage_0_trains_as_ddp(tmp_path):
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    losses = []
+    for name, config in (("zero", zero(zero_stage=0)), ("ddp", DDP)):
+        path = written(tmp_path, config, f"{name}.yaml")
+        words = ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
+        seen, made, said = trained(tmp_path / name, *words)
+        losses.append(seen)
+        assert made["plan"]["strategy"] == "ddp"
+        assert ("zero_stage 0 partitions nothing" in said) == (name == "zero")
+    assert losses[0] == losses[1]
+
+
+IGNORED = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+accelerator = Accelerator()
+set_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+model[1].requires_grad_("trained" in sys.argv)
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.print("seen", loss.item(), type(model[1].weight).__name__ == "Parameter")
+accelerator.save_state("saved")
+accelerator.load_state("saved")
+accelerator.print("whole", [tuple(one.shape) for one in accelerator.get_state_dict(model).values()])
+accelerator.end_training()
+"""
+
+
+def test_frozen_modules_that_are_not_sharded(tmp_path):
+    """And trained ones are refused: their gradients would not be averaged."""
+    (tmp_path / "ignored.py").write_text(IGNORED)
+    seen = []
+    for name, words in (("1", ()), (None, ()), ("1", ("trained",))):
+        config = fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=name)
+        done = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
+                        "0", "-m", "faithful", str(tmp_path / "ignored.py"), *words, cwd=tmp_path,
+                        env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+        seen.append([line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("seen", "whole"))])
+    assert [row[1] for row in seen[0][:-1]] == ["True"] * 4 and [row[1] for row in seen[1][:-1]] == ["False"] * 4
+    assert [row[0] for row in seen[0][:-1]] == [row[0] for row in seen[1][:-1]] and seen[0][-1] == seen[1][-1]
+    assert done.returncode == 1 and "would train its own copy of 1.weight, 1.bias" in done.stderr, done.stderr
+
+
 def test_launch_sh_says_the_processes_that_a_file_leaves_out(tmp_path):
     path = written(tmp_path, {"distributed_type": "MULTI_GPU", "mixed_precision": "no"})
     _, made, said = trained(tmp_path / "run", "./launch.sh", str(path))
@@ -345,7 +439,8 @@ parts = [model, optimizer, loader]
 if "schedule" in sys.argv:
     parts.append(DummyScheduler(optimizer, warmup_num_steps=4))
 if "callable" in sys.argv:
-    parts.append(DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: None))
+    halved = lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    parts.append(DummyScheduler(optimizer, lr_scheduler_callable=halved))
 model, optimizer, loader, *scheduler = accelerator.prepare(*parts)
 for batch in loader:
     loss = model(batch).square().mean()
@@ -382,12 +477,21 @@ def test_the_optimizer_and_the_scheduler_of_a_file_of_deepspeeds(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_scheduler_of_a_function_of_the_script(tmp_path):
+    """Alone, and before one of the file, as in DeepSpeed."""
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    config = deepspeed_file(tmp_path, optimizer=optimizer)
+    steps = seen(tmp_path, config, "dummy", "callable")
+    assert [rate for _, rate in steps] == pytest.approx([0.005, 0.0025, 0.00125, 0.000625])
+    assert "is for a script that makes a DummyOptim" in seen(tmp_path, zero(zero_stage=2), "callable", code=1)
+
+
+@pytest.mark.slow
 def test_the_optimizer_of_a_file_is_the_one_that_the_script_would_make(tmp_path):
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
     config = deepspeed_file(tmp_path, optimizer=optimizer)
     assert seen(tmp_path, config, "dummy") == seen(tmp_path, zero(zero_stage=2))
     assert "says the optimizer AdamW, the script makes AdamW: leave the file's out" in seen(tmp_path, config, code=1)
-    assert "lr_scheduler_callable=...) is not supported here" in seen(tmp_path, config, "dummy", "callable", code=1)
 
 
 def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import weakref
 from collections import Counter
 from types import MethodType
@@ -44,8 +45,19 @@ def before_prepare(accelerator, plan, model, optimizer):
     of process 0 are sent to all where the config says it and they differ."""
     if plan.synced and len(set(gather_object([fingerprint(model)]))) > 1:
         broadcast([*model.parameters(), *model.buffers()], accelerator.device)
+    if trained := ignored_and_trained(plan, model):
+        raise Refused(f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
+                      f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before prepare(), "
+                      "or leave the key out")  # fmt: skip
     name_blocks(model)
     batch_norm.in_fp32(model)
+
+
+def ignored_and_trained(plan, model):
+    """The names of trainable parameters of modules that the config does not shard."""
+    names = [name for name, _ in model.named_modules() if plan.ignored and re.fullmatch(plan.ignored, name)]
+    return [f"{name}.{own}" for name in names for own, one in model.get_submodule(name).named_parameters()
+            if one.requires_grad]  # fmt: skip
 
 
 @torch.no_grad()
