@@ -458,6 +458,7 @@ def seen(tmp_path, config, *words, code=0):
                       "0", "-m", "faithful", str(tmp_path / "train.py"), *words, cwd=tmp_path,
                       env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == code, result.stdout + result.stderr
+    assert "times per optimizer step" not in result.stdout  # DeepSpeed's engine steps its schedulers once
     lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("seen")]
     return result.stderr if code else [list(map(float, line)) for line in lines]
 
@@ -470,6 +471,9 @@ def test_the_optimizer_and_the_scheduler_of_a_file_of_deepspeeds(tmp_path):
     config = deepspeed_file(tmp_path, optimizer=optimizer, scheduler=scheduler)
     steps = seen(tmp_path, config, "dummy", "schedule")
     assert [rate for _, rate in steps] == pytest.approx([0, 0.0025, 0.005, 0.0075])  # DeepSpeed's, once in each step
+    decays = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    config = deepspeed_file(tmp_path, optimizer=optimizer, scheduler=decays)
+    assert "leaves total_num_steps to the script" in seen(tmp_path, config, "dummy", "schedule", code=1)
 
 
 ACCUMULATING = """
