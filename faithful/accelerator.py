@@ -77,6 +77,8 @@ class Accelerator(accelerate.Accelerator):
         self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
         self.resumed = self.between_steps = self.stopping = self.closed = self.looked = self.uneven = False
+        # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
+        self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         self.epochs = []  # one per prepared loader
         self.before, Accelerator.current = Accelerator.current, self
@@ -237,6 +239,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def accumulate(self, *models):
+        self.never_accumulates = False
         self.stop_if_agreed()
         if self.wire is None and self.counts_wire():
             self.wire = Wire()
@@ -299,6 +302,12 @@ class Accelerator(accelerate.Accelerator):
     def before_update(self, optimizer):
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
         self.begin()  # here too, as a script may call loss.backward() itself
+        if self.never_accumulates:
+            steps = self.gradient_accumulation_steps
+            raise Refused(
+                f"the launcher exports gradient_accumulation_steps {steps}, and the script steps after each "
+                "micro-batch: put its step into `with accelerator.accumulate(model):`, or set 1 in the config"
+            )
         self.steps.check(self.norms.of(self, optimizer), self.scaler, self.newest_checkpoint)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:

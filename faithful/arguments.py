@@ -150,12 +150,16 @@ def contradictions(plan, script):
         if isinstance(handler, GradScalerKwargs) and plan.precision != "fp16":
             both = f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}"
             yield "kwargs_handlers", both, "leave it out"
-    plugin = script.get("gradient_accumulation_plugin")
-    steps = plugin.num_steps if plugin else script.get("gradient_accumulation_steps", 1)
-    launched = config.exported_accumulation()
-    if launched not in (None, steps):  # in Accelerate the environment wins without a message
+    steps, launched = own_accumulation(script), config.exported_accumulation()
+    if None not in (steps, launched) and steps != launched:  # in Accelerate the environment wins without a message
         both = f"the script's gradient_accumulation_steps is {steps}, the launcher exports {launched}"
         yield "gradient_accumulation_steps", both, "say it in one place"
+
+
+def own_accumulation(script):
+    """The steps of gradient accumulation that the script says, or None."""
+    plugin = script.get("gradient_accumulation_plugin")
+    return plugin.num_steps if plugin else script.get("gradient_accumulation_steps")
 
 
 def as_planned(plan, plugin):

@@ -79,4 +79,7 @@ def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
     auto = {"warmup_min_lr": 0, "warmup_max_lr": dummy_optimizer.lr, "warmup_num_steps": max(1, dummy.warmup_num_steps),
             "total_num_steps": total and math.ceil(total / processes)}  # fmt: skip
     values = {key: auto.get(key) if value == "auto" else value for key, value in section.get("params", {}).items()}
+    if missing := [key for key, value in values.items() if value is None and section["params"][key] == "auto"]:
+        raise Refused(f"scheduler {section['type']} of deepspeed_config_file leaves {', '.join(missing)} to the "
+                      "script: pass DummyScheduler a number, or write it in the file")  # fmt: skip
     return getattr(lr_schedules, section["type"])(optimizer, **values)

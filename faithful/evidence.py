@@ -250,7 +250,9 @@ def notes(accelerator):
             raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
                           "change them in its own way. Prepare their model, too")  # fmt: skip
     per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
-    if processes > 1 and accelerator._schedulers and per_process:
+    # DeepSpeed's engine steps those of its own once.
+    own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+    if processes > 1 and own and per_process:
         yield (f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
                "schedule counted in optimizer steps ends that much earlier")  # fmt: skip
 

@@ -338,17 +338,13 @@ def test_an_option_says_what_the_file_does_not(tmp_path):
     assert "someone's.yaml says precision fp32, the launch made it bf16: launch it as it is" in said
 
 
-def test_stage_0_trains_as_ddp(tmp_path):
+def test_stage_0_trains_as_ddp(tmp_path, ours):
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    losses = []
-    for name, config in (("zero", zero(zero_stage=0)), ("ddp", DDP)):
-        path = written(tmp_path, config, f"{name}.yaml")
-        words = ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
-        seen, made, said = trained(tmp_path / name, *words)
-        losses.append(seen)
-        assert made["plan"]["strategy"] == "ddp"
-        assert ("zero_stage 0 partitions nothing" in said) == (name == "zero")
-    assert losses[0] == losses[1]
+    path = written(tmp_path, zero(zero_stage=0))
+    words = ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
+    losses, made, said = trained(tmp_path / "run", *words)
+    assert losses[0] == ours[0] and losses[1] == pytest.approx(ours[1], rel=1e-6)
+    assert made["plan"]["strategy"] == "ddp" and "zero_stage 0 partitions nothing" in said
 
 
 IGNORED = """
@@ -462,6 +458,7 @@ def seen(tmp_path, config, *words, code=0):
                       "0", "-m", "faithful", str(tmp_path / "train.py"), *words, cwd=tmp_path,
                       env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == code, result.stdout + result.stderr
+    assert "times per optimizer step" not in result.stdout  # DeepSpeed's engine steps its schedulers once
     lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("seen")]
     return result.stderr if code else [list(map(float, line)) for line in lines]
 
@@ -474,6 +471,43 @@ def test_the_optimizer_and_the_scheduler_of_a_file_of_deepspeeds(tmp_path):
     config = deepspeed_file(tmp_path, optimizer=optimizer, scheduler=scheduler)
     steps = seen(tmp_path, config, "dummy", "schedule")
     assert [rate for _, rate in steps] == pytest.approx([0, 0.0025, 0.005, 0.0075])  # DeepSpeed's, once in each step
+    decays = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    config = deepspeed_file(tmp_path, optimizer=optimizer, scheduler=decays)
+    assert "leaves total_num_steps to the script" in seen(tmp_path, config, "dummy", "schedule", code=1)
+
+
+ACCUMULATING = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+accelerator = Accelerator()
+set_seed(0)
+model = torch.nn.Linear(8, 1)
+loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+for batch in loader:
+    with accelerator.accumulate(model) if "accumulate" in sys.argv else torch.enable_grad():
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.print("sync", accelerator.sync_gradients)
+accelerator.end_training()
+"""
+
+
+def test_a_script_that_says_no_accumulation_takes_the_configs(tmp_path):
+    """As in Accelerate. One that never accumulates would step after each micro-batch, and is refused."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    (tmp_path / "train.py").write_text(ACCUMULATING)
+    path = written(tmp_path, zero(zero_stage=2, gradient_accumulation_steps=2))
+    for words in (("accumulate",), ()):
+        done = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "-m", "faithful",
+                        str(tmp_path / "train.py"), *words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+        if words:
+            assert done.returncode == 0, done.stderr
+            assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("sync")] == [
+                "False", "True", "False", "True"]  # fmt: skip
+    assert done.returncode and "exports gradient_accumulation_steps 2, and the script steps after each" in done.stderr
 
 
 @pytest.mark.slow

@@ -290,11 +290,14 @@ def test_gradient_accumulation_is_said_in_one_place(monkeypatch):
     from accelerate.utils import GradientAccumulationPlugin
 
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
-    for script in ({"gradient_accumulation_steps": 2}, {},
-                   {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}):  # fmt: skip
+    for script in (
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
+    ):
         with pytest.raises(Refused, match="the launcher exports 8: say it in one place"):
             merged(SINGLE, **script)
     assert merged(SINGLE, gradient_accumulation_steps=8)["gradient_accumulation_steps"] == 8
+    assert "gradient_accumulation_steps" not in merged(SINGLE)  # a script that says none takes the launcher's
 
 
 def test_the_collective_timeout_reaches_the_process_group(monkeypatch):
