@@ -245,6 +245,21 @@ def clients(made):
     return text + ("\n\n" + "\n".join(refused) if refused else "")
 
 
+def other_configs(made):
+    """What became of config files of others, and the losses of those that were launched."""
+    rows = []
+    for name, scripts in made["launches"].items():
+        for script, run in scripts.items():
+            says = run.get("failed", "equal" if run.get("equal") else "not equal")
+            far = f"{run['apart']:.1g}" if run.get("apart") else "0" if "apart" in run else "-"
+            rows.append([name, script, f"`{run['ours']}`" if "ours" in run else "-", says, far])
+    heads = ["file", "script", "our config", "first loss", "both losses apart"]
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(made["verdicts"].items()))
+    refused = [f"- `{name}`: {row['problems'][0]}" for name, row in made["table"].items() if row["problems"]]
+    text = f"{came_from(made)}. {made['files']} files: {counts}. {made['launched']} of them launched:\n\n"
+    return text + report.table(heads, rows) + "\n\nRefused:\n\n" + "\n".join(refused)
+
+
 def peers(made):
     """How many of Accelerate's tests pass, and why others do not."""
     heads = ["what", "pass, of those that pass with Accelerate's class"]
@@ -419,6 +434,7 @@ TABLES = {
     "results/amp8_accumulation.json": amp8_accumulation,
     "results/fsdp_levels.json": fsdp_levels,
     "results/clients.json": clients,
+    "results/other_configs.json": other_configs,
     "results/peer_tests.json": peers,
     "results/rehearsal.json": rehearsal,
     "results/diagnose.json": diagnose,

@@ -197,7 +197,10 @@ class Evidence:
         share = self.record.get("share_per_process", {}).get("optimizer", 1)
         how = f", {share:.0%} of the optimizer state each" if plan.strategy.startswith("zero") else ", sharded"
         if plan.strategy in ("fsdp", "hsdp"):
-            how += f" by {', '.join(names)}" if (names := block_names(self.model)) else " as one piece"
+            names = plan.layers or (None if plan.wrap == "NO_WRAP" else block_names(self.model))
+            how += f" by {', '.join(names)}" if names else " as one piece"
+            if plan.wrap == "SIZE_BASED_WRAP":
+                how = f", sharded in {self.record['units']} units by their size"
         parts = [where + (how if self.sharded else "")]
         parts += [self.backend.name(plan)] if plan.precision != "fp8" else self.fp8_truth()
         parts[-1] += products.through_fp32(plan.precision)

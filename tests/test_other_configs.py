@@ -263,8 +263,11 @@ def test_fsdp1_files_train_as_our_own_config(tmp_path, ours, config, units):
     sharded = config["fsdp_config"]["fsdp_sharding_strategy"] != "NO_SHARD"
     assert made["plan"]["strategy"] == ("fsdp" if sharded else "ddp") and made["evidence"]["sharded"] is sharded
     assert made["evidence"]["units"] == units or units is None
+    truth = "sharded by LlamaDecoderLayer" if sharded else "ddp x2"
     if config["fsdp_config"]["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP":
         assert made["evidence"]["units"] > 2
+        truth = f"sharded in {made['evidence']['units']} units by their size"
+    assert ("sharded as one piece" if units == 1 else truth) in made["evidence"]["truth"]
 
 
 @pytest.fixture(scope="module")
