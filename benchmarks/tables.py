@@ -269,19 +269,15 @@ def peers(made):
 
 
 def rehearsal(made):
-    """The step time of each config over that of fp32."""
-    heads = ["model", "instructions", "config", "step over that of fp32", "before"]
-    rows, before = [], {}
+    """The step time of each config over that of fp32, a column for each model, kind of CPU and code."""
+    cells = {}
     for row in made["rows"]:
         low, high = row["wall"]["quartiles"]
-        cell = f"{row['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
-        key = [row["model"], row["instructions"], f"`{row['config']}`"]
-        rows += [[*key, cell]] if row["code"] == "now" else []
-        if row["code"] == "before":
-            before[tuple(key)] = cell
-    return f"{came_from(made)}; ratios as above:\n\n" + report.table(
-        heads, [[*row, before.get(tuple(row[:3]), "-")] for row in rows]
-    )
+        column = f"{row['model']}, {row['instructions']}" + (", before" if row["code"] == "before" else "")
+        cells.setdefault(column, {})[row["config"]] = f"{row['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
+    configs = dict.fromkeys(row["config"] for row in made["rows"])
+    rows = [[f"`{config}`", *(cells[column].get(config, "-") for column in sorted(cells))] for config in configs]
+    return f"{came_from(made)}; ratios as above:\n\n" + report.table(["config", *sorted(cells)], rows)
 
 
 def wrapper(made):
