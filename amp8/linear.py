@@ -1,4 +1,5 @@
-"""A Linear layer that computes its three products in FP8 and saves FP8 tensors for its backward pass.
+"""A Linear layer that computes its three products in FP8 and saves FP8 tensors for its backward pass; on a CPU the
+same values in bf16.
 
     forward    y  = x w^T     e4m3 x e4m3   (fast accumulation)
     backward   dx = dy w      e5m2 x e4m3   (precise accumulation)
