@@ -4,7 +4,8 @@
 
 gradients  `stem`'s output gradient has one feature so large that the others fall below e5m2's smallest value
 outliers   `middle`'s input is 100 times as large in every other batch: it gets the scale of the batch before
-updates    `slow` learns in steps of 1e-6, less than half of the last bit that an fp16 weight of 0.03 has
+updates    `slow` learns in steps of 1e-6, less than half of the last bit that an fp16 weight of 0.03 has, and
+           weights are rounded to nearest, as MS-AMP rounds them
 """
 
 import argparse
@@ -74,6 +75,8 @@ def train(accelerator, fault, seed, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6 if fault == "updates" else 1e-3)
     loader = torch.utils.data.DataLoader(Samples(seed, fault == "updates"), BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if hasattr(optimizer.optimizer, "model_state"):  # MS-AMP's level: it rounds to nearest here, as MS-AMP itself does
+        optimizer.optimizer.model_state.stochastic_rounding = False
     model.train()
     losses = []
     for batch in loader:

@@ -98,9 +98,9 @@ def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
     made, said = json.loads((tmp_path / "out" / "diagnose.json").read_text()), capsys.readouterr().out
     assert made["again"] == 0
     assert len(made["pairs"]) == 2 and len(made["groups"]) == (15 if name == "ddp_fp8" else 16)
-    for pair in made["pairs"]:
-        others = [pair[name] for name in (*made["groups"], "all")]
-        assert all(loss != pair["none"] and abs(loss / pair["none"] - 1) < 0.2 for loss in others)
+    for group in (*made["groups"], "all"):  # in one pair of steps a loss may be the same by chance
+        assert any(pair[group] != pair["none"] for pair in made["pairs"])
+        assert all(abs(pair[group] / pair["none"] - 1) < 0.2 for pair in made["pairs"])
     for layer in made["layers"].values():
         # TransformerEngine begins with a scale of 1: the first gradients are lost
         assert -60 < layer["fprop_error_db"] < -20 and -60 < layer["wgrad_error_db"] < 0
