@@ -83,7 +83,7 @@ def forced(dtype, recipe, *words):
     sys.path.insert(0, str(ROOT))
     from faithful import products
 
-    products.measure = lambda: {kind: [dtype] if dtype else [] for kind in products.OPERATORS}
+    products.slow = lambda: {kind: [dtype] if dtype else [] for kind in products.OPERATORS}
     sys.argv, sys.path[0] = [recipe, *words], str(Path(recipe).parent)
     runpy.run_path(recipe, run_name="__main__")
 

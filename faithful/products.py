@@ -8,7 +8,6 @@ use them. Nothing is replaced where the CPU's own kernels are fast, or outside a
 """
 
 import functools
-import time
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -23,38 +22,25 @@ OPERATORS = {  # kind: operators of torch's namespace aten
                   "_scaled_dot_product_flash_attention_for_cpu_backward"),
 }  # fmt: skip
 active = {}  # what is replaced now: {kind: [names of dtypes]}
-TURNS = 5
-SLOW = 2  # times fp32's duration. Fast kernels take 0.3 to 1.2 of it, emulated ones 4 to 60
 
 
-def seconds(function):
-    """Of this thread's work, so that other work on the machine counts little."""
-    started = time.thread_time()
-    function()
-    return time.thread_time() - started
-
-
-def measure():
-    """{kind: [names of dtypes in which it is slow here]}, measured in some milliseconds. The dtypes take turns, because
-    all runs on a machine must find the same."""
-    factors = {name: torch.ones(128, 128, dtype=dtype) for name, dtype in {"fp32": torch.float32, **DTYPES}.items()}
-    times = {name: [] for name in factors}
-    for turn in range(TURNS + 1):
-        for name, factor in factors.items():
-            took = seconds(lambda factor=factor: factor.mm(factor))
-            times[name] += [took] if turn else []  # the first call of a kernel also prepares it
-    slow = [name for name in DTYPES if min(times[name]) > SLOW * min(times["fp32"])]
+def slow():
+    """{kind: [names of dtypes in which it is slow here]}: where oneDNN has no kernels of that dtype for this CPU. Not
+    by a measurement, which other work on the machine would change from one run to the next, and with it the numbers."""
+    products = list(DTYPES)
+    if torch.backends.mkldnn.is_available():
+        products = [name for name in DTYPES if not getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()]
     # The backward pass of torch's attention is slow in 16 bit on a CPU whose products are fast but which has no AMX.
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return {"products": slow, "attention": [name for name in DTYPES if name in slow or not has.get(f"amx_{name}")]}
+    return {"products": products, "attention": [n for n in DTYPES if n in products or not has.get(f"amx_{n}")]}
 
 
 def start():
     """Replaces what is slow here, until the run ends. All processes do as the first one finds."""
     if not active:
-        [slow] = broadcast_object_list([measure()])
-        active.update(slow)
-        patches.undo_with("kernels of torch.ops.aten for CPUs", replace(slow))
+        [found] = broadcast_object_list([slow()])
+        active.update(found)
+        patches.undo_with("kernels of torch.ops.aten for CPUs", replace(found))
 
 
 def of(model):
@@ -68,10 +54,10 @@ def through_fp32(precision):
     return f" ({kinds} in fp32 from {precision} values: this CPU has no fast {precision} kernels)" if kinds else ""
 
 
-def replace(slow):
-    """Replaces the kernels of what `measure` has found. Returns a function that restores them."""
+def replace(found):
+    """Replaces the kernels of what `slow` has found. Returns a function that restores them."""
     library = torch.library.Library("aten", "IMPL")
-    for kind, names in slow.items():
+    for kind, names in found.items():
         dtypes = {DTYPES[name] for name in names}
         for name in OPERATORS[kind] if dtypes else ():
             own = torch.library.get_kernel(f"aten::{name}", "CPU")

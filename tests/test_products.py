@@ -1,8 +1,11 @@
 """16-bit products on a CPU without fast 16-bit kernels: the fp32 kernels, given the same values."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import launched
 from test_kept import run
 
 from faithful import products
@@ -108,20 +111,26 @@ def test_they_are_restored():
     assert torch.equal(x @ x, expected) and before is not None and not products.active
 
 
+def test_what_is_slow_is_what_onednn_has_no_kernels_for():
+    """On AVX2 every product of 16 bit, whatever this CPU has besides, and the same in every run."""
+    code = "from faithful import products; print(products.slow())"
+    env = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    found = launched(sys.executable, "-c", code, env=env).stdout
+    assert found == "{'products': ['bf16', 'fp16'], 'attention': ['bf16', 'fp16']}\n"
+
+
 @pytest.mark.parametrize("amx", [False, True])
-def test_what_is_slow_is_found_by_time(monkeypatch, amx):
-    """A product is slow when it takes more than twice the time of fp32's. Attention also is where there is no AMX."""
-    turns = [[9, 9, 9], [1.0, 2.5, 2.5], [1.2, 1.9, 2.1], *[[2, 5, 5]] * 3]  # seconds in fp32, bf16, fp16
-    times = iter(sum(turns, []))
-    monkeypatch.setattr(products, "seconds", lambda function: function() is None or next(times))
+def test_attention_is_slow_where_there_is_no_amx_too(monkeypatch, amx):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx, "amx_fp16": amx})
-    assert products.measure() == {"products": ["fp16"], "attention": ["fp16"] if amx else ["bf16", "fp16"]}
+    assert products.slow() == {"products": ["fp16"], "attention": ["fp16"] if amx else ["bf16", "fp16"]}
 
 
 STEP = """
 from faithful import products
 import torch.nn.functional as F
-products.measure = lambda: {"products": ["bf16"], "attention": []}
+products.slow = lambda: {"products": ["bf16"], "attention": []}
 plain = torch.library.get_kernel("aten::mm", "CPU")
 accelerator = Accelerator(project_dir=folder)
 model = torch.nn.Sequential(linear(), linear(), linear())

@@ -102,9 +102,11 @@ def real(accelerator, args):
 def prepare(accelerator, accelerates, args, device_placement):
     """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if the
     script prepares the model without a loader."""
-    config, key = accelerator.state.deepspeed_plugin.deepspeed_config, "train_micro_batch_size_per_gpu"
+    plugin, key = accelerator.state.deepspeed_plugin, "train_micro_batch_size_per_gpu"
+    config = plugin.deepspeed_config
     batches = {one.batch_size for one in args if isinstance(one, torch.utils.data.DataLoader)}
-    if isinstance(config.get(key), int) and batches and config[key] not in batches:
+    ours = getattr(plugin, "batch_size_is_ours", False)
+    if isinstance(config.get(key), int) and not ours and batches and config[key] not in batches:
         raise Refused(f"deepspeed_config_file says {key} {config[key]}, the script's loaders have batches of "
                       f"{', '.join(map(str, batches))}: set it to auto")  # fmt: skip
     models = [one for one in args if isinstance(one, torch.nn.Module)]
@@ -114,7 +116,7 @@ def prepare(accelerator, accelerates, args, device_placement):
                       "config, or for a model that it does not train accelerator.prepare_model(model, "
                       "evaluation_mode=True)")  # fmt: skip
     if models and config.get(key) == "auto" and not any(hasattr(one, "batch_size") for one in args):
-        config[key] = 1
+        config[key], plugin.batch_size_is_ours = 1, True
     return plain.prepare(accelerator, accelerates, args, device_placement)
 
 
