@@ -9,6 +9,8 @@ import pytest
 from conftest import ROOT, distance, train
 from test_recipes import reviews
 
+from faithful import products
+
 IMPORT = "from faithful import Accelerator"
 STEPS = ("--max_steps", 3, "--logging_steps", 1, "--warmup_steps", 1, "--eval_steps", 2, "--save_steps", 2)
 SMALL = {
@@ -54,6 +56,8 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
         "gpt": ("--dataset", folder, "--per_device_train_batch_size", 16),
         "bert": ("--dataset", reviews(tmp_path)),
     }.get(name, ())
+    # With torch's own 16-bit kernels, as under Accelerate alone: through fp32 the order of a sum is another.
+    monkeypatch.setattr(products, "slow", lambda: dict.fromkeys(products.OPERATORS, []))
     ours = train(config, tmp_path / "ours", *argv, name=name)
     module = plain(name, tmp_path)
     assert module.Accelerator.__module__ == "accelerate.accelerator"
