@@ -42,7 +42,7 @@ from faithful.optimizer import Optimizer
 from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
-from faithful.strategies import plain
+from faithful.strategies.base import parameter_ids
 from faithful.tensors import named, nudge, parameters_of
 from faithful.whole_weights import saved_whole
 from faithful.wire import Wire
@@ -64,13 +64,14 @@ class Accelerator(accelerate.Accelerator):
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         script, self.made_by = arguments.given(args, kwargs), os.getpid()
         self.plan = arguments.resolved(script, Accelerator.current)
+        self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         if self.plan.rehearsal and self.plan.precision != "fp32":
             products.start()
-        self.backend.started(self, self.plan)
+        self.backend.started(self)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
         self.first_batch, self.norms, self.wire = None, clipping.Norms(), None
@@ -86,14 +87,6 @@ class Accelerator(accelerate.Accelerator):
         self.print(f"record: {self.record.shown}")
         for line in arguments.notes(self.plan, script):
             self.note(line)
-
-    @property
-    def strategy(self):
-        return strategies.of(self.plan)
-
-    @property
-    def backend(self):
-        return backends.of(self.plan)
 
     def __getstate__(self):
         """What is pickled and copied: not the Accelerators that this process made earlier."""
@@ -146,11 +139,11 @@ class Accelerator(accelerate.Accelerator):
         if os.environ.get("FAITHFUL_TWIN"):  # compare's control run: how much does a change in the last bit matter?
             nudge(model)
             self.record.seen["nudged"] = True
-        layers = Layers(self.plan, model, set().union(*map(plain.owned, optimizers)))
-        self.strategy.before_prepare(self, self.plan, model, optimizer)
-        skipped = self.backend.convert(self, self.plan, model, optimizer)
+        layers = Layers(self.backend, model, set().union(*map(parameter_ids, optimizers)))
+        self.strategy.before_prepare(self, model, optimizer)
+        skipped = self.backend.convert(self, model, optimizer)
         if self.plan.compile:
-            compile_blocks(model, eager_in_eval=self.plan.backend == "ao")
+            compile_blocks(model, eager_in_eval=self.backend.eager_in_eval)
         return layers, skipped
 
     @property
@@ -217,14 +210,14 @@ class Accelerator(accelerate.Accelerator):
             return
         self.record.open(self.resumed, self.steps.taken)
         if self.evidence:
-            self.record.seen["optimizer"] = described(self.strategy.inner(self.leading()))
+            self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(self.leading()))
         self.write_record()
 
     def train_without_evidence(self):
         """Called where no prepared optimizer updates a prepared model. Raises Refused unless torch alone trains right
         then: in one process, or under DDP with a prepared model; both without FP8."""
-        plan = self.plan
-        if plan.level or not (plan.strategy == "single" or (plan.strategy == "ddp" and self.models)):
+        right = self.strategy.replicates and (self.models or self.num_processes == 1)
+        if self.plan.level or not right:
             raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
         self.note("no prepared optimizer updates a prepared model: steps are neither checked nor counted")
 
@@ -263,26 +256,23 @@ class Accelerator(accelerate.Accelerator):
         self.steps.backward(loss, self.sync_gradients)
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
-            self.backend.after_backward(self.plan, evidence.model)
+            self.backend.after_backward(evidence.model)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
-        own, parameters = clipping.own(self), clipping.listed(parameters)
-        if own is None and self.plan.strategy in ("single", "ddp"):  # no DTensors, which Accelerate looks for
+        keeper, parameters = clipping.keeper(self), clipping.listed(parameters)
+        if keeper is None:
             self.unscale_gradients()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        elif own is None:
-            self.unscale_gradients()  # then Accelerate compares all parameters, which fails with several models
-            norm = self._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
-        else:
-            clipping.check(self, parameters, norm_type)
-            norm = own(parameters, max_norm, self._optimizers[0])
+        elif norm_type != 2:
+            raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {keeper.gradients_elsewhere} are clipped by their "
+                          "2-norm, leave norm_type out")  # fmt: skip
+        norm = (keeper or self.strategy).clip_grad_norm_(self, parameters, max_norm, norm_type)
         norm = clipping.whole(norm)
         self.norms.keep(parameters, norm)
         return norm
 
     def clip_grad_value_(self, parameters, clip_value):
-        clipping.check_value(self)
+        clipping.refuse_by_value(self)
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
@@ -348,8 +338,8 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
-        alike = self.plan.split > 1  # tp: every process has every sample already
-        data = input_data if alike else super().gather_for_metrics(input_data, use_gather_object)
+        same = self.strategy.same_batch  # then every process has every sample already
+        data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
                 self.stop()
@@ -394,7 +384,7 @@ class Accelerator(accelerate.Accelerator):
                               "or set project_configuration.iteration to the number to start with")  # fmt: skip
         elif output_dir is None:
             output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
-        in_parts = self.plan.strategy not in ("single", "ddp") or self.plan.level == "o3"
+        in_parts = not self.strategy.replicates or self.backend.in_parts
         agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}", needed=in_parts)
         folder, alone = Path(output_dir), not agreed
         if alone and in_parts:
@@ -454,7 +444,7 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        if self.strategy.sharded(model.parameters(), self.plan) and not launcher.all_come("get_state_dict", True):
+        if self.strategy.sharded(model.parameters()) and not launcher.all_come("get_state_dict", True):
             raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
                           "get_state_dict or save_model on all of them")  # fmt: skip
         whole = self.strategy.full_state(self, model)

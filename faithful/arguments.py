@@ -93,7 +93,7 @@ def merged(plan, script):
         handlers.append(InitProcessGroupKwargs(timeout=patience()))
     for name in ("mixed_precision", "cpu", *OF_THE_CONFIG):
         script.pop(name, None)
-    arguments = strategies.of(plan).arguments(plan, scaling) | backends.of(plan).arguments(plan)
+    arguments = strategies.of(plan).arguments(scaling) | backends.of(plan).arguments()
     if said := precision(given_by_script):
         arguments = {"mixed_precision": said} | arguments
     handlers += arguments.pop("kwargs_handlers", [])

@@ -5,7 +5,6 @@ torch would clip a part of them, or none. Under tensor parallel torch fails on a
 """
 
 import functools
-import math
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,10 +13,10 @@ from faithful import patches
 from faithful.errors import Refused
 
 
-def own(accelerator):
-    """The `clip_grad_norm_` of the run's backend or strategy, or None if torch's is right."""
-    found = getattr(accelerator.backend, "clip_grad_norm_", None)
-    return found or getattr(accelerator.strategy, "clip_grad_norm_", None)
+def keeper(accelerator):
+    """The run's backend or strategy if it keeps gradients outside `.grad`, else None."""
+    both = accelerator.backend, accelerator.strategy
+    return next((one for one in both if one.gradients_elsewhere), None)
 
 
 class Norms:
@@ -43,13 +42,13 @@ class Norms:
     def of(self, accelerator, optimizer):
         """The norm over all gradients of a prepared optimizer, as a tensor. Clipping calls may have computed it, or a
         part of it, if no gradient has changed since; theirs may include gradients of others."""
-        known = {key: self.known(key) for key in accelerator.strategy.owned(optimizer)}
+        known = {key: self.known(key) for key in accelerator.strategy.parameter_ids(optimizer)}
         norms = list({id(norm): norm for norm in known.values() if norm is not None}.values())
         if None not in known.values() and len(norms) == 1:
             return norms[0]
+        if elsewhere := keeper(accelerator):
+            return elsewhere.norm_of(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if compute := own(accelerator):  # gradients are not in .grad, or not all
-            return compute(parameters, math.inf, optimizer)
         rest = [parameter for parameter in parameters if known[id(parameter)] is None]
         norms += [whole(total_norm(gradients)) for gradients in by_kind(rest)]
         return norms[0] if len(norms) == 1 else combined(norms)
@@ -81,27 +80,11 @@ def whole(norm):
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def check(accelerator, parameters, norm_type):
-    """Raises Refused for arguments that `own(accelerator)` does not support."""
-    plan = accelerator.plan
-    if norm_type != 2:
-        raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {elsewhere(plan)} are clipped by their 2-norm, leave "
-                      "norm_type out")  # fmt: skip
-    given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    if plan.strategy.startswith("zero") and given != accelerator.strategy.owned(accelerator._optimizers[0]):
-        raise Refused(f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one norm: "
-                      "pass model.parameters()")  # fmt: skip
-
-
-def check_value(accelerator):
+def refuse_by_value(accelerator):
     """Raises Refused where gradients cannot be clipped by value."""
-    if own(accelerator):
-        raise Refused(f"clip_grad_value_: {elsewhere(accelerator.plan)} cannot be clipped by value, use "
+    if elsewhere := keeper(accelerator):
+        raise Refused(f"clip_grad_value_: {elsewhere.gradients_elsewhere} cannot be clipped by value, use "
                       "accelerator.clip_grad_norm_")  # fmt: skip
-
-
-def elsewhere(plan):
-    return "DeepSpeed's gradients" if plan.strategy.startswith("zero") else "MS-AMP's FP8 gradients"
 
 
 def instead_of_torch(accelerator, current):
@@ -109,7 +92,7 @@ def instead_of_torch(accelerator, current):
 
     A script may have imported them under any name, so the function inside torch's `no_grad` wrapper is replaced.
     """
-    if not own(accelerator) and accelerator.plan.strategy != "tp":
+    if not keeper(accelerator) and not accelerator.strategy.mixes_dtensors:
         return
     for function, ours in ((torch.nn.utils.clip_grad_norm_, norm), (torch.nn.utils.clip_grad_value_, value),
                            (torch.nn.utils.clip_grads_with_norm_, with_norm)):  # fmt: skip
@@ -131,7 +114,7 @@ def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):
 def with_norm(current, torchs, parameters, *args, **kwargs):
     parameters = listed(parameters)
     if is_own(current(), parameters):
-        raise Refused(f"clip_grads_with_norm_: {elsewhere(current().plan)} are not in .grad, use "
+        raise Refused(f"clip_grads_with_norm_: {keeper(current()).gradients_elsewhere} are not in .grad, use "
                       "accelerator.clip_grad_norm_")  # fmt: skip
     return torchs(parameters, *args, **kwargs)
 
@@ -139,14 +122,14 @@ def with_norm(current, torchs, parameters, *args, **kwargs):
 def value(current, torchs, parameters, *args, **kwargs):
     accelerator, parameters = current(), listed(parameters)
     if is_own(accelerator, parameters):
-        check_value(accelerator)
+        refuse_by_value(accelerator)
     there = [parameter for parameter in parameters if parameter.grad is not None]
     for kind in {isinstance(one.grad, DTensor) for one in there}:  # torch takes DTensors or tensors, not both in a call
         torchs([one for one in there if isinstance(one.grad, DTensor) is kind], *args, **kwargs)
 
 
 def is_own(accelerator, parameters):
-    return bool(own(accelerator)) and any(id(parameter) in accelerator.known() for parameter in parameters)
+    return bool(keeper(accelerator)) and any(id(parameter) in accelerator.known() for parameter in parameters)
 
 
 def listed(parameters):

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 
-from faithful import backends, products, strategies
+from faithful import products
 from faithful.backends.linear import kind, linear_names
-from faithful.blocks import block_names
 from faithful.errors import Refused
 from faithful.tensors import elements, fingerprint, parameters_of, size, unwrapped
 
@@ -22,25 +21,27 @@ class Layers:
     """A model before its conversion: its class, its Linear layers, a hash of its weights, what optimizers own of it.
     owned: ids of the parameters of the optimizers that are known so far."""
 
-    def __init__(self, plan, model, owned):
+    def __init__(self, backend, model, owned):
         self.model, self.names = type(model).__name__, linear_names(model)
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
-        self.linear = len(self.names) + converted(plan, model)[0]  # TE's blocks contain Linear layers too
+        self.linear = len(self.names) + converted(backend, model)[0]  # TE's blocks contain Linear layers too
         self.initial_weights = fingerprint(model)
 
 
 class Evidence:
     """The evidence of one model. optimizers: those that update its parameters; more may come after the first."""
 
-    def __init__(self, accelerator, plan, model, optimizers, layers, skipped):
-        self.plan, self.model, self.optimizers, self.accelerator = plan, model, optimizers, accelerator
+    def __init__(self, accelerator, model, optimizers, layers, skipped):
+        self.accelerator, self.model, self.optimizers = accelerator, model, optimizers
+        self.plan, self.strategy, self.backend = accelerator.plan, accelerator.strategy, accelerator.backend
+        plan = self.plan
         self.parameters = dict(parameters_of(model))
         self.counted = self.strategy.counted(self.parameters, accelerator)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        self.sharded = self.strategy.sharded(trainable, plan)
+        self.sharded = self.strategy.sharded(trainable)
         self.stepped, self.gradient_bytes = set(), 0  # stepped: ids of optimizers
         self.owned_before = layers.owned
-        linear, norms = converted(plan, model)
+        linear, norms = converted(self.backend, model)
         self.record = {
             "model": layers.model,
             "linear_total": layers.linear,
@@ -48,14 +49,14 @@ class Evidence:
             "linear_names": layers.names,
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
             "layernorm_converted": norms,
-            "share_converted": share(plan, model),
+            "share_converted": share(self.backend, model),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
             "optimizer_owns_all": None,
             "sharded": self.sharded,
             "units": self.strategy.units(model),
             "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
-            "eval_precision": self.backend.eval_precision(plan),
+            "eval_precision": self.backend.eval_precision,
             "initial_weights": layers.initial_weights,
         }
         self.refuse_what_is_not_there(layers, skipped)
@@ -66,17 +67,9 @@ class Evidence:
             watched = next((module for module in inside if isinstance(module, torch.nn.Linear)), None)
             self.hook = watched and watched.register_forward_hook(self.see_output)
 
-    @property
-    def strategy(self):
-        return strategies.of(self.plan)
-
-    @property
-    def backend(self):
-        return backends.of(self.plan)
-
     def refuse_what_is_not_there(self, layers, skipped):
         plan, record = self.plan, self.record
-        kinds = (*self.strategy.types(plan), *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
+        kinds = (*self.strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
         kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
         if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
             there = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
@@ -93,12 +86,12 @@ class Evidence:
                 f"{expected} Linear layers should be in FP8, {record['linear_converted']} of {layers.linear} are: name "
                 "those that should not under fp8_config: skip: in the YAML"
             )
-        if plan.strategy in ("fsdp", "hsdp", "tp") and plan.num_processes > 1 and not self.sharded:
+        if self.strategy.must_shard and plan.num_processes > 1 and not self.sharded:
             raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: set the model's "
                           "_no_split_modules to the class names of its blocks, or use a ddp config")  # fmt: skip
 
     def owned(self):
-        return set().union(*(self.strategy.owned(optimizer) for optimizer in self.optimizers))
+        return set().union(*(self.strategy.parameter_ids(optimizer) for optimizer in self.optimizers))
 
     def left_out(self):
         """Names of the trainable parameters that the script gave to no optimizer. Called when all optimizers are
@@ -135,7 +128,7 @@ class Evidence:
         """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
         if len(self.optimizers) == 1:
             return self.counted
-        mine = self.strategy.owned(optimizer)
+        mine = self.strategy.parameter_ids(optimizer)
         if optimizer is self.optimizers[0]:
             mine = mine | (set(map(id, self.counted.values())) - self.owned())
         return {name: p for name, p in self.counted.items() if id(p) in mine}
@@ -146,13 +139,19 @@ class Evidence:
         self.stepped.add(id(optimizer))
         if len(self.stepped) < len(self.optimizers):
             return
-        held = add([self.strategy.held(self.updated_by(one), one) for one in self.optimizers])
+        held = {"weight": [], "gathered": [], "master": [], "optimizer": [], "counter": []}
+        states = {}  # {key of the optimizer's state: its tensors}
+        for optimizer in self.optimizers:
+            for held_as, _, key, tensor in self.strategy.shards(self.updated_by(optimizer), optimizer):
+                held[held_as].append(tensor)
+                if held_as == "optimizer":
+                    states.setdefault(key, []).append(tensor)
         counts = self.record["dtypes"]
-        sizes = {"weight": size(held["weight"]), "gradient": self.gradient_bytes, "gathered": size(held["gathered"])}
-        sizes |= {"master": size(held["master"]), "optimizer": sum(map(size, held["optimizer"].values()))}
+        sizes = {kind: size(held[kind]) for kind in ("weight", "gathered", "master", "optimizer")}
+        sizes = {"weight": sizes.pop("weight"), "gradient": self.gradient_bytes} | sizes
         counts["parameters"] = elements(held["weight"])
         counts |= {"master": elements(held["master"])} if held["master"] else {}
-        counts["optimizer_state"] = {key: elements(values) for key, values in held["optimizer"].items()}
+        counts["optimizer_state"] = {key: elements(tensors) for key, tensors in states.items()}
         total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.parameters.values())
         if report := self.backend.levels(self.model, self.optimizers[0]):
             per_class = report["bytes_per_parameter"]["all"]
@@ -174,12 +173,12 @@ class Evidence:
         dist.all_gather_object(everyone, (counts, sizes))
         everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other replicas hold the same
         whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
-        parted = self.strategy.parted(self.optimizers[0])
-        for key in sizes.keys() - set(parted):  # each process holds these whole
+        sharded = self.strategy.sharded_kinds
+        for key in sizes.keys() - set(sharded):  # each process holds these whole
             whole[key] = sizes[key]
-        if "weight" not in parted:
+        if "weight" not in sharded:
             whole_counts["parameters"] = counts["parameters"]
-        if self.plan.strategy.startswith("zero"):  # counted before DeepSpeed partitions them
+        if self.strategy.gradients_counted_whole:
             whole_counts["gradients"] = counts["gradients"]
         most = {key: max(part[1][key] for part in everyone) for key in sizes}
         self.record["share_per_process"] = {key: round(most[key] / whole[key], 4) for key in whole if whole[key]}
@@ -194,15 +193,8 @@ class Evidence:
         plan, dtypes = self.plan, self.record["dtypes"]
         group = f" {dist.get_backend()}" if dist.is_initialized() else ""
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
-        share = self.record.get("share_per_process", {}).get("optimizer", 1)
-        how = f", {share:.0%} of the optimizer state each" if plan.strategy.startswith("zero") else ", sharded"
-        if plan.strategy in ("fsdp", "hsdp"):
-            names = plan.layers or (None if plan.wrap == "NO_WRAP" else block_names(self.model))
-            how += f" by {', '.join(names)}" if names else " as one piece"
-            if plan.wrap == "SIZE_BASED_WRAP":
-                how = f", sharded in {self.record['units']} units by their size"
-        parts = [where + (how if self.sharded else "")]
-        parts += [self.backend.name(plan)] if plan.precision != "fp8" else self.fp8_truth()
+        parts = [where + (self.strategy.how_sharded(self.model, self.record) if self.sharded else "")]
+        parts += [self.backend.name] if plan.precision != "fp8" else self.fp8_truth()
         parts[-1] += products.through_fp32(plan.precision)
         parts[-1] += ", compiled" if plan.compile else ""
         parts[-1] += ", offloaded to the host" if plan.offload else ""
@@ -221,7 +213,7 @@ class Evidence:
     def fp8_truth(self):
         """Two parts of the line: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware`, `16 of 17 Linear in FP8, ...`."""
         record = self.record
-        fp8 = f"fp8 {self.backend.name(self.plan)}"
+        fp8 = f"fp8 {self.backend.name}"
         fp8 += ", emulated: no FP8 hardware" if self.plan.emulated else ""
         text = f"{record['linear_converted']} of {record['linear_total']} Linear in FP8"
         text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
@@ -247,29 +239,27 @@ def notes(accelerator):
             yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
         elif one.layers and not one.evidence and accelerator.evidence:
             yield f"{type(one.model).__name__} was prepared, but no prepared optimizer updates it"
-    if processes > 1 and accelerator.plan.strategy in ("ddp", "fsdp", "hsdp"):
-        strangers = sum(len(accelerator.strategy.owned(one) - accelerator.known()) for one in prepared)
+    if processes > 1:
+        strangers = sum(len(accelerator.strategy.not_averaged(one, accelerator.known())) for one in prepared)
         if strangers:
             raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
                           "change them in its own way. Prepare their model, too")  # fmt: skip
     per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
-    # DeepSpeed's engine steps those of its own once.
-    own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-    if processes > 1 and own and per_process:
+    if processes > 1 and per_process and accelerator.strategy.schedulers(accelerator):
         yield (f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
                "schedule counted in optimizer steps ends that much earlier")  # fmt: skip
 
 
-def converted(plan, model):
+def converted(backend, model):
     """(number of Linear, number of LayerNorm) layers of the model that compute in FP8, by their classes."""
-    kinds = backends.of(plan).KINDS
+    kinds = backend.kinds
     counts = [kinds[kind(module)] for module in model.modules() if kind(module) in kinds]
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
-def share(plan, model):
+def share(backend, model):
     """The fraction of the model's parameters in layers that compute in FP8."""
-    kinds = backends.of(plan).KINDS
+    kinds = backend.kinds
     inside = {p for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
 
     def total(parameters):  # ds_numel: under ZeRO-3 numel() is 0

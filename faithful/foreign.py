@@ -21,7 +21,7 @@ def load(accelerator, folder):
                       "pickles, which are not read here: save the weights with Accelerate's save_model, and load them "
                       "into the model before accelerator.prepare")  # fmt: skip
     plan = accelerator.plan
-    if not (plan.strategy in ("single", "ddp") or (plan.strategy in ("fsdp", "hsdp") and plan.backend != "msamp")):
+    if not (accelerator.strategy.replicates or (plan.strategy in ("fsdp", "hsdp") and not accelerator.backend.codes)):
         how = f"load {files[0].name} there (safetensors.torch.load_model)"
         raise Refused(f"{folder} was written by Accelerate, and {plan.strategy} {plan.precision} loads whole weights "
                       f"only before accelerator.prepare: {how}")  # fmt: skip
@@ -32,7 +32,7 @@ def load(accelerator, folder):
 
 
 def into(accelerator, model, file):
-    if accelerator.plan.strategy in ("single", "ddp"):
+    if accelerator.strategy.replicates:
         missing, unexpected = load_model(model, file, strict=False)
     else:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -21,17 +21,17 @@ class PreparedModel:
 
     def attach_optimizer(self, accelerator, optimizer):
         """Takes note of a prepared optimizer. If it updates this model, backend and strategy may change both."""
-        plan, backend = accelerator.plan, accelerator.backend
-        if optimizer in self.optimizers or not accelerator.strategy.owned(optimizer) & self.parameters:
+        strategy, backend = accelerator.strategy, accelerator.backend
+        if optimizer in self.optimizers or not strategy.parameter_ids(optimizer) & self.parameters:
             return
         self.optimizers.append(optimizer)
         if self.evidence:
-            backend.another_optimizer(plan, self.model, optimizer)
+            backend.another_optimizer(self.model, optimizer)
         elif self.layers:
-            accelerator.strategy.after_prepare(accelerator, plan, self.model, optimizer)
-            self.skipped += backend.after_prepare(accelerator, plan, self.model, optimizer) or []
+            strategy.after_prepare(accelerator, self.model, optimizer)
+            self.skipped += backend.after_prepare(accelerator, self.model, optimizer)
             self.parameters = set(map(id, self.model.parameters()))
-            self.evidence = Evidence(accelerator, plan, self.model, self.optimizers, self.layers, self.skipped)
+            self.evidence = Evidence(accelerator, self.model, self.optimizers, self.layers, self.skipped)
 
 
 def trains(argument):

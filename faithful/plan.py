@@ -175,12 +175,12 @@ def rehearse(plan):
     """
     from accelerate.utils import DistributedType
 
-    kind = DistributedType[strategies.of(plan).REHEARSED_AS]
+    strategy = strategies.of(plan)
+    kind = DistributedType[strategy.rehearsed_as]
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
-    if prepare := getattr(strategies.of(plan), "before_rehearsal", None):
-        prepare()
+    strategy.before_rehearsal()
 
 
 @functools.cache

@@ -255,12 +255,7 @@ def what_the_strategy_lacks(error, run):
     if "got mixed torch.Tensor and DTensor" in error:
         return ("the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
                 "(EMA) of its own, which FSDP2 does not allow: use a ddp config")  # fmt: skip
-    other = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
-    other += "|unsupported ScalarType"
-    if run and run.plan.strategy.startswith("zero") and re.search(other, error):
-        return (f"under {run.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
-                f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config")  # fmt: skip
-    return None
+    return run.strategy.explain(error) if run else None
 
 
 def may_speak():

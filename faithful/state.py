@@ -13,9 +13,8 @@ import time
 import numpy as np
 import torch
 
-from faithful import backends, checkpoint, loaders, strategies
+from faithful import checkpoint, loaders
 from faithful.errors import Refused
-from faithful.strategies import tp
 from faithful.values import pack, unpack
 
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
@@ -24,7 +23,7 @@ PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_op
 def collect(accelerator, alone=False):
     """({name: tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main process."""
     plan, main = accelerator.plan, accelerator.is_main_process
-    strategy, backend = strategies.of(plan), backends.of(plan)
+    strategy, backend = accelerator.strategy, accelerator.backend
     parts, loaders_state = loaders.collect(accelerator.epochs, accelerator.stopping)
     parts |= random_state()
     models = models_of(accelerator)
@@ -35,7 +34,7 @@ def collect(accelerator, alone=False):
         if main or holds_own_parts(accelerator):
             parts |= {f"{index}:{name}": tensor for name, tensor in own.items()}
     tensors = {}
-    inner = [strategy.inner(optimizer) for optimizer in accelerator._optimizers]
+    inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
     groups = [
         [{key: value for key, value in group.items() if key != "params"} for group in o.param_groups] for o in inner
     ]
@@ -53,7 +52,7 @@ def collect(accelerator, alone=False):
         "loaders": loaders_state,
         "alone": alone,
         "registered": pack([one.state_dict() for one in accelerator._custom_objects], tensors, "registered"),
-        "cuts": tp.cuts(models[0][0]) if plan.split > 1 else {},
+        "cuts": strategy.tp_dims(models[0][0]) if models else {},
     }
     return parts | (tensors if main else {}), state
 
@@ -63,7 +62,7 @@ def models_of(accelerator):
     found = []
     for model in accelerator._models:
         ids = set(map(id, model.parameters()))
-        found.append((model, [one for one in accelerator._optimizers if accelerator.strategy.owned(one) & ids]))
+        found.append((model, [one for one in accelerator._optimizers if accelerator.strategy.parameter_ids(one) & ids]))
     return found
 
 
@@ -71,8 +70,8 @@ def rest_of(strategy, optimizer, models):
     """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
     parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
     in_models = {id(parameter) for model, _ in models for parameter in model.parameters()}
-    owned, rest, states = strategy.owned(optimizer), {}, strategy.inner(optimizer).state
-    for at, parameter in enumerate(parameters_in(strategy.inner(optimizer))):
+    owned, rest, states = strategy.parameter_ids(optimizer), {}, strategy.torch_optimizer(optimizer).state
+    for at, parameter in enumerate(parameters_in(strategy.torch_optimizer(optimizer))):
         if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
             known, state = id(parameter) in in_models, states.get(parameter, {})
             rest[str(at)] = {key: value for key, value in state.items() if not (known and torch.is_tensor(value))}
@@ -87,10 +86,10 @@ def put_back(accelerator, folder):
     """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
     that saved it."""
     plan, rank = accelerator.plan, accelerator.process_index
-    strategy, backend = strategies.of(plan), backends.of(plan)
+    strategy, backend = accelerator.strategy, accelerator.backend
     state = checkpoint.read_state(folder)
     saved_by = state["plan"]["num_processes"]
-    fixed = [key for key in PLANNED if key != "num_processes" or not backend.on_any_number_of_processes(plan)]
+    fixed = [key for key in PLANNED if key != "num_processes" or not backend.any_number_of_processes]
     differs = [
         f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
         for key in fixed
@@ -120,7 +119,7 @@ def put_back(accelerator, folder):
             own = [checkpoint.Part(folder, one, f"{index}:") for one in range(saved_by)]
         for optimizer in optimizers or [None]:
             backend.restore(strategy, model, optimizer, own)
-    inner = [strategy.inner(optimizer) for optimizer in accelerator._optimizers]
+    inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
     for optimizer, saved in zip(inner, unpack(state.get("optimizers", []), first), strict=False):
         restore_rest(optimizer, saved)
     for optimizer, saved in zip(inner, groups, strict=False):
@@ -162,9 +161,8 @@ def restore_rest(optimizer, saved):
 
 def holds_own_parts(accelerator):
     """Whether ranks hold different tensors: shards, or FP8 histories."""
-    plan = accelerator.plan
-    sharded = any(accelerator.strategy.sharded(model.parameters(), plan) for model in accelerator._models)
-    return sharded or (plan.backend == "msamp" and accelerator.num_processes > 1)
+    sharded = any(accelerator.strategy.sharded(model.parameters()) for model in accelerator._models)
+    return sharded or (accelerator.backend.codes and accelerator.num_processes > 1)
 
 
 def random_state():

@@ -17,7 +17,7 @@ from faithful.tensors import parameters_of, unwrapped
 
 def saved_whole(accelerator, model):
     """Makes `save_pretrained` of a prepared model, and of its parts, write whole weights."""
-    if accelerator.plan.strategy in ("single", "ddp") and accelerator.plan.backend != "msamp":
+    if accelerator.strategy.replicates and not accelerator.backend.codes:
         return
     for module in unwrapped(model).modules():
         if callable(getattr(type(module), "save_pretrained", None)):

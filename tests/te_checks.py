@@ -115,7 +115,7 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
 
 def converted(model, **more):
     optimizer = torch.optim.AdamW(model.parameters())
-    return optimizer, ours.convert(None, plan(**more), model, optimizer)
+    return optimizer, ours.TransformerEngine(plan(**more)).convert(None, model, optimizer)
 
 
 def test_conversion_goes_on_past_an_odd_shape():
@@ -143,12 +143,12 @@ def test_what_transformer_engine_has_no_layer_for_stays():
     plain = nn.LayerNorm(16, elementwise_affine=False)
     model = nn.Sequential(plain, nn.LayerNorm((4, 16)), nn.LayerNorm(16, bias=False), nn.LayerNorm(16, eps=1e-3))
     names = list(model.state_dict())
-    ours.convert(None, plan(), model, None)
+    ours.TransformerEngine(plan()).convert(None, model, None)
     assert model[0] is plain and [type(layer) for layer in model[1:3]] == [nn.LayerNorm, nn.LayerNorm]
     assert type(model[3]) is te.LayerNorm and model[3].eps == 1e-3
     assert [name for name in model.state_dict() if not name.endswith("_extra_state")] == names
     timm = nn.Sequential(LayerNorm(16), LayerNorm2d(16))  # both are subclasses; the second normalizes channels
-    ours.convert(None, plan(), timm, None)
+    ours.TransformerEngine(plan()).convert(None, timm, None)
     assert [type(layer) for layer in timm] == [te.LayerNorm, LayerNorm2d]
 
 
@@ -158,7 +158,7 @@ def test_values_dtype_and_frozen_weights_are_kept(bias):
     model[0].weight.requires_grad_(False)
     x = seeded(8, 16).to(torch.bfloat16)
     before = model(x)
-    ours.convert(None, plan(), model, None)
+    ours.TransformerEngine(plan()).convert(None, model, None)
     assert [type(layer) for layer in model] == [te.Linear, te.LayerNorm]
     after = model.eval().to("cuda")(x.to("cuda")).cpu()
     assert (after.float() - before.float()).abs().max() <= 2**-7 * before.float().abs().max()  # a place of bf16
@@ -176,7 +176,7 @@ def pair(text=DELAYED, bias=False, inputs=64, outputs=48, dtype=torch.float32):
     theirs, mine = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype)), nn.Sequential()
     mine = copy.deepcopy(theirs)
     emulate.convert(mine, asked.level, **asked.fp8_options)
-    ours.convert(None, asked, theirs, None)
+    ours.TransformerEngine(asked).convert(None, theirs, None)
     return theirs.to("cuda"), mine
 
 
@@ -262,7 +262,7 @@ def test_mxfp8_is_a_power_of_two_for_32_values(monkeypatch):
     mine = nn.Sequential(nn.Linear(64, 96, bias=False))
     theirs = copy.deepcopy(mine)
     emulate.convert(mine, "block", fp8_format="E4M3")
-    ours.convert(None, asked, theirs, None)
+    ours.TransformerEngine(asked).convert(None, theirs, None)
     theirs.to("cuda")
     for step in range(3):
         x, grad = seeded(40, 64, seed=step) * 10**step, seeded(40, 96, seed=10 + step) / 10**step
@@ -379,7 +379,7 @@ def blocks(**more):
     torch.manual_seed(0)
     model, asked = nn.Sequential(*(Block() for _ in range(3))), plan(**more)
     model._no_split_modules = ["Block"]
-    ours.convert(None, asked, model, None)
+    ours.TransformerEngine(asked).convert(None, model, None)
     return model.to("cuda")
 
 
@@ -432,7 +432,7 @@ def test_a_transformer_layer_computes_what_timms_block_does():
     plain.load_state_dict({timm_name(name): p.detach().cpu() for name, p in model.named_parameters()})
     for block in plain.blocks:
         block.mlp.act = nn.GELU(approximate="tanh")
-    ours.convert(None, plan(), model, None)
+    ours.TransformerEngine(plan()).convert(None, model, None)
     x, model = seeded(16, 1, 8, 8), model.to("cuda")
     expected = plain.eval()(x)
     difference = (model.eval()(x.to("cuda")).cpu() - expected).abs().max()
@@ -443,7 +443,7 @@ def test_a_transformer_layer_computes_what_timms_block_does():
 def test_a_transformer_layer_trains_in_fp8(recipe):
     model = small_vit_of_te_blocks()
     exact = copy.deepcopy(model).to("cuda")
-    ours.convert(None, plan(f"backend: TE, recipe: {recipe}"), model, None)
+    ours.TransformerEngine(plan(f"backend: TE, recipe: {recipe}")).convert(None, model, None)
     assert counted(plan(), model) == (4 * 4, 2 * 4 + 1)
     x, grad = seeded(16, 1, 8, 8).to("cuda"), seeded(16, 10, seed=1).to("cuda")
     model.to("cuda")
@@ -461,7 +461,7 @@ def test_a_transformer_layer_computes_again_what_it_did():
     kept = small_vit_of_te_blocks()
     again = copy.deepcopy(kept)
     for model, asked in ((kept, plan()), (again, plan(ckpt=True))):
-        ours.convert(None, asked, model, None)
+        ours.TransformerEngine(asked).convert(None, model, None)
         model.to("cuda")
     for step in range(3):
         x, grad = seeded(16, 1, 8, 8, seed=step).to("cuda"), seeded(16, 10, seed=9 + step).to("cuda")

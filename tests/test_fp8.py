@@ -180,8 +180,9 @@ def test_layers_of_vit_tiny(name, count):
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
     planned = resolved(name)
-    skipped = backends.of(planned).convert(None, planned, model, optimizer)
-    assert converted(planned, model) == (count, 0) and len(skipped) == 49 - count and skipped[0][0] == "head"
+    skipped = backends.of(planned).convert(None, model, optimizer)
+    assert converted(backends.of(planned), model) == (count, 0)
+    assert len(skipped) == 49 - count and skipped[0][0] == "head"
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
 
 
@@ -192,8 +193,8 @@ def test_a_linear_of_another_class_is_named(name, count):
     model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     planned = resolved(name)
-    skipped = backends.of(planned).convert(None, planned, model, optimizer)
-    assert converted(planned, model) == (count, 0) and len(skipped) == 4 - count
+    skipped = backends.of(planned).convert(None, model, optimizer)
+    assert converted(backends.of(planned), model) == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
                       "the module around it reads its weight directly")  # fmt: skip
@@ -208,10 +209,10 @@ def counted_under_fsdp(rank, world, backend):
         emulate.convert(model, "delayed")
     else:
         convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    before, mesh = converted(asked, model), init_device_mesh("cpu", (world,))
+    before, mesh = converted(backends.of(asked), model), init_device_mesh("cpu", (world,))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
-    backends.of(asked).after_prepare(None, asked, model, None)
+    backends.of(asked).after_prepare(None, model, None)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     model.eval()
     with torch.no_grad():
@@ -219,7 +220,8 @@ def counted_under_fsdp(rank, world, backend):
     plain = [layer.full_tensor() for layer in model.parameters()]
     for weight, bias in zip(plain[::2], plain[1::2], strict=True):
         x = torch.nn.functional.linear(x, weight, bias)
-    return [type(layer).__name__ for layer in model], before, converted(asked, model), torch.equal(evaluated, x)
+    after = converted(backends.of(asked), model)
+    return [type(layer).__name__ for layer in model], before, after, torch.equal(evaluated, x)
 
 
 @pytest.mark.parametrize("backend, name", [("emulated", "FSDPEmulatedLinear"), ("torchao", "FSDPFloat8Linear")])
@@ -297,10 +299,10 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), torch.randn(16, 32)
     before, planned = copy.deepcopy(model), resolved(name)
     optimizer = torch.optim.AdamW(model.parameters())
-    backends.of(planned).convert(None, planned, model, optimizer)
+    backends.of(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
-    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, known=set), planned, model, prepared)
-    assert converted(planned, model)[0] >= 2
+    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, known=set), model, prepared)
+    assert converted(backends.of(planned), model)[0] >= 2
 
     def computed(some):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -145,14 +145,14 @@ def test_the_parity_can_fail(tmp_path):
 
     def apart(rank):
         in_float64(rank)
-        split = tp.before_prepare
+        split = tp.split
 
-        def drifting(accelerator, planned, model, optimizer):
-            split(accelerator, planned, model, optimizer)
+        def drifting(model, *rest):
+            split(model, *rest)
             with torch.no_grad():
                 model.model.norm.weight += 1e-6 * rank
 
-        tp.before_prepare = drifting
+        tp.split = drifting
 
     one = train("single_fp32", tmp_path / "one", *FP64, name="gpt", before=in_float64)
     two = train(fp32(tmp_path), tmp_path / "two", *FP64, name="gpt", before=apart)
@@ -244,7 +244,7 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
 
 
 def test_torch_s_kernels_for_many_tensors_take_no_mixture():
-    """torch's fused and foreach optimizers do not take DTensors and plain tensors together, so `before_prepare` turns
+    """torch's fused and foreach optimizers do not take DTensors and plain tensors together, so `split` turns
     them off."""
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, distribute_tensor

@@ -15,7 +15,7 @@ from amp8 import emulate, scaling
 from amp8 import linear as levels
 from amp8 import optimizer as adam
 from faithful.backends.linear import kind
-from faithful.strategies.plain import inner
+from faithful.strategies.base import torch_optimizer
 from faithful.tensors import named, unwrapped
 
 TENSORS = ("input", "weight", "gradient")
@@ -64,7 +64,7 @@ class Looking:
         for name, layer in layers.items():
             self.hooks.append(layer.register_forward_hook(self.forward_of(name, layer)))
         self.targets, self.undo = {}, contextlib.ExitStack()
-        if hasattr(inner(evidence.optimizers[0]), "model_state"):
+        if hasattr(torch_optimizer(evidence.optimizers[0]), "model_state"):
             self.undo.enter_context(watched_adam(self.updated))
 
     def forward_of(self, name, layer):

@@ -302,16 +302,16 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             names_of_linear = linear_names(model)
             found["blocks"] = [sum(p.numel() for p in block.parameters()) for block in blocks]
             if fp8:
-                fp8.convert(self, plan, model, optimizer)
+                fp8.convert(self, model, optimizer)
                 refuse_unknown(plan.skip, names_of_linear)
-                if not converted(plan, model)[0]:
+                if not converted(fp8, model)[0]:
                     raise Refused("none of its Linear layers can be FP8")
             if checkpointed:
                 apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in names)
             self.model = self.prepare_model(model, device_placement=False)
             self.optimizer = self.prepare_optimizer(optimizer, device_placement=False)
             if fp8:
-                fp8.after_prepare(self, plan, model, self.optimizer)
+                fp8.after_prepare(self, model, self.optimizer)
             self.optimizer.optimizer.register_step_pre_hook(self.before_step)
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -336,8 +336,8 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             raise Enough
 
         def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-            if hasattr(fp8, "clip_grad_norm_"):
-                return fp8.clip_grad_norm_(list(parameters), max_norm, self.optimizer)
+            if fp8 and fp8.gradients_elsewhere:
+                return fp8.clip_grad_norm_(self, list(parameters), max_norm, 2)
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
         def before_step(self, *_):

@@ -129,7 +129,7 @@ class Watch:
         set_random_state(state[1])
 
     def optimizer(self):
-        return self.accelerator.strategy.inner(self.evidence.optimizers[0])
+        return self.accelerator.strategy.torch_optimizer(self.evidence.optimizers[0])
 
     def finish(self):
         running = self.accelerator

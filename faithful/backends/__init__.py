@@ -1,29 +1,32 @@
-"""The backends: what computes a model's matrix products. `plain.py` documents each function of a backend.
+"""The backends: what computes a model's matrix products. `base.py` documents each method.
 
-A new backend is one file with the functions in which it differs from `plain.py`, and one line of this table.
+A new backend is a subclass of Backend in a file of its own, and one line of this table.
 """
 
-from faithful.tables import functions
+from faithful.backends.emulated import Emulated
+from faithful.backends.high_precision import FP16OnCPU, Torch
+from faithful.backends.levels import MSAMP
+from faithful.backends.torchao import TorchAO
+from faithful.backends.transformer_engine import TransformerEngine
 
-# backend of the config -> (module, its name in the record)
-TABLE = {
-    None: ("plain", "torch"),
-    "ao": ("torchao", "torchao"),
-    "te": ("transformer_engine", "transformer_engine"),
-    "msamp": ("levels", "amp8"),
+BACKENDS = {  # backend of the config: (class, name of the code that computes in the record)
+    None: (Torch, "torch"),
+    "ao": (TorchAO, "torchao"),
+    "te": (TransformerEngine, "transformer_engine"),
+    "msamp": (MSAMP, "amp8"),
 }
 
 
 def implementation(backend, strategy, rehearsal):
     """The code that computes. On a CPU torchao's layers run only under FSDP2 and ZeRO, TransformerEngine's never."""
     in_software = backend == "te" or (backend == "ao" and strategy in ("single", "ddp"))
-    return "emulated" if rehearsal and in_software else TABLE[backend][1]
+    return "emulated" if rehearsal and in_software else BACKENDS[backend][1]
 
 
 def of(plan):
-    """The functions of the plan's backend, as attributes."""
+    """The Backend of a plan."""
     if plan.implementation == "emulated":
-        return functions("backends", "emulated")
+        return Emulated(plan)
     if plan.precision == "fp16" and plan.rehearsal:
-        return functions("backends", "fp16_on_cpu")
-    return functions("backends", TABLE[plan.backend][0])
+        return FP16OnCPU(plan)
+    return BACKENDS[plan.backend][0](plan)

@@ -12,7 +12,7 @@ from faithful.errors import Refused
 ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
 
 
-def in_bf16(plan):
+def in_bf16():
     """Makes Accelerate run in bf16, without its own FP8 code. That would take torchao's weights out of the optimizer
     outside FSDP2, stop TransformerEngine's conversion at the first shape that does not fit and drop its options, and
     scale MS-AMP's loss without unscaling the gradients."""

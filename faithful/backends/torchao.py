@@ -6,36 +6,65 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import AORecipeKwargs
 
+from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, kind, left_alone, wanted
-from faithful.strategies.plain import inner
-
-KINDS = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
+from faithful.strategies.base import torch_optimizer
 
 
-def sharded(plan):
-    """Whether Accelerate converts the model: its conversion is correct under FSDP2 only."""
-    return plan.strategy in ("fsdp", "hsdp")
+class TorchAO(Backend):
+    """Under FSDP2 Accelerate converts the model. Its conversion is correct there only, so elsewhere we do."""
 
+    kinds = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
+    eager_in_eval = True
 
-def arguments(plan):
-    handlers = [AORecipeKwargs(config=config(plan))] if sharded(plan) else []
-    return in_bf16(plan) | {"kwargs_handlers": handlers}
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.by_accelerate = plan.strategy in ("fsdp", "hsdp")
+        self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 
+    @property
+    def name(self):
+        return f"torchao {self.plan.level}"
 
-def convert(accelerator, plan, model, optimizer):
-    skipped = left_alone(model, plan.skip)
-    names = wanted(model, skipped)
+    @property
+    def eval_precision(self):
+        return "bf16, weights gathered as e4m3" if self.gathered_in_fp8 else "bf16"
 
-    def chosen(module, name):
-        return name in names
+    def arguments(self):
+        handlers = [AORecipeKwargs(config=config(self.plan))] if self.by_accelerate else []
+        return in_bf16() | {"kwargs_handlers": handlers}
 
-    if sharded(plan):
-        accelerator.ao_recipe_handler.module_filter_func = chosen
-    elif names:
-        from torchao.float8 import convert_to_float8_training
+    def convert(self, accelerator, model, optimizer):
+        skipped = left_alone(model, self.plan.skip)
+        names = wanted(model, skipped)
 
-        convert_to_float8_training(model, config=config(plan), module_filter_fn=chosen)
-    return skipped
+        def chosen(module, name):
+            return name in names
+
+        if self.by_accelerate:
+            accelerator.ao_recipe_handler.module_filter_func = chosen
+        elif names:
+            from torchao.float8 import convert_to_float8_training
+
+            convert_to_float8_training(model, config=config(self.plan), module_filter_fn=chosen)
+        return skipped
+
+    def after_prepare(self, accelerator, model, optimizer):
+        for module in model.modules():
+            if kind(module) == "torchao.Float8Linear":
+                module.__class__ = evaluating(type(module))
+        self.another_optimizer(model, optimizer)
+        return []
+
+    def another_optimizer(self, model, optimizer):
+        """Computes the scales of weights gathered in FP8 after each step, in one all-reduce; else each weight needs its
+        own in the forward pass. Accelerate does this only for the optimizer that it gets, see strategies/fsdp.py."""
+        if self.gathered_in_fp8:
+            torch_optimizer(optimizer).register_step_post_hook(lambda *_: scale(model))
+
+    def restore(self, strategy, model, optimizer, parts):
+        super().restore(strategy, model, optimizer, parts)
+        scale(model)  # changes only weights that are gathered in FP8
 
 
 def config(plan):
@@ -63,37 +92,7 @@ def plain_linear(module, x):
     return F.linear(x, weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype), module.bias)
 
 
-def after_prepare(accelerator, plan, model, optimizer):
-    for module in model.modules():
-        if kind(module) == "torchao.Float8Linear":
-            module.__class__ = evaluating(type(module))
-    scale_after_each_step(plan, model, optimizer)
-
-
-def scale_after_each_step(plan, model, optimizer):
-    """Computes the scales of weights gathered in FP8 after each step, in one all-reduce; else each weight needs its own
-    in the forward pass. Accelerate does this only for the optimizer that it gets, see strategies/fsdp.py."""
-    if plan.fp8_options.get("enable_fsdp_float8_all_gather"):
-        inner(optimizer).register_step_post_hook(lambda *_: scale(model))
-
-
-another_optimizer = scale_after_each_step
-
-
 def scale(model):
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-def restore(strategy, model, optimizer, parts):
-    strategy.restore(model, optimizer, parts)
-    scale(model)  # changes only weights that are gathered in FP8
-
-
-def name(plan):
-    return f"torchao {plan.level}"
-
-
-def eval_precision(plan):
-    return "bf16, weights gathered as e4m3" if plan.fp8_options["enable_fsdp_float8_all_gather"] else "bf16"

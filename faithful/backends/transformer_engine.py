@@ -13,19 +13,60 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, left_alone
 from faithful.blocks import block_names
 from faithful.errors import Refused
 from faithful.tensors import named, unwrapped
 
-KINDS = {
-    "transformer_engine.Linear": (1, 0),
-    "transformer_engine.LayerNorm": (0, 1),
-    "transformer_engine.LayerNormLinear": (1, 1),  # in models that use these classes themselves
-    "transformer_engine.LayerNormMLP": (2, 1),
-}
 ROWS = 16  # TransformerEngine needs multiples of 8, or of 16 where cuBLASLt sums over the rows
-arguments = in_bf16
+
+
+class TransformerEngine(Backend):
+    kinds = {
+        "transformer_engine.Linear": (1, 0),
+        "transformer_engine.LayerNorm": (0, 1),
+        "transformer_engine.LayerNormLinear": (1, 1),  # in models that use these classes themselves
+        "transformer_engine.LayerNormMLP": (2, 1),
+    }
+
+    @property
+    def name(self):
+        return f"TransformerEngine {self.plan.level}"
+
+    def arguments(self):
+        return in_bf16()
+
+    def convert(self, accelerator, model, optimizer):
+        plan = self.plan
+        te, skipped = package(), left_alone(model, plan.skip, multiple(plan))
+        for parent_name, parent in list(model.named_modules()):
+            for child_name, child in list(parent.named_children()):
+                name = f"{parent_name}.{child_name}".lstrip(".")
+                if type(child) is nn.Linear and name not in dict(skipped):
+                    new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
+                                    params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
+                    new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple(plan)))
+                    adopt(parent, child_name, child, new)
+                elif last_dimension_norm(child):
+                    new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
+                                       device=child.weight.device)  # fmt: skip
+                    adopt(parent, child_name, child, new)
+        compute_in_fp8(te, plan, model)
+        return skipped
+
+    def tensors(self, strategy, model, optimizer):
+        own = {f"te/{name}": tensor.detach().cpu().clone() for name, tensor in named(state(unwrapped(model)).items())}
+        return super().tensors(strategy, model, optimizer) | own
+
+    @torch.no_grad()
+    def restore(self, strategy, model, optimizer, parts):
+        rest = {name: part for name, part in parts.items() if not name.startswith("te/")}
+        super().restore(strategy, model, optimizer, rest)
+        for name, tensor in named(state(unwrapped(model)).items()):
+            if f"te/{name}" not in parts:
+                raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
+            tensor.copy_(parts[f"te/{name}"])
 
 
 def package():
@@ -41,24 +82,6 @@ def package():
 def multiple(plan):
     """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions."""
     return 32 if plan.level == "mxfp8" else 16
-
-
-def convert(accelerator, plan, model, optimizer):
-    te, skipped = package(), left_alone(model, plan.skip, multiple(plan))
-    for parent_name, parent in list(model.named_modules()):
-        for child_name, child in list(parent.named_children()):
-            name = f"{parent_name}.{child_name}".lstrip(".")
-            if type(child) is nn.Linear and name not in dict(skipped):
-                new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
-                                params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
-                new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple(plan)))
-                adopt(parent, child_name, child, new)
-            elif last_dimension_norm(child):
-                new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
-                                   device=child.weight.device)  # fmt: skip
-                adopt(parent, child_name, child, new)
-    compute_in_fp8(te, plan, model)
-    return skipped
 
 
 def in_whole_rows(layer, rows, x):
@@ -140,21 +163,3 @@ def state(model):
         for kind in ("scale", "amax_history")
         if hasattr(getattr(module, "fp8_meta", {}).get(way), kind)
     }
-
-
-def tensors(strategy, model, optimizer):
-    own = {f"te/{name}": tensor.detach().cpu().clone() for name, tensor in named(state(unwrapped(model)).items())}
-    return strategy.tensors(model, optimizer) | own
-
-
-@torch.no_grad()
-def restore(strategy, model, optimizer, parts):
-    strategy.restore(model, optimizer, {name: part for name, part in parts.items() if not name.startswith("te/")})
-    for name, tensor in named(state(unwrapped(model)).items()):
-        if f"te/{name}" not in parts:
-            raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
-        tensor.copy_(parts[f"te/{name}"])
-
-
-def name(plan):
-    return f"TransformerEngine {plan.level}"

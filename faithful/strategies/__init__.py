@@ -1,22 +1,25 @@
-"""The strategies: how a model is distributed over processes. `plain.py` documents each function of a strategy.
+"""The strategies: how a model is distributed over processes. `base.py` documents each method.
 
-A new strategy is one file with the functions in which it differs from `plain.py`, and one line of this table.
+A new strategy is a subclass of Strategy in a file of its own, and one line of this table.
 """
 
-from faithful.tables import functions
+from faithful.strategies.fsdp import FSDP, HSDP
+from faithful.strategies.replicated import DDP, SingleDevice
+from faithful.strategies.tp import TensorParallel
+from faithful.strategies.zero import ZeRO
 
-TABLE = {
-    "single": "plain",
-    "ddp": "plain",
-    "fsdp": "fsdp",
-    "hsdp": "fsdp",
-    "tp": "tp",
-    "zero1": "zero",
-    "zero2": "zero",
-    "zero3": "zero",
+STRATEGIES = {
+    "single": SingleDevice,
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "hsdp": HSDP,
+    "tp": TensorParallel,
+    "zero1": ZeRO,
+    "zero2": ZeRO,
+    "zero3": ZeRO,
 }
 
 
 def of(plan):
-    """The functions of the plan's strategy, as attributes."""
-    return functions("strategies", TABLE[plan.strategy])
+    """The Strategy of a plan."""
+    return STRATEGIES[plan.strategy](plan)

@@ -13,44 +13,99 @@ from accelerate.utils import gather_object
 from faithful import averages, batch_norm, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
-from faithful.strategies import plain
+from faithful.strategies.base import Strategy
 from faithful.tensors import fingerprint, parameters_of
 
-REHEARSED_AS = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
+
+class FSDP(Strategy):
+    """FSDP2: all processes together hold the model once."""
+
+    distributed_types = ("FSDP",)
+    rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
+    must_shard = True
+
+    def arguments(self, scaling):
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        plan = self.plan
+        # By default Accelerate reduces gradients in 16 bit, and pins host memory even without an accelerator.
+        dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
+        offload = CPUOffloadPolicy(pin_memory=not plan.rehearsal) if plan.offload else None
+        by_torch = plan.ckpt and plan.implementation != "transformer_engine"  # which has its own checkpointing
+        plugin = FullyShardedDataParallelPlugin(
+            mixed_precision_policy=policy, cpu_offload=offload, activation_checkpointing=by_torch
+        )
+        return {"fsdp_plugin": plugin}
+
+    def before_prepare(self, accelerator, model, optimizer):
+        """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
+        those of process 0 are sent to all where the config says it and they differ."""
+        plan = self.plan
+        if plan.synced and len(set(gather_object([fingerprint(model)]))) > 1:
+            broadcast([*model.parameters(), *model.buffers()], accelerator.device)
+        if trained := ignored_and_trained(plan, model):
+            raise Refused(f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
+                          f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before "
+                          "prepare(), or leave the key out")  # fmt: skip
+        name_blocks(model)
+        batch_norm.in_fp32(model)
+
+    def prepare(self, accelerator, accelerates, args, device_placement):
+        """Accelerate's FSDP2 takes one model and its optimizer per call, but scripts may prepare several. So each model
+        is prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters.
+        """
+        averages.of_shards()
+        prepared, rest = list(args), []
+        optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
+        for at, argument in enumerate(args):
+            if isinstance(argument, torch.nn.Module) and not getattr(argument, "_is_accelerate_prepared", False):
+                prepared[at] = shard(accelerator, accelerates, argument, optimizers)
+            elif not isinstance(argument, torch.nn.Module | torch.optim.Optimizer):
+                rest.append(at)
+        for at, argument in enumerate(args):
+            if isinstance(argument, torch.optim.Optimizer) and not getattr(argument, "_is_accelerate_prepared", False):
+                follow(argument)
+                prepared[at] = accelerator.prepare_optimizer(argument)
+                prepared[at]._is_accelerate_prepared = True
+        others = accelerates(*(args[at] for at in rest)) if rest else ()
+        for at, other in zip(rest, others if len(rest) > 1 else (others,), strict=True) if rest else ():
+            prepared[at] = other
+        return tuple(prepared)
+
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
+
+    def units(self, model):
+        """How many units FSDP2 gathers: groups of parameters."""
+        from torch.distributed.fsdp import FSDPModule
+
+        states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+        return sum(len(state._fsdp_param_groups) for state in states)
+
+    def how_sharded(self, model, record):
+        plan = self.plan
+        if plan.wrap == "SIZE_BASED_WRAP":
+            return f", sharded in {record['units']} units by their size"
+        names = plan.layers or ([] if plan.wrap == "NO_WRAP" else block_names(model))
+        return f", sharded by {', '.join(names)}" if names else ", sharded as one piece"
+
+    def tensors(self, model, optimizer):
+        reshard(model)
+        return super().tensors(model, optimizer)
+
+    def restore(self, model, optimizer, parts):
+        reshard(model)
+        super().restore(model, optimizer, parts)
 
 
-def types(plan):
-    return ("FSDP",)
+class HSDP(FSDP):
+    """Groups of processes that each hold the model once, and average their gradients."""
 
-
-def arguments(plan, scaling):
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    if plan.strategy == "hsdp":  # hide a warning about how Accelerate makes its mesh
-        patches.ignore_warning("Slicing a flattened dim from root mesh")
-    # By default Accelerate reduces gradients in 16 bit, and pins host memory even without an accelerator.
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
-    offload = CPUOffloadPolicy(pin_memory=not plan.rehearsal) if plan.offload else None
-    by_torch = plan.ckpt and plan.implementation != "transformer_engine"  # TransformerEngine has its own checkpointing
-    plugin = FullyShardedDataParallelPlugin(
-        mixed_precision_policy=policy, cpu_offload=offload, activation_checkpointing=by_torch
-    )
-    return {"fsdp_plugin": plugin}
-
-
-def before_prepare(accelerator, plan, model, optimizer):
-    """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so those
-    of process 0 are sent to all where the config says it and they differ."""
-    if plan.synced and len(set(gather_object([fingerprint(model)]))) > 1:
-        broadcast([*model.parameters(), *model.buffers()], accelerator.device)
-    if trained := ignored_and_trained(plan, model):
-        raise Refused(f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
-                      f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before prepare(), "
-                      "or leave the key out")  # fmt: skip
-    name_blocks(model)
-    batch_norm.in_fp32(model)
+    def arguments(self, scaling):
+        patches.ignore_warning("Slicing a flattened dim from root mesh")  # as Accelerate makes its mesh
+        return super().arguments(scaling)
 
 
 def ignored_and_trained(plan, model):
@@ -67,28 +122,6 @@ def broadcast(tensors, device):
         sent = tensor.to(device)
         torch.distributed.broadcast(sent, 0)
         tensor.copy_(sent)
-
-
-def prepare(accelerator, accelerates, args, device_placement):
-    """Accelerate's FSDP2 takes one model and its optimizer per call, but scripts may prepare several. So each model is
-    prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters."""
-    averages.of_shards()
-    prepared, rest = list(args), []
-    optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
-    for at, one in enumerate(args):
-        if isinstance(one, torch.nn.Module) and not getattr(one, "_is_accelerate_prepared", False):
-            prepared[at] = shard(accelerator, accelerates, one, optimizers)
-        elif not isinstance(one, torch.nn.Module | torch.optim.Optimizer):
-            rest.append(at)
-    for at, one in enumerate(args):
-        if isinstance(one, torch.optim.Optimizer) and not getattr(one, "_is_accelerate_prepared", False):
-            follow(one)
-            prepared[at] = accelerator.prepare_optimizer(one)
-            prepared[at]._is_accelerate_prepared = True
-    others = accelerates(*(args[at] for at in rest)) if rest else ()
-    for at, one in zip(rest, others if len(rest) > 1 else (others,), strict=True) if rest else ():
-        prepared[at] = one
-    return tuple(prepared)
 
 
 SHARDS = {}  # {id of an original parameter: weak references to it and to its sharded parameter}
@@ -217,21 +250,3 @@ def reshard(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def units(model):
-    """How many units FSDP2 gathers: groups of parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
-    return sum(len(state._fsdp_param_groups) for state in states)
-
-
-def tensors(model, optimizer):
-    reshard(model)
-    return plain.tensors(model, optimizer)
-
-
-def restore(model, optimizer, parts):
-    reshard(model)
-    plain.restore(model, optimizer, parts)

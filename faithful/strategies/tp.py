@@ -10,13 +10,69 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
-from faithful.strategies import plain
+from faithful.strategies.base import Strategy
 from faithful.tensors import fingerprint, parameters_of
-
-REHEARSED_AS = "MULTI_GPU"
 
 # The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
+
+
+class TensorParallel(Strategy):
+    distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
+    rehearsed_as = "MULTI_GPU"
+    must_shard = True
+    same_batch = True
+    mixes_dtensors = True
+
+    def before_prepare(self, accelerator, model, optimizer):
+        """Splits the model, and gives the optimizer the split parameters."""
+        self.need_both(optimizer)
+        mesh = accelerator.torch_device_mesh["tp"]
+        check(model, mesh.size())
+        if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
+            raise Refused("the processes built models with different weights: call set_seed, with the same seed, "
+                          "before building the model")  # fmt: skip
+        split(model, optimizer, mesh, accelerator.device)
+        [seed] = broadcast_object_list([torch.initial_seed()])
+        torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
+
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
+
+    def not_averaged(self, optimizer, prepared):
+        return set()  # all compute the same batch, and so the same gradients
+
+    def counted(self, parameters, accelerator):
+        mesh = accelerator.torch_device_mesh["tp"]
+        if mesh.get_local_rank() == 0:
+            return parameters
+        return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+
+    def full_state(self, accelerator, model):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def tp_dims(self, model):
+        return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters_of(model)}
+
+
+def split(model, optimizer, mesh, device):
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    whole, modules = dict(model.named_parameters()), dict(model.named_modules())
+    splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
+    apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
+    model.tie_weights(recompute_mapping=False)  # a head tied to the embedding gets the embedding's shard
+    for tensor in (*model.parameters(), *model.buffers()):  # Accelerate does not move a model that has DTensors
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+    model._tp_size = mesh.size()  # transformers sets it when it splits while loading; Accelerate reads it
+    now = {id(whole[name]): part for name, part in model.named_parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [now[id(parameter)] for parameter in group["params"]]
+        group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
 
 
 def check(model, size):
@@ -31,53 +87,3 @@ def check(model, size):
     if heads % size or pairs % size:
         raise Refused(f"{name} has {heads} attention heads and {pairs} of keys and values, which {size} processes do "
                       "not share evenly: another --model, or another parallelism_config_tp_size")  # fmt: skip
-
-
-def types(plan):
-    return ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
-
-
-def before_prepare(accelerator, plan, model, optimizer):
-    """Splits the model, and gives the optimizer the split parameters."""
-    plain.one_call(plan, optimizer)
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    mesh = accelerator.torch_device_mesh["tp"]
-    check(model, mesh.size())
-    if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
-        raise Refused("the processes built models with different weights: call set_seed, with the same seed, before "
-                      "building the model")  # fmt: skip
-    whole, modules = dict(model.named_parameters()), dict(model.named_modules())
-    splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
-    apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
-    model.tie_weights(recompute_mapping=False)  # a head tied to the embedding gets the embedding's shard
-    for tensor in (*model.parameters(), *model.buffers()):  # Accelerate does not move a model that has DTensors
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(accelerator.device)
-    model._tp_size = mesh.size()  # transformers sets it when it splits while loading; Accelerate reads it
-    now = {id(whole[name]): part for name, part in model.named_parameters()}
-    for group in optimizer.param_groups:
-        group["params"] = [now[id(parameter)] for parameter in group["params"]]
-        group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
-    [seed] = broadcast_object_list([torch.initial_seed()])
-    torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
-
-
-def counted(parameters, accelerator):
-    mesh = accelerator.torch_device_mesh["tp"]
-    if mesh.get_local_rank() == 0:
-        return parameters
-    return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
-
-
-def full_state(accelerator, model):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-def cuts(model):
-    """{name: dimension of the split, or None if not split}, for readers of a checkpoint."""
-    parameters = parameters_of(model)
-    return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters}

@@ -1,0 +1,75 @@
+"""What a run asks of its backend, with the answers of one that converts nothing."""
+
+
+class Backend:
+    """What computes a model's matrix products, and in which precision. A subclass overrides what differs.
+
+    The methods stand in the order in which a run calls them.
+    """
+
+    kinds = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
+    eager_in_eval = False  # whether compiled blocks must not be used in eval()
+    gradients_elsewhere = None  # what to call the gradients, if not all are in `.grad`
+    codes = False  # whether weights are codes, so that the full weights must be computed from them
+    in_parts = False  # whether each process holds a part of the model, whatever the strategy
+    any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    @property
+    def name(self):
+        """The backend's name in the summary line."""
+        raise NotImplementedError
+
+    @property
+    def eval_precision(self):
+        """The precision of a model in eval()."""
+        return "bf16" if self.plan.precision == "fp8" else self.plan.precision
+
+    def arguments(self):
+        """Arguments that the plan adds to `Accelerator(...)`."""
+        return {}
+
+    def started(self, accelerator):
+        """Called after Accelerate's `Accelerator.__init__`."""
+
+    def convert(self, accelerator, model, optimizer):
+        """Called before `accelerator.prepare`, to convert layers in place. optimizer: the model's, or None if it comes
+        later. Returns [(name, reason)] of the Linear layers not converted."""
+        return []
+
+    def after_prepare(self, accelerator, model, optimizer):
+        """Called with the prepared model and optimizer, to change them. Returns more [(name, reason)] of layers not
+        converted."""
+        return []
+
+    def another_optimizer(self, model, optimizer):
+        """Called for a further optimizer of the same model. Raises Refused if the backend does not support it."""
+
+    def after_backward(self, model):
+        """Called after the backward pass of each micro-batch."""
+
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        """Clips the gradients, and returns their norm before. Only for backends with `gradients_elsewhere`."""
+        raise NotImplementedError
+
+    def norm_of(self, optimizer):
+        """The norm of the gradients of a prepared optimizer. Only for backends with `gradients_elsewhere`."""
+        raise NotImplementedError
+
+    def gradients(self, parameters):
+        """Gradient tensors that are kept outside `.grad`."""
+        return []
+
+    def levels(self, model, optimizer):
+        """amp8's report of dtypes and bytes, or None."""
+        return None
+
+    def tensors(self, strategy, model, optimizer):
+        """Model and optimizer state for a checkpoint: {name: what this process holds}, on the CPU."""
+        return strategy.tensors(model, optimizer)
+
+    def restore(self, strategy, model, optimizer, parts):
+        """Loads the result of `tensors`, bit for bit."""
+        strategy.restore(model, optimizer, parts)

@@ -1,0 +1,231 @@
+"""What a run asks of its strategy, with the answers of plain torch: every process holds whole tensors."""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from faithful.errors import Refused
+from faithful.tensors import elements, local, named, parameters_of, unwrapped
+
+
+class Shard(NamedTuple):
+    """A live tensor that this process holds of a parameter: all of it, or its shard.
+
+    kind: `weight`; `master`, a copy in higher precision, which is then what the optimizer updates; `gathered`, full
+    weights in addition to shards; `optimizer`, a state of the optimizer; or `counter`, a state without dimensions.
+    key: of the optimizer's state, such as exp_avg; else None.
+    """
+
+    kind: str
+    name: str
+    key: str | None
+    tensor: torch.Tensor
+
+
+class Strategy:
+    """How a model is distributed over the processes. A subclass overrides what differs from one process of torch's.
+
+    The methods stand in the order in which a run calls them. `optimizer` is the script's own before `prepare`, and the
+    prepared one afterwards.
+    """
+
+    distributed_types = ()  # names of the DistributedTypes that Accelerate may use
+    rehearsed_as = None  # the DistributedType that Accelerate is started with on a machine without an accelerator
+    replicates = False  # whether each process holds the whole model in plain torch, as one device and DDP do
+    must_shard = False  # whether a run in which nothing is sharded is refused
+    sharded_kinds = ("weight", "gradient", "gathered", "master", "optimizer")  # keys of bytes_per_parameter
+    gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
+    same_batch = False  # whether all processes compute the same batch
+    mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
+    gradients_elsewhere = None  # what to call the gradients, if they are not in `.grad`
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    # ---- the launch ----
+
+    def before_rehearsal(self):
+        """Called once on a machine without an accelerator, before Accelerate starts."""
+
+    def arguments(self, scaling):
+        """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's GradScalerKwargs, or None."""
+        return {}
+
+    # ---- preparing ----
+
+    def real(self, accelerator, args):
+        """The arguments of `accelerator.prepare`, with real objects in place of those that only a config describes."""
+        return args
+
+    def before_prepare(self, accelerator, model, optimizer):
+        """Called before `accelerator.prepare`, to change the model. optimizer: its, or None if it comes later."""
+
+    def prepare(self, accelerator, accelerates, args, device_placement):
+        """Calls Accelerate's `prepare`, here once for all `args`. Returns a tuple as long as `args`."""
+        prepared = accelerates(*args, device_placement=device_placement)
+        return prepared if len(args) > 1 else (prepared,)
+
+    def after_prepare(self, accelerator, model, optimizer):
+        """Called with the prepared model and optimizer, to change them."""
+
+    def need_both(self, optimizer):
+        """Raises Refused if a model is prepared without its optimizer, for strategies that need both in one call."""
+        if optimizer is None:
+            raise Refused(f"{self.plan.strategy} {self.plan.precision} needs a model and its optimizer in one call: "
+                          "accelerator.prepare(model, optimizer, ...)")  # fmt: skip
+
+    def free(self, accelerator):
+        """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
+
+    # ---- steps ----
+
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        """Clips the gradients, and returns their norm before. The gradients are in `.grad`, and unscaled."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def norm_of(self, optimizer):
+        """The norm of the gradients of a prepared optimizer in a step in which they are not clipped. Only for
+        strategies with `gradients_elsewhere`."""
+        raise NotImplementedError
+
+    def schedulers(self, accelerator):
+        """The prepared schedulers that Accelerate steps, once for each process."""
+        return accelerator._schedulers
+
+    # ---- what is held ----
+
+    def torch_optimizer(self, optimizer):
+        """The torch optimizer inside a prepared one."""
+        return torch_optimizer(optimizer)
+
+    def parameter_ids(self, optimizer):
+        """The ids of the parameters that the optimizer updates, on any process."""
+        return parameter_ids(optimizer)
+
+    def not_averaged(self, optimizer, prepared):
+        """Those of `parameter_ids` whose gradients are not averaged over the processes. prepared: the ids of the
+        parameters of all prepared models."""
+        return self.parameter_ids(optimizer) - prepared
+
+    def sharded(self, parameters):
+        """Whether this process holds only shards of `parameters`."""
+        return any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in parameters)
+
+    def units(self, model):
+        """How many units of parameters are gathered one by one, or None if none are."""
+        return None
+
+    def how_sharded(self, model, record):
+        """The words of the summary line for a sharded model. record: the evidence, counted."""
+        return ", sharded"
+
+    def counted(self, parameters, accelerator):
+        """The {name: parameter} that this process counts. One process counts a parameter that several hold whole."""
+        return parameters
+
+    def gradients(self, parameters, optimizer):
+        """The gradient tensors that this process holds before the first update. The backend counts amp8's layers."""
+        plain = [parameter for parameter in parameters.values() if not hasattr(parameter, "amp8_linear")]
+        return [local(parameter.grad) for parameter in plain if parameter.grad is not None]
+
+    def gradient_elements(self, parameters, optimizer):
+        """{dtype: elements} of the gradients."""
+        return elements(self.gradients(parameters, optimizer))
+
+    def shards(self, parameters, optimizer):
+        """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, and of their state
+        in `optimizer`, which may be None. Evidence adds them up, a checkpoint is made of them."""
+        states = self.torch_optimizer(optimizer).state if optimizer else {}
+        for name, parameter in parameters.items():
+            yield Shard("weight", name, None, local(parameter))
+            for key, value in states.get(parameter, {}).items():
+                if torch.is_tensor(value):
+                    yield Shard("optimizer" if value.dim() else "counter", name, key, local(value))
+
+    # ---- checkpoints and weights ----
+
+    def tensors(self, model, optimizer):
+        """{"model/<name>", "buffer/<name>", "optimizer/<name>/<state>": what this process holds}, on the CPU, for a
+        checkpoint. optimizer: or None."""
+        parts = buffers_by_place(model)
+        for kind, name, key, tensor in self.shards(dict(parameters_of(model)), optimizer):
+            parts[f"model/{name}" if kind == "weight" else f"optimizer/{name}/{key}"] = tensor
+        return {place: tensor.detach().cpu().contiguous() for place, tensor in parts.items()}
+
+    @torch.no_grad()
+    def restore(self, model, optimizer, parts):
+        """Loads the result of `tensors`, bit for bit. Raises Refused if names or shapes differ from the model's."""
+        live = {f"model/{name}": local(parameter) for name, parameter in parameters_of(model)}
+        live |= buffers_by_place(model)
+        refuse_other_model(live, parts)
+        for place, tensor in live.items():
+            tensor.copy_(parts[place])
+        if optimizer is not None:
+            load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), parts)
+
+    def full_state(self, accelerator, model):
+        """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
+        return None
+
+    def tp_dims(self, model):
+        """{name: dimension along which tensor parallel splits it, or None}, for readers of a checkpoint."""
+        return {}
+
+    def explain(self, error):
+        """A sentence for the user, if a library's error means that the script needs what this strategy does not have;
+        else None."""
+        return None
+
+
+def torch_optimizer(optimizer):
+    """The torch optimizer inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def parameter_ids(optimizer):
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def buffers_by_place(model):
+    """{"buffer/<name>": this process's part} of the persistent buffers."""
+    model = unwrapped(model)
+    derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
+    kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
+    return {f"buffer/{name}": local(buffer) for name, buffer in named(kept)}
+
+
+def refuse_other_model(live, parts):
+    """Raises Refused unless the checkpoint's tensors have the names and shapes of this model's tensors."""
+    saved = {place for place in parts if not place.startswith("optimizer/")}
+    wrong = sorted(live.keys() ^ saved) or [place for place in live if live[place].shape != parts[place].shape]
+    if wrong:
+        raise Refused(
+            f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ. Build the model as it was"
+        )
+
+
+def load_state(optimizer, parameters, parts):
+    """Loads the optimizer state of `parameters`, {name: parameter}, from a checkpoint. State of others stays."""
+    index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state = {}
+    for name, parameter in parameters.items():
+        prefix = f"optimizer/{name}/"
+        values = {place.removeprefix(prefix): value for place, value in parts.items() if place.startswith(prefix)}
+        if isinstance(parameter, DTensor):
+            values = {key: like(parameter, value) if value.dim() else value for key, value in values.items()}
+        if values and id(parameter) in index:
+            state[index[id(parameter)]] = values
+    before = optimizer.state_dict()
+    optimizer.load_state_dict({"state": before["state"] | state, "param_groups": before["param_groups"]})
+
+
+def like(parameter, shard):
+    """A DTensor with the mesh and shape of `parameter`, of which this process holds `shard`."""
+    return DTensor.from_local(
+        shard.to(local(parameter).device),
+        device_mesh=parameter.device_mesh,
+        placements=parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
