@@ -12,8 +12,6 @@ from pathlib import Path
 import accelerate
 import accelerate.optimizer
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
-from accelerate.utils.modeling import has_offloaded_params
 from torch import nn
 
 from faithful import (
@@ -22,19 +20,21 @@ from faithful import (
     checkpoint,
     clipping,
     config,
-    foreign,
+    ending,
     launcher,
     loaders,
     patches,
     process,
     products,
-    state,
+    saving,
     strategies,
+    whole_weights,
 )
 from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
-from faithful.errors import Refused, Stopped
+from faithful.communication import OneStep
+from faithful.errors import Refused
 from faithful.evidence import Layers, notes
 from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
@@ -43,9 +43,7 @@ from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies.base import parameter_ids
-from faithful.tensors import named, nudge, parameters_of
-from faithful.whole_weights import saved_whole
-from faithful.wire import Wire
+from faithful.tensors import nudge
 
 
 @functools.cache
@@ -73,15 +71,20 @@ class Accelerator(accelerate.Accelerator):
             products.start()
         self.backend.started(self)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
-        self.models, self.freed = [], []  # PreparedModels; the evidence of models that were freed
-        self.first_batch, self.norms, self.wire = None, clipping.Norms(), None
-        self.steps, self.memory, self.peak = Steps(self.num_processes), Memory(self.device), None
+        self.models = []  # PreparedModels
+        self.freed = []  # the evidence of models that were freed
+        self.epochs = []  # one per prepared loader
+        self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
+        self.first_batch = None  # of the first model
+        self.memory, self.peak = Memory(self.device), None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
-        self.resumed = self.between_steps = self.stopping = self.closed = self.looked = self.uneven = False
+        self.looked = False  # at all that is prepared, see `begin`
+        self.uneven = False  # inside join_uneven_inputs without even batches
+        self.between_steps = False  # after an update, before the next backward pass
+        self.resumed = self.stopping = self.closed = False
+        self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
-        self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
-        self.epochs = []  # one per prepared loader
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
@@ -119,7 +122,7 @@ class Accelerator(accelerate.Accelerator):
         for at, one in enumerate(prepared):
             if isinstance(one, nn.Module) and not any(other.is_of(one) for other in self.models):
                 self.models.append(PreparedModel(one, *converted.get(at, ())))
-                saved_whole(self, one)
+                whole_weights.saved_whole(self, one)
                 if at in converted and self.num_processes > 1:
                     one.register_forward_pre_hook(launcher.passes, prepend=True)
         for optimizer in self._optimizers:
@@ -234,19 +237,8 @@ class Accelerator(accelerate.Accelerator):
     def accumulate(self, *models):
         self.never_accumulates = False
         self.stop_if_agreed()
-        if self.wire is None and self.counts_wire():
-            self.wire = Wire()
-        with super().accumulate(*models), self.wire or contextlib.nullcontext():
+        with super().accumulate(*models), self.communication.counted(self):
             yield
-        if self.wire is not None and self.sync_gradients:
-            self.evidence[0].record["wire_bytes_per_step"] = round(self.wire.sent)
-            self.wire = None
-
-    def counts_wire(self):
-        """Whether to count the next step's collectives: once, after the first step. A dispatch mode, which counts them,
-        would switch compiled blocks off."""
-        evidence = self.evidence[0] if self.evidence and not self.plan.compile else None
-        return evidence is not None and evidence.complete and evidence.record["wire_bytes_per_step"] is None
 
     def backward(self, loss, **kwargs):
         self.begin()
@@ -342,97 +334,24 @@ class Accelerator(accelerate.Accelerator):
         data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
-                self.stop()
+                ending.stop(self)
             self.steps.pause()
         return data
 
     def stop_if_agreed(self):
         if self.steps.stopping and self.between_steps:
-            self.stop()
-
-    def stop(self):
-        """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
-        folder = Path(self.project_dir, f"checkpoint-{self.steps.taken}")
-        written = self.newest == (self.steps.taken, folder.resolve()) and (folder / checkpoint.MANIFEST).exists()
-        [written] = broadcast_object_list([written])
-        self.stopping = True
-        if not written:
-            self.save_state(folder)
-        self.record.status = "preempted"
-        why = "Ctrl-C" if process.interrupted else "SIGTERM"
-        self.print(f"{why}: stopped after step {self.steps.taken}; {self.how_to_go_on()}", flush=True)
-        raise KeyboardInterrupt if process.interrupted else Stopped
-
-    def how_to_go_on(self):
-        """A sentence for the user: what was saved, and how to resume it."""
-        newest = self.newest_checkpoint()
-        if newest is None:
-            return "no checkpoint was saved"
-        return (f"saved {newest}. To go on: the same command with --output_dir {self.project_dir} "
-                "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())")  # fmt: skip
+            ending.stop(self)
 
     # ---- saving ----
 
     def save_state(self, output_dir=None, safe_serialization=True, **kwargs):
         """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. If it cannot be written,
         training goes on, and the process exits with an error at the end."""
-        project = self.project_configuration
-        if project.automatic_checkpoint_naming:
-            output_dir = self.checkpoints_folder() / f"checkpoint_{project.iteration}"
-            if output_dir.exists():  # as in Accelerate, which raises ValueError
-                raise Refused(f"{output_dir} exists, of an earlier run perhaps: resume it, choose another project_dir, "
-                              "or set project_configuration.iteration to the number to start with")  # fmt: skip
-        elif output_dir is None:
-            output_dir = self.checkpoints_folder() / f"checkpoint-{self.steps.taken}"
-        in_parts = not self.strategy.replicates or self.backend.in_parts
-        agreed = self.stopping or launcher.all_come(f"save_state/{self.steps.taken}", needed=in_parts)
-        folder, alone = Path(output_dir), not agreed
-        if alone and in_parts:
-            raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
-                          "on all of them")  # fmt: skip
-        if alone and not self.is_main_process:
-            return str(folder)
-        weights = [self.get_state_dict(model) for model in self._models] if self._save_model_state_pre_hook else []
-
-        def write_more(temporary):
-            for hook in self._save_model_state_pre_hook.values():
-                hook(self._models, weights, str(temporary))
-
-        parts, values = state.collect(self, alone)
-        if values["alone"]:
-            self.note("the main process alone calls save_state: the random states of the others are in no checkpoint")
-        error = checkpoint.write(self, folder, parts, values, project.total_limit, write_more)
-        if error:
-            self.record.failed_saves += 1
-            self.print(f"warning: {folder} could not be written ({error}); training goes on", flush=True)
-        elif agreed:
-            self.newest = self.steps.taken, folder.resolve()
-        project.iteration += 1
-        self.steps.pause()
-        return str(folder)
+        return saving.save_state(self, output_dir)
 
     def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
         """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
-        if input_dir is None and not self.named_folder:
-            raise Refused("resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
-                          "folder of the run to go on with")  # fmt: skip
-        self.record.claim()
-        folder = checkpoint.find(self, input_dir, self.checkpoints_folder())
-        self.resumed = True
-        if folder is None:
-            self.print(f"no checkpoint in {self.checkpoints_folder()}: starting at step 0")
-            return
-        for hook in self._load_model_state_pre_hook.values():
-            hook(list(self._models), str(folder))
-        ours = not checkpoint.is_accelerates(folder)
-        saved_by = state.put_back(self, folder) if ours else foreign.load(self, folder)
-        if self.project_configuration.automatic_checkpoint_naming:
-            self.project_configuration.iteration = (checkpoint.number(folder) or 0) + 1
-        self.newest = self.steps.taken, folder.resolve()
-        self.print(f"resumed from {folder} at step {self.steps.taken}")
-        if ours and saved_by != self.num_processes:
-            self.print(f"{saved_by} processes saved it, {self.num_processes} go on: from the same weights and "
-                       "optimizer state, with other batches and random numbers")  # fmt: skip
+        saving.load_state(self, input_dir)
 
     def newest_checkpoint(self):
         return next(iter(checkpoint.list_checkpoints(self.checkpoints_folder())), None)
@@ -444,35 +363,13 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        if self.strategy.sharded(model.parameters()) and not launcher.all_come("get_state_dict", True):
-            raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
-                          "get_state_dict or save_model on all of them")  # fmt: skip
-        whole = self.strategy.full_state(self, model)
-        whole = super().get_state_dict(model, unwrap) if whole is None else whole  # unwrap=False keeps DDP's `module.`
-        whole = dict(named(whole.items()))
-        if self.plan.precision != "fp8":
-            return whole
-        tensors = {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor)}
-        return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
+        accelerates = functools.partial(super().get_state_dict, model, unwrap)  # unwrap=False keeps DDP's `module.`
+        return whole_weights.state_dict(self, model, accelerates)
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization=True):
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
         self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
-        offloaded = any(map(has_offloaded_params, model.modules()))
-        if not offloaded and (empty := sum(one.is_meta for one in model.parameters())):
-            raise Refused(f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
-                          "model's weights before")  # fmt: skip
-        weights = checkpoint.offloaded_weights(model) if offloaded else self.get_state_dict(model)
-        each_node = self.project_configuration.save_on_each_node and weights  # only process 0 has those of shards
-        if not (self.is_local_main_process if each_node else self.is_main_process):
-            return
-        if Path(save_directory).is_file():  # Accelerate says so, too, and goes on
-            self.record.failed_saves += 1
-            return self.print(f"warning: {save_directory} is a file, save_model writes to a folder: nothing was saved")
-        own = {name for name, _ in parameters_of(model)}
-        twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - own
-        plain_weights = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
-        checkpoint.write_weights(plain_weights, Path(save_directory), max_shard_size, safe_serialization)
+        saving.save_model(self, model, Path(save_directory), max_shard_size, safe_serialization)
 
     # ---- the record ----
 
@@ -499,51 +396,18 @@ class Accelerator(accelerate.Accelerator):
 
     def end_training(self):
         """Closes the record, while the processes can still communicate."""
-        if not self.closed and self.record.opened and self.record.status == "running":
-            self.closed, self.record.status = True, "finished"
-            if self.record.failed_saves:
-                self.record.status, self.record.error = "failed", self.record.not_saved()
-            together = launcher.all_come("end_training", needed=True)
-            mine = [(self.steps.loss, self.peak or self.memory.peak())]
-            everyone = gather_object(mine) if together else mine
-            losses = [loss for loss, _ in everyone if loss is not None]
-            self.steps.loss = sum(losses) / len(losses) if losses else None
-            if self.plan.device != "cpu":
-                self.peak = max(peak for _, peak in everyone)
-            self.write_record(now())
-            self.print(f"{self.record.status}: {self.record.shown}", flush=True)
-            self.record.release()
-            if together:
-                self.wait_for_everyone()  # no process may exit while another still receives from it
-        process.handle_signals_as_before()  # there is no step any more to stop after
+        ending.finish(self)
         super().end_training()
         patches.release(id(self))
 
+    def how_to_go_on(self):
+        """A sentence for the user: what was saved, and how to resume it."""
+        return ending.how_to_go_on(self)
+
     def close(self, error, code):
-        """Writes the final record, however the process ends. Returns the exit code."""
-        if self.made_by != os.getpid():  # of the process that has forked this one
-            return code
-        launcher.tell("ended")
-        record, stopped = self.record, self.record.status == "preempted"
-        if self.closed:
-            pass
-        elif error is None and record.opened:
-            self.closed = True
-            record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
-            self.write_record(now())
-            self.print(f"{record.status}: {record.shown}", flush=True)
-        elif error is not None and (record.opened or (code != 2 and not (record.folder / "run.json").exists())):
-            self.closed, record.status, record.error = True, "failed", error
-            with record.writing("run.json"):
-                record.folder.mkdir(parents=True, exist_ok=True)
-            self.write_record(now())
-            self.print(f"failed: {record.shown}", flush=True)
-        if record.failed_saves and not code:
-            self.print(f"error: {record.not_saved()}", flush=True)
-            code = 1
-        if stopped:
-            code = 130 if process.interrupted else 143
-        return (self.before.close(error, code) or code) if self.before else code
+        """Writes the final record, however the process ends. error: one line, or None. code: the exit code so far.
+        Returns the exit code."""
+        return ending.close(self, error, code)
 
 
 def owns(optimizer, model):

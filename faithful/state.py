@@ -20,7 +20,7 @@ from faithful.values import pack, unpack
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
-def collect(accelerator, alone=False):
+def state_dict(accelerator, alone=False):
     """({name: tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main process."""
     plan, main = accelerator.plan, accelerator.is_main_process
     strategy, backend = accelerator.strategy, accelerator.backend
@@ -82,7 +82,7 @@ def parameters_in(optimizer):
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def put_back(accelerator, folder):
+def load_state_dict(accelerator, folder):
     """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
     that saved it."""
     plan, rank = accelerator.plan, accelerator.process_index

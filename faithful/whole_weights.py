@@ -1,4 +1,4 @@
-"""`save_pretrained` of a prepared model writes whole weights.
+"""The whole weights of a prepared model: for `get_state_dict`, and for its `save_pretrained`.
 
 transformers, peft, diffusers and sentence-transformers save what they find in the model. Under FSDP2, tensor parallel
 and ZeRO-3 these are shards, under ZeRO 16-bit copies, and under MS-AMP's levels codes. So for the time of the call the
@@ -8,11 +8,28 @@ model gets its weights as `accelerator.get_state_dict` returns them.
 import contextlib
 from types import MethodType
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from faithful import launcher
 from faithful.averages import WholeTensors
-from faithful.tensors import parameters_of, unwrapped
+from faithful.errors import Refused
+from faithful.tensors import named, parameters_of, unwrapped
+
+
+def state_dict(accelerator, model, accelerates):
+    """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
+    `get_state_dict`, which is right where the strategy has no other way."""
+    if accelerator.strategy.sharded(model.parameters()) and not launcher.all_come("get_state_dict", True):
+        raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
+                      "get_state_dict or save_model on all of them")  # fmt: skip
+    whole = accelerator.strategy.full_state(accelerator, model)
+    whole = dict(named((accelerates() if whole is None else whole).items()))
+    if accelerator.plan.precision != "fp8":
+        return whole
+    tensors = {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor)}
+    return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
 
 
 def saved_whole(accelerator, model):

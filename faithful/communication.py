@@ -1,4 +1,6 @@
-"""Counts the bytes that a process sends, from the collectives that really run."""
+"""Counts the bytes that a process sends in one optimizer step, from the collectives that really run."""
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,31 @@ FACTORS = {"allreduce_": 2, "allreduce_coalesced_": 2, "all_reduce": 2,
            "reduce_scatter_tensor": 1, "alltoall_base_": 1}  # fmt: skip
 
 
-class Wire(TorchDispatchMode):
+class OneStep:
+    """Counts the bytes of one optimizer step of an Accelerator: the second one, because the first allocates."""
+
+    def __init__(self):
+        self.counting = None  # the BytesSent of the step's micro-batches so far
+
+    @contextlib.contextmanager
+    def counted(self, accelerator):
+        """Around a micro-batch. When a step is counted, its bytes are in the record of the first model's evidence."""
+        if self.counting is None and due(accelerator):
+            self.counting = BytesSent()
+        with self.counting or contextlib.nullcontext():
+            yield
+        if self.counting is not None and accelerator.sync_gradients:
+            accelerator.evidence[0].record["wire_bytes_per_step"] = round(self.counting.sent)
+            self.counting = None
+
+
+def due(accelerator):
+    """Whether to count the next step. A dispatch mode, which counts, would switch compiled blocks off."""
+    evidence = accelerator.evidence[0] if accelerator.evidence and not accelerator.plan.compile else None
+    return evidence is not None and evidence.complete and evidence.record["wire_bytes_per_step"] is None
+
+
+class BytesSent(TorchDispatchMode):
     """Counts in `sent` the logical bytes that this rank sends while the mode is active."""
 
     def __init__(self):

@@ -1,0 +1,86 @@
+"""How a run ends: stopped by a signal, finished by the script, or with an error. The record says which."""
+
+import os
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from faithful import checkpoint, launcher, process
+from faithful.errors import Stopped
+from faithful.record import now
+
+
+def stop(accelerator):
+    """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
+    steps = accelerator.steps
+    folder = Path(accelerator.project_dir, f"checkpoint-{steps.taken}")
+    written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoint.MANIFEST).exists()
+    [written] = broadcast_object_list([written])
+    accelerator.stopping = True
+    if not written:
+        accelerator.save_state(folder)
+    accelerator.record.status = "preempted"
+    signal = "Ctrl-C" if process.interrupted else "SIGTERM"
+    accelerator.print(f"{signal}: stopped after step {steps.taken}; {how_to_go_on(accelerator)}", flush=True)
+    raise KeyboardInterrupt if process.interrupted else Stopped
+
+
+def how_to_go_on(accelerator):
+    """A sentence for the user: what was saved, and how to resume it."""
+    newest = accelerator.newest_checkpoint()
+    if newest is None:
+        return "no checkpoint was saved"
+    return (f"saved {newest}. To go on: the same command with --output_dir {accelerator.project_dir} "
+            "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())")  # fmt: skip
+
+
+def finish(accelerator):
+    """Closes the record when the script calls `end_training`, while the processes can still communicate."""
+    record, steps = accelerator.record, accelerator.steps
+    if not accelerator.closed and record.opened and record.status == "running":
+        accelerator.closed, record.status = True, "finished"
+        if record.failed_saves:
+            record.status, record.error = "failed", record.not_saved()
+        together = launcher.all_come("end_training", needed=True)
+        mine = [(steps.loss, accelerator.peak or accelerator.memory.peak())]
+        everyone = gather_object(mine) if together else mine
+        losses = [loss for loss, _ in everyone if loss is not None]
+        steps.loss = sum(losses) / len(losses) if losses else None
+        if accelerator.plan.device != "cpu":
+            accelerator.peak = max(peak for _, peak in everyone)
+        write_last(accelerator)
+        record.release()
+        if together:
+            accelerator.wait_for_everyone()  # no process may exit while another still receives from it
+    process.handle_signals_as_before()  # there is no step any more to stop after
+
+
+def close(accelerator, error, code):
+    """Writes the final record, however the process ends, also of the Accelerators that the script made before."""
+    if accelerator.made_by != os.getpid():  # of the process that has forked this one
+        return code
+    launcher.tell("ended")
+    record, stopped = accelerator.record, accelerator.record.status == "preempted"
+    none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
+    if not accelerator.closed and error is None and record.opened:
+        accelerator.closed = True
+        record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
+        write_last(accelerator)
+    elif not accelerator.closed and error is not None and (record.opened or not none_to_write):
+        accelerator.closed, record.status, record.error = True, "failed", error
+        with record.writing("run.json"):
+            record.folder.mkdir(parents=True, exist_ok=True)
+        write_last(accelerator)
+    if record.failed_saves and not code:
+        accelerator.print(f"error: {record.not_saved()}", flush=True)
+        code = 1
+    if stopped:
+        code = 130 if process.interrupted else 143
+    if accelerator.before:
+        code = close(accelerator.before, error, code) or code
+    return code
+
+
+def write_last(accelerator):
+    accelerator.write_record(now())
+    accelerator.print(f"{accelerator.record.status}: {accelerator.record.shown}", flush=True)

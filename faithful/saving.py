@@ -1,0 +1,103 @@
+"""The Accelerator's `save_state`, `load_state` and `save_model`: who takes part, which folder, what the user is told.
+
+checkpoint.py has the files of a checkpoint, state.py its content.
+"""
+
+from pathlib import Path
+
+import torch
+from accelerate.utils.modeling import has_offloaded_params
+
+from faithful import checkpoint, foreign, launcher, state
+from faithful.errors import Refused
+from faithful.tensors import parameters_of
+
+
+def save_state(accelerator, output_dir):
+    steps, project = accelerator.steps, accelerator.project_configuration
+    folder = checkpoint_folder(accelerator, output_dir)
+    in_parts = not accelerator.strategy.replicates or accelerator.backend.in_parts
+    together = accelerator.stopping or launcher.all_come(f"save_state/{steps.taken}", needed=in_parts)
+    if in_parts and not together:
+        raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
+                      "on all of them")  # fmt: skip
+    if not together and not accelerator.is_main_process:
+        return str(folder)
+    hooks = accelerator._save_model_state_pre_hook.values()
+    weights = [accelerator.get_state_dict(model) for model in accelerator._models] if hooks else []
+
+    def write_more(temporary):
+        for hook in hooks:
+            hook(accelerator._models, weights, str(temporary))
+
+    parts, values = state.state_dict(accelerator, alone=not together)
+    if not together:
+        accelerator.note("the main process alone calls save_state: the random states of the others are in no "
+                         "checkpoint")  # fmt: skip
+    error = checkpoint.write(accelerator, folder, parts, values, project.total_limit, write_more)
+    if error:
+        accelerator.record.failed_saves += 1
+        accelerator.print(f"warning: {folder} could not be written ({error}); training goes on", flush=True)
+    elif together:
+        accelerator.newest = steps.taken, folder.resolve()
+    project.iteration += 1
+    steps.pause()
+    return str(folder)
+
+
+def checkpoint_folder(accelerator, output_dir):
+    """The folder of the next checkpoint. output_dir: the script's, or None."""
+    project, folder = accelerator.project_configuration, accelerator.checkpoints_folder()
+    if not project.automatic_checkpoint_naming:
+        return folder / f"checkpoint-{accelerator.steps.taken}" if output_dir is None else Path(output_dir)
+    folder = folder / f"checkpoint_{project.iteration}"
+    if folder.exists():  # as in Accelerate, which raises ValueError
+        raise Refused(f"{folder} exists, of an earlier run perhaps: resume it, choose another project_dir, or set "
+                      "project_configuration.iteration to the number to start with")  # fmt: skip
+    return folder
+
+
+def load_state(accelerator, input_dir):
+    if input_dir is None and not accelerator.named_folder:
+        raise Refused("resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
+                      "folder of the run to go on with")  # fmt: skip
+    accelerator.record.claim()
+    folder = checkpoint.find(accelerator, input_dir, accelerator.checkpoints_folder())
+    accelerator.resumed = True
+    if folder is None:
+        accelerator.print(f"no checkpoint in {accelerator.checkpoints_folder()}: starting at step 0")
+        return
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(list(accelerator._models), str(folder))
+    processes = accelerator.num_processes
+    if checkpoint.is_accelerates(folder):
+        foreign.load(accelerator, folder)
+        saved_by = processes
+    else:
+        saved_by = state.load_state_dict(accelerator, folder)
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        accelerator.project_configuration.iteration = (checkpoint.number(folder) or 0) + 1
+    accelerator.newest = accelerator.steps.taken, folder.resolve()
+    accelerator.print(f"resumed from {folder} at step {accelerator.steps.taken}")
+    if saved_by != processes:
+        accelerator.print(f"{saved_by} processes saved it, {processes} go on: from the same weights and optimizer "
+                          "state, with other batches and random numbers")  # fmt: skip
+
+
+def save_model(accelerator, model, folder, max_shard_size, safe_serialization):
+    offloaded = any(map(has_offloaded_params, model.modules()))
+    if not offloaded and (empty := sum(parameter.is_meta for parameter in model.parameters())):
+        raise Refused(f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
+                      "model's weights before")  # fmt: skip
+    weights = checkpoint.offloaded_weights(model) if offloaded else accelerator.get_state_dict(model)
+    each_node = accelerator.project_configuration.save_on_each_node and weights  # only process 0 has those of shards
+    if not (accelerator.is_local_main_process if each_node else accelerator.is_main_process):
+        return
+    if folder.is_file():  # Accelerate says so, too, and goes on
+        accelerator.record.failed_saves += 1
+        accelerator.print(f"warning: {folder} is a file, save_model writes to a folder: nothing was saved")
+        return
+    own = {name for name, _ in parameters_of(model)}
+    twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - own
+    tensors = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
+    checkpoint.write_weights(tensors, folder, max_shard_size, safe_serialization)
