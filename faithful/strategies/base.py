@@ -22,6 +22,11 @@ class Shard(NamedTuple):
     key: str | None
     tensor: torch.Tensor
 
+    @property
+    def place(self):
+        """The name in a checkpoint of what the optimizer updates, and of its state (checkpoint.py)."""
+        return f"optimizer/{self.name}/{self.key}" if self.key else f"model/{self.name}"
+
 
 class Strategy:
     """How a model is distributed over the processes. A subclass overrides what differs from one process of torch's.
@@ -149,8 +154,7 @@ class Strategy:
         """{"model/<name>", "buffer/<name>", "optimizer/<name>/<state>": what this process holds}, on the CPU, for a
         checkpoint. optimizer: or None."""
         parts = buffers_by_place(model)
-        for kind, name, key, tensor in self.shards(dict(parameters_of(model)), optimizer):
-            parts[f"model/{name}" if kind == "weight" else f"optimizer/{name}/{key}"] = tensor
+        parts |= {shard.place: shard.tensor for shard in self.shards(dict(parameters_of(model)), optimizer)}
         return {place: tensor.detach().cpu().contiguous() for place, tensor in parts.items()}
 
     @torch.no_grad()

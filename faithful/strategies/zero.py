@@ -221,11 +221,9 @@ class ZeRO(Strategy):
             if not parameter.requires_grad:
                 whole = gathered(parameter).flatten()
                 parts[f"model/{name}"] = whole if dist.get_rank() == 0 else whole[:0]
-        for kind, name, key, tensor in self.shards(parameters, optimizer):
-            if kind == "master":
-                parts[f"model/{name}"] = tensor
-            elif kind == "optimizer":
-                parts[f"optimizer/{name}/{key}"] = tensor
+        for shard in self.shards(parameters, optimizer):
+            if shard.kind in ("master", "optimizer"):
+                parts[shard.place] = shard.tensor
         for key, values in states(zero).items():
             parts |= {f"optimizer/group{i}/{key}": value for i, value in enumerate(values) if not value.dim()}
         return {place: tensor.detach().cpu().clone() for place, tensor in parts.items()}
