@@ -30,28 +30,30 @@ class Steps:
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
         self.checked = 0  # updates of all optimizers; taken and tried count the first one's
-        self.next_exchange, self.paced, self.everyone = 0, (time.perf_counter(), 0), None
+        self.next_exchange = 0  # the value of `checked` from which a backward pass exchanges again
+        self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
+        self.exchanging = None  # (flat tensor of all ranks, Work or None) between the start of an exchange and its end
 
     def backward(self, loss, last):
         """Called before each backward pass. last: whether it is the last one before the optimizer step."""
         loss = loss.detach()
         self.losses.append(loss.double().mean() if loss.dim() else loss)
         if last:
-            self.everyone = self.exchange() if self.checked >= self.next_exchange else None
+            self.exchanging = self.exchange() if self.checked >= self.next_exchange else None
 
     def exchange(self):
-        """Starts to gather from all ranks: losses, whether told to stop, seconds per step, previous norm. Returns (flat
-        tensor, Work or None)."""
-        now, (before, steps) = time.perf_counter(), self.paced
-        self.paced = now, self.checked
-        seconds = (now - before) / max(1, self.checked - steps)
+        """Starts to gather a row from each rank: its losses, whether it was told to stop, seconds per step, the
+        previous norm. Returns (flat tensor of all rows, Work or None)."""
+        now, (before, checked_before) = time.perf_counter(), self.last_exchange
+        self.last_exchange = now, self.checked
+        seconds = (now - before) / max(1, self.checked - checked_before)
         rest = torch.tensor([process.told_to_stop(), seconds, self.norm or 0.0], dtype=torch.float64)
         losses = torch.stack(self.losses).double().flatten()
-        mine = torch.cat([losses, to_device(rest, losses.device)])
+        row = torch.cat([losses, to_device(rest, losses.device)])
         if self.num_processes == 1:
-            return mine, None
-        everyone = mine.new_empty(mine.numel() * self.num_processes)
-        return everyone, dist.all_gather_into_tensor(everyone, mine, async_op=True)
+            return row, None
+        rows = row.new_empty(row.numel() * self.num_processes)
+        return rows, dist.all_gather_into_tensor(rows, row, async_op=True)
 
     def check(self, norm, scaler, newest_checkpoint):
         """Called before each optimizer step, on all ranks. Raises Diverged if the loss or the norm is not finite."""
@@ -61,18 +63,18 @@ class Steps:
         if not self.losses:  # the script calls loss.backward() itself
             self.losses.append(norm * 0)
         norm = to_device(norm, self.losses[0].device)
-        if self.everyone is None:
+        if self.exchanging is None:
             *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # only sync
-            ranks = [losses]
-            if not math.isfinite(self.norm):
-                self.everyone = self.exchange()
-        if self.everyone is not None:
-            ranks = self.collect(norm)
+            losses_of_ranks = [losses]
+            if not math.isfinite(self.norm):  # on all ranks, as all have the same norm
+                self.exchanging = self.exchange()
+        if self.exchanging is not None:
+            losses_of_ranks = self.finish_exchange(norm)
         self.checked += 1
-        self.loss_is_of_all = self.everyone is not None or self.num_processes == 1
+        self.loss_is_of_all = self.exchanging is not None or self.num_processes == 1
         self.losses.clear()
-        self.everyone = None
-        means = [sum(losses) / len(losses) for losses in ranks]
+        self.exchanging = None
+        means = [sum(losses) / len(losses) for losses in losses_of_ranks]
         self.loss = sum(means) / len(means)
         finite = all(map(math.isfinite, means))
         if finite and (math.isfinite(self.norm) or (scaler is not None and scaler.get_scale() > SMALLEST_SCALE)):
@@ -83,23 +85,24 @@ class Steps:
             f"{newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
         )
 
-    def collect(self, norm):
-        """Finishes an exchange, sets `stopping`. Returns each rank's losses. Raises Refused if the norms differ."""
-        everyone, work = self.everyone
+    def finish_exchange(self, norm):
+        """Sets `norm` and `stopping`. Returns each rank's losses. Raises Refused if the previous norms differ."""
+        gathered, work = self.exchanging
         if work is not None:
             work.wait()
-        *values, self.norm = torch.cat([everyone, norm.view(1)]).tolist()  # the step's only sync with the device
+        *values, self.norm = torch.cat([gathered, norm.view(1)]).tolist()  # the step's only sync with the device
         width = len(self.losses) + 3
         rows = [values[at : at + width] for at in range(0, len(values), width)]
         self.stopping = self.stopping or any(row[-3] for row in rows)
-        pace, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
+        seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
-            each = ", ".join(f"{one:.4g}" for one in norms)
+            each = ", ".join(f"{norm:.4g}" for norm in norms)
             raise Refused(f"the gradients were not averaged over the processes, their norms are {each}: each would "
                           "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
                           "single config")  # fmt: skip
-        timed = self.excluded >= WARMUP_STEPS and pace > 0
-        self.next_exchange = self.checked + max(1, int(timed and AGREE_SECONDS / pace))
+        self.next_exchange = self.checked + 1
+        if self.excluded >= WARMUP_STEPS and seconds > 0:  # all ranks compute the same number
+            self.next_exchange = self.checked + max(1, int(AGREE_SECONDS / seconds))
         return [row[:-3] for row in rows]
 
     def done(self, skipped):
