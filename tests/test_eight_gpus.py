@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import launched
 
 NVIDIA_SMI = """#!/bin/sh
@@ -40,3 +41,16 @@ def test_other_files_run_on_all_cards_that_are_visible(node):
     assert added(node, "ddp_bf16", CUDA_VISIBLE_DEVICES="0,1,5") == "--num_processes 3"
     assert added(node, "ddp_bf16", CUDA_VISIBLE_DEVICES="") == ""  # a rehearsal with the file's own number
     assert added(node, "single_bf16") == ""
+
+
+@pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="needs CUDA's torch, and no GPU")
+def test_cards_that_torch_does_not_see_are_no_rehearsal(node, tmp_path):
+    """A driver that is too old for torch's CUDA: nothing trains on the CPU, unless it is asked to."""
+    line = ("./launch.sh", "single_bf16", "vit", "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
+    done = launched(*line, env=node)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("refused")]
+    assert "8 x NVIDIA H100 80GB HBM3, and torch does not see them: Found no NVIDIA driver" in said
+    assert f"The driver is 570.86.15, torch is built for CUDA {torch.version.cuda}: update the driver" in said
+    done = launched(*line, env=node | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0 and "rehearsal on a CPU" in done.stdout, done.stderr
