@@ -1,12 +1,15 @@
 """A machine with eight GPUs, as far as its launch can be tried without one: nvidia-smi is a script that lists them."""
 
+import json
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import launched
+from conftest import launched, train
+from torch.distributed.tensor import DTensor
 
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
@@ -54,3 +57,29 @@ def test_cards_that_torch_does_not_see_are_no_rehearsal(node, tmp_path):
     assert f"The driver is 570.86.15, torch is built for CUDA {torch.version.cuda}: update the driver" in said
     done = launched(*line, env=node | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0 and "rehearsal on a CPU" in done.stdout, done.stderr
+
+
+def test_fsdp_keeps_no_whole_weights_while_it_shards(tmp_path):
+    """fully_shard moves a block's whole weights to the device and frees them with the last reference to them. So after
+    each of its calls nothing may refer to what it has sharded: here the whole model would stay on every GPU."""
+
+    def watch(rank):
+        import torch.distributed.fsdp as fsdp
+
+        shards, whole, held = fsdp.fully_shard, {}, []
+
+        def watched(modules, **options):
+            for module in modules if isinstance(modules, list) else [modules]:
+                whole.update({id(one): (weakref.ref(one), one.numel()) for one in module.parameters()
+                              if not isinstance(one, DTensor)})  # fmt: skip
+            shards(modules, **options)
+            held.append(sum(count for alive, count in whole.values() if alive() is not None))
+            (tmp_path / f"rank{rank}.json").write_text(json.dumps([held, sum(count for _, count in whole.values())]))
+
+        fsdp.fully_shard = watched
+
+    train("fsdp_bf16", tmp_path / "run", "--max_steps", 1, "--eval_steps", 0, before=watch)
+    for rank in (0, 1):
+        held, total = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(held) > 4 and total > 10**5  # four blocks, the last norm and head, the rest
+        assert max(held) <= 10, held  # Accelerate's loop over the parameters leaves the head's bias in a variable
