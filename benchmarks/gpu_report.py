@@ -42,11 +42,18 @@ def tried(config, rehearse, steps):
     words += ["--max_steps", str(steps), "--logging_steps", str(steps), "--eval_steps", "0"]
     try:
         record = launched(config, words)
+        return figures(model, record)
     except SystemExit as problem:
         why = str(problem)
         return {"outcome": why if why.startswith("refused") else f"failed: {why.removeprefix('error: ')}"}
+    except Exception as problem:  # of whatever kind: the other configs still run, and the page is written
+        return {"outcome": f"failed: {type(problem).__name__}: {problem}"}
+
+
+def figures(model, record):
+    """A row of the page, from a run's record."""
     took, world = record["throughput"]["step_seconds_median"], record["plan"]["num_processes"]
-    flop = 3 * record["global_batch_size"] * forward_flop(model, record["data"])
+    flop = 3 * record["seen"]["samples_per_step"] * forward_flop(model, record["data"])
     return {
         "outcome": f"ran on {world}" if record["plan"]["device"] == "cuda" else "ran on a CPU",
         "step_seconds": took,

@@ -69,6 +69,26 @@ def of_torch():
     }
 
 
+def unseen():
+    """Why torch does not see the GPUs that the driver lists, in one line; None if it lists none that is visible."""
+    there = of_driver()
+    if not there["devices"]:
+        return None
+    import torch
+
+    try:
+        torch.cuda.init()
+        reason = "it finds no device"
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        reason = str(error).split(". ")[0]
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
+    return (f"this machine has {there['devices']} x {there['name']}, and torch does not see them: {reason}. The driver "
+            f"is {driver}, torch is built {built}: update the driver, or install a torch for a CUDA that it runs. "
+            "CUDA_VISIBLE_DEVICES= rehearses on the CPU")  # fmt: skip
+
+
 def device_name(device):
     """The name of the accelerator, or of the CPU and its number of cores."""
     if device != "cpu":

@@ -36,6 +36,9 @@ TABLE = {  # what is changed: why
         "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
         "it compares the precision of TrainingArguments, which scripts leave to the config, with DeepSpeed's",
+    "transformers.training_args:TrainingArguments.n_gpu":
+        "under a single config it counts all GPUs of the machine, and the Trainer would put the model into "
+        "nn.DataParallel; one process has one GPU",
     "kernels of torch.ops.aten for CPUs":
         "faithful/products.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
     "logger DeepSpeed": "it prints in every run; its errors stay",

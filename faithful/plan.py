@@ -81,7 +81,10 @@ def resolved(precision, process):
     if wanted["use_cpu"]:  # a rehearsal, asked for by name
         patches.set_environment("CUDA_VISIBLE_DEVICES", "")
         lines += one_alone(line, wanted)
-    here = machine.without_accelerator() if debugged or wanted["use_cpu"] else machine.of_torch()
+    on_cpu = debugged or wanted["use_cpu"]
+    here = machine.without_accelerator() if on_cpu else machine.of_torch()
+    if not (on_cpu or here["devices"]) and (why := machine.unseen()):
+        raise Refused(why)  # not a rehearsal: the machine has GPUs
     lines += rules.problems(wanted, here)
     if lines:
         raise Refused("\n".join(dict.fromkeys(lines)))

@@ -582,8 +582,8 @@ def serve():
     """Runs for who asks on stdin: a line of JSON in, {"exit_codes": [...], "text": ...} out, a line each.
 
     config, name, argv, processes, env: as of conftest.Ranks, which forks the recipe's own main; wear: arguments of
-    `wear`; imports: modules of this folder whose `install()` is called in the forked process. Each rank leaves what it
-    counted as <output_dir>.rank<i>.json.
+    `wear`; imports: modules of this folder whose `install()` is called in the forked process; script: a path, run as
+    `python -m faithful` would, in place of a recipe. Each rank leaves what it counted as <output_dir>.rank<i>.json.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -598,7 +598,7 @@ def serve():
     out.write(json.dumps({"missing": None}) + "\n")
     for line in sys.stdin:
         job = json.loads(line)
-        chosen = {key: job.get(key) for key in ("processes", "env")}
+        chosen = {key: job.get(key) for key in ("processes", "env", "script")}
         before = functools.partial(begin, job)
         ranks = Ranks(job["config"], job["argv"], job.get("name", "vit"), **chosen, before=before)
         codes = ranks.wait(job.get("timeout", 240))
@@ -621,6 +621,11 @@ def begin(job, rank):
         for module in job.get("imports", ()):
             importlib.import_module(module).install()
         wear(**job.get("wear", {}))
+        if job.get("script"):
+            from faithful.__main__ import take_its_place
+
+            sys.path.append(str(Path(job["script"]).parent))
+            take_its_place()
     except BaseException:
         traceback.print_exc()
         raise

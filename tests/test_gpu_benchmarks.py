@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launched
+from conftest import ROOT, launched, train
+
+from shared import models
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -79,6 +81,27 @@ def test_the_benchmark_on_a_pretended_gpu(everywhere, tmp_path):
     assert max(cases["products"]["relative_difference"].values()) < cases["products"]["rounding_of_bfloat16"]
     for level in ("O1", "O2", "O3"):
         assert cases[f"level-{level}"]["steps_with_equal_scales"] == 20
+
+
+def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
+    """A row is made from the record that a run leaves, and a config that fails in any way does not end the report."""
+    import gpu_report
+
+    argv = ("--dataset", "synthetic", "--image_size", 32, "--per_device_train_batch_size", 4, "--max_steps", 5,
+            "--eval_steps", 0, "--save_steps", 0, "--per_device_eval_batch_size", 64)  # fmt: skip
+    run = train("ddp_bf16", tmp_path / "run", *argv)
+    monkeypatch.setattr(gpu_report, "launched", lambda *_, **__: models.own_run(run))
+    row = gpu_report.tried("ddp_bf16", True, 5)
+    assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] > 0, row
+    flop = 3 * 4 * gpu_report.forward_flop("vit_nano", models.own_run(run)["data"])  # 4 images in each process
+    assert row["flop_per_second"] * row["step_seconds"] == pytest.approx(flop)
+    assert "| `ddp_bf16` | ran on a CPU |" in gpu_report.page({}, None, {"ddp_bf16": row})
+
+    def fails(*_, **__):
+        raise KeyError("a key that is gone")
+
+    monkeypatch.setattr(gpu_report, "launched", fails)
+    assert gpu_report.tried("ddp_bf16", True, 5)["outcome"] == "failed: KeyError: 'a key that is gone'"
 
 
 @pytest.mark.slow

@@ -129,6 +129,17 @@ def test_gpt(gpu, config, tmp_path):
     assert record(run)["final"]["loss"] < 5.2  # 256 bytes by chance: 5.545
 
 
+def test_a_trainer_under_a_single_config_takes_one_card_of_eight(gpu, tmp_path):
+    """transformers' Trainer puts the model into nn.DataParallel over all cards that it sees. Here it sees one."""
+    pytest.importorskip("transformers")
+    script = str(ROOT / "tests" / "clients" / "causal.py")
+    (tmp_path / "out").mkdir()
+    run = tmp_path / "run"
+    gpu.train("single_bf16", tmp_path / "out", script=script, env={"FAITHFUL_PROJECT_DIR": str(run)}, wear={"count": 8})
+    assert record(run)["status"] == "finished" and record(run)["plan"]["device"] == "cuda"
+    assert record(run)["evidence"]["truth"].startswith("single | bf16 compute |")
+
+
 def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
     """NVML raises an error of its own for a slice of a card; one that counts is recorded."""
     short = (*SHORT, "--max_steps", 1, "--save_steps", 0)

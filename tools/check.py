@@ -61,9 +61,9 @@ def described(wanted):
 
 def missing(path, here, overrides):
     """The option for accelerate launch that a file leaves out: --num_processes, or "". A file of accelerate_configs/
-    runs on all GPUs there are."""
+    runs on all GPUs there are, unless it says the sizes of a device mesh, which are for so many processes."""
     mapping = files.read(path)[1] or {}
-    ours = here["devices"] and path.resolve().parent == files.OURS
+    ours = here["devices"] and path.resolve().parent == files.OURS and not mapping.get("parallelism_config")
     if "num_processes" in overrides or (mapping.get("num_processes") and not ours):
         return ""
     if mapping.get("distributed_type") in ("NO", "MULTI_CPU"):

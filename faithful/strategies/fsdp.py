@@ -137,19 +137,12 @@ def shard(accelerator, accelerates, model, optimizers):
         plugin.transformer_cls_names_to_wrap = named_layers(plan, model) or block_names(model) or None
     if plan.wrap != "SIZE_BASED_WRAP" and plugin.transformer_cls_names_to_wrap is None:
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
-    before = dict(parameters_of(model, remove_duplicate=False))
-    name_of = {id(parameter): name for name, parameter in before.items()}
-    places = []  # where optimizers hold this model's parameters, and would keep the full weights alive
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                if id(parameter) in name_of:
-                    places.append((group["params"], i, name_of[id(parameter)]))
-                    group["params"][i] = parameter.new_empty(0)
-    was = {name: (id(parameter), weakref.ref(parameter)) for name, parameter in before.items()}
+    # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
+    # it with the last reference.
+    was = {name: (id(one), weakref.ref(one)) for name, one in parameters_of(model, remove_duplicate=False)}
+    places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
-        model, throwaway = accelerates(model, torch.optim.SGD(before.values(), lr=0.0))
-    del before
+        model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
     accelerator._optimizers.remove(throwaway)
     accelerator._models[:] = [one for one in accelerator._models if one is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
@@ -162,6 +155,19 @@ def shard(accelerator, accelerates, model, optimizers):
     model.no_sync = MethodType(no_sync, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     return model
+
+
+def taken_out(optimizers, name_of):
+    """Replaces parameters in the groups of `optimizers` by empty ones. Returns their places: [(list, index, name)].
+    name_of: {id of a parameter: its name}, of those to replace."""
+    places = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) in name_of:
+                    places.append((group["params"], i, name_of[id(parameter)]))
+                    group["params"][i] = parameter.new_empty(0)
+    return places
 
 
 def named_layers(plan, model):
