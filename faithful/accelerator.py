@@ -7,7 +7,6 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 import contextlib
 import functools
 import os
-import sys
 from pathlib import Path
 
 import accelerate
@@ -68,10 +67,6 @@ class Accelerator(accelerate.Accelerator):
         folder, recorded = self.project_folder(merged)
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
-        if self.plan.strategy == "single" and "transformers.training_args" in sys.modules:
-            counted = sys.modules["transformers.training_args"].TrainingArguments.n_gpu.fget
-            one = property(lambda arguments: min(1, counted(arguments)))
-            patches.replace("transformers.training_args:TrainingArguments.n_gpu", one)
         if self.plan.rehearsal and self.plan.precision != "fp32":
             products.start()
         self.backend.started(self)

@@ -1,11 +1,22 @@
 """One device, and DDP: every process holds the whole model."""
 
+import sys
+
+from faithful import patches
 from faithful.strategies.base import Strategy
 
 
 class SingleDevice(Strategy):
     distributed_types = ("NO",)
     replicates = True
+
+    def arguments(self, scaling):
+        """None. Makes transformers' Trainer count one GPU: with several it would put the model into nn.DataParallel."""
+        if "transformers.training_args" in sys.modules:
+            count = sys.modules["transformers.training_args"].TrainingArguments.n_gpu.fget
+            at_most_one = property(lambda arguments: min(1, count(arguments)))
+            patches.replace("transformers.training_args:TrainingArguments.n_gpu", at_most_one)
+        return {}
 
 
 class DDP(Strategy):
