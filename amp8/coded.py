@@ -18,8 +18,6 @@ ABOUT = {
 }  # fmt: skip
 VIEWS = {"T", "H", "mT", "mH", "real", "imag"}  # properties that are values
 ALIASES = {"data", "detach", "alias"}  # the same memory under another name
-
-
 # Functions that set values, or some of them, whatever they were. Arithmetic (mul_, add_) is refused, because a change
 # below half of a code's last bit would be lost in silence.
 SETTERS = {
@@ -28,6 +26,8 @@ SETTERS = {
     "fill_diagonal_", "constant_", "ones_", "zeros_", "eye_", "sparse_", "trunc_normal_", "orthogonal_",
     "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
 }  # fmt: skip
+INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+# Functions and properties whose results share the weight's memory.
 PIECES = {
     "view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "t", "transpose", "permute", "__getitem__", "T",
     "mT", "narrow", "select", "unbind", "split", "chunk", "squeeze", "unsqueeze", "diagonal", "unflatten", "expand",
@@ -107,9 +107,6 @@ class Piece(torch.Tensor):
         if isinstance(first, cls) and (name in PIECES or name in ALIASES):
             return tree_map(lambda x: piece(x, first.amp8_name) if isinstance(x, torch.Tensor) else x, result)
         return result
-
-
-INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 def piece(values, name):

@@ -167,7 +167,7 @@ class FP8Linear(nn.Linear):
             raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}: a Linear takes floating point numbers")
         # Evaluation does not update the history. Recomputing under checkpointing records the same maximum again.
         recording = self.training and torch.is_grad_enabled()
-        if x.is_floating_point() and x.element_size() == 1:
+        if x.element_size() == 1:
             raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}. Does the script cast it to the weight's "
                             "dtype? That is the dtype of MS-AMP's codes: leave the layer out (fp8_config: skip: "
                             f"{self.name}), or cast to autocast's dtype")  # fmt: skip

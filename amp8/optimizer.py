@@ -182,10 +182,6 @@ class Adam(torch.optim.Optimizer):
             if there != expected or linear.cast:
                 there = linear.cast or there
                 raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
-            if sharded and linear.master is None:  # frozen when the levels were set up, and trained now
-                linear.keeps_master = True
-                linear.master = linear.codes.to(torch.float16)
-                linear.master_scale = linear.weight_scale.clone()
             if sharded and linear.master.device != linear.weight.device:
                 linear.master = linear.master.to(linear.weight.device)
                 linear.master_scale = linear.master_scale.to(linear.weight.device)

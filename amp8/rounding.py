@@ -59,7 +59,7 @@ def random_bits(n, seed, start=0):
         first = start % BLOCK
         parts.append((table()[first : first + n] * a).add_(b))
         n, start = n - len(parts[-1]), start + len(parts[-1])
-    return parts[0] if len(parts) == 1 else torch.cat([table()[:0], *parts])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def as_int32(x):
@@ -73,14 +73,16 @@ def random_noise(n, seed, start=0):
 
 
 def round_stochastically(x, dtype, noise):
-    """fp32 values on the grid of fp16 or e4m3 in place of `x`, up or down with probabilities that make the mean exact.
+    """fp32 values on the grid of fp16 or e4m3 in place of `x`, up or down with probabilities that keep the mean.
     Saturates. Rounding to nearest loses a change much smaller than a number's last bit; this keeps it on average.
 
-    noise: what `random_noise` returned. What is added is less than half of the last bit, in fp32 too, which holds that
-    bit and 13 more; then the sum is rounded to nearest. So a number that is on the grid stays.
+    noise: what `random_noise` returned. It is scaled to less than half of the grid's last bit, by one last bit of fp32,
+    and added; the sum is rounded to nearest. So a number that is on the grid stays. The mean is off by less than 2**-13
+    of the grid's last bit for fp16, and 2**-20 for e4m3: that is fp32's last bit.
     """
     info = torch.finfo(dtype)
     x = x.clamp_(-info.max, info.max)
     unit = scaling.binade(x, info.smallest_normal)
-    x.addcmul_(noise, unit, value=info.eps * 2.0**-32 * (1 - 2.0**-12))
+    fp32_bit = torch.finfo(torch.float32).eps / info.eps  # fp32's last bit over the grid's
+    x.addcmul_(noise, unit, value=info.eps * 2.0**-32 * (1 - 2 * fp32_bit))
     return scaling.to_grid(x, unit, dtype)

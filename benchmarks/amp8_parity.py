@@ -16,6 +16,7 @@ import time
 import torch
 import torch.nn.functional as F
 from provenance import ROOT, save
+from small_gpt import Block
 from torch import nn
 
 sys.path.insert(0, str(ROOT))
@@ -25,22 +26,6 @@ import amp8  # noqa: E402
 LEVELS = ("bf16", "O1", "O2", "O3")
 STEPS = {"digits_vit": 300, "byte_gpt": 400}
 PEAK_LR = {"digits_vit": 2e-3, "byte_gpt": 2e-3}
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):

@@ -331,8 +331,9 @@ def test_stochastic_rounding_is_unbiased_repeatable_and_saturates(dtype, below):
         assert ((a.mean(dtype=torch.float64) - low) / step).item() == pytest.approx(0.3, abs=0.005)
         assert torch.equal(a, rounded(x)) and not torch.equal(a, rounded(x, seed=2))
         assert torch.equal(a[1000:], rounded(x[1000:], start=1000))
-        on_grid = torch.full((200_000,), low)
+        on_grid, extremes = torch.full((200_000,), low), torch.tensor([-(2.0**31), 2.0**31]).repeat(100_000)
         assert torch.equal(rounded(on_grid), on_grid)
+        assert torch.equal(rounding.round_stochastically(on_grid.clone(), dtype, extremes), on_grid)
     edge = rounded(torch.tensor([info.max * 1.001, 1e9, -1e9, math.nan, 0.0, math.inf]), seed=0)
     assert edge[:3].tolist() == [info.max, info.max, -info.max] and edge[3].isnan() and edge[4] == 0
     assert edge[5] == info.max
