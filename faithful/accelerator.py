@@ -154,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
         """The evidence of the prepared models that have a prepared optimizer."""
         return [one.evidence for one in self.models if one.evidence]
 
-    def known(self):
+    def prepared_parameters(self):
         """The ids of all prepared parameters."""
         return set().union(*(one.parameters for one in self.models))
 
@@ -302,7 +302,7 @@ class Accelerator(accelerate.Accelerator):
                 evidence.after_first_update(optimizer)
                 what = evidence.record["model"] if len(self.evidence) > 1 else self.record.script
                 if evidence.complete:
-                    self.print(f"{what} | {evidence.truth()} | global batch {samples}")
+                    self.print(f"{what} | {evidence.summary()} | global batch {samples}")
         if optimizer is (self.leading() or optimizer):
             self.steps.done(skipped)
             if self.steps.loss_is_of_all:

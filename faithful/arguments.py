@@ -19,7 +19,7 @@ from accelerate.utils import (
 
 from faithful import backends, config, strategies
 from faithful.errors import Refused
-from faithful.plan import patience, resolve, says_precision
+from faithful.plan import resolve, says_precision, timeout
 from faithful.record import default_folder
 
 FP8_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
@@ -90,7 +90,7 @@ def merged(plan, script):
     handlers = list(script.pop("kwargs_handlers", None) or [])
     scaling = next((handler for handler in handlers if isinstance(handler, GradScalerKwargs)), None)
     if plan.num_processes > 1 and not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
-        handlers.append(InitProcessGroupKwargs(timeout=patience()))
+        handlers.append(InitProcessGroupKwargs(timeout=timeout()))
     for name in ("mixed_precision", "cpu", *OF_THE_CONFIG):
         script.pop(name, None)
     arguments = strategies.of(plan).arguments(scaling) | backends.of(plan).arguments()

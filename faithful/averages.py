@@ -42,7 +42,7 @@ def on_all_processes(method, name):
     @functools.wraps(method)
     def call(*args, **kwargs):
         if call.come is None:
-            call.come = launcher.all_come(name, needed=True)
+            call.come = launcher.all_ranks_called(name, needed=True)
         if not call.come:
             raise alone(name)
         with WholeTensors():
@@ -72,7 +72,7 @@ class WholeTensors(TorchFunctionMode):
         if not any(shards) or (all(shards) and function.__name__ != "_foreach_copy_"):  # torch has none for shards
             return function(*args, **kwargs)
         name, self.name = self.name, None
-        if name and not launcher.all_come(name):
+        if name and not launcher.all_ranks_called(name):
             raise alone(name)
         if function.__name__.endswith("_"):  # in place
             function(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)

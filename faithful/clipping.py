@@ -34,7 +34,7 @@ class Norms:
         """Forgets all norms, because gradients change."""
         self.clipped.clear()
 
-    def known(self, key):
+    def unchanged(self, key):
         """The norm with which the parameter of this id was clipped, or None if it was not, or has changed since."""
         parameter, before, norm = self.clipped.get(key, (None, None, None))
         return norm if norm is not None and before == version(parameter.grad) else None
@@ -42,14 +42,14 @@ class Norms:
     def of(self, accelerator, optimizer):
         """The norm over all gradients of a prepared optimizer, as a tensor. Clipping calls may have computed it, or a
         part of it, if no gradient has changed since; theirs may include gradients of others."""
-        known = {key: self.known(key) for key in accelerator.strategy.parameter_ids(optimizer)}
-        norms = list({id(norm): norm for norm in known.values() if norm is not None}.values())
-        if None not in known.values() and len(norms) == 1:
+        norm_of = {key: self.unchanged(key) for key in accelerator.strategy.parameter_ids(optimizer)}
+        norms = list({id(norm): norm for norm in norm_of.values() if norm is not None}.values())
+        if None not in norm_of.values() and len(norms) == 1:
             return norms[0]
         if elsewhere := keeper(accelerator):
             return elsewhere.norm_of(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        rest = [parameter for parameter in parameters if known[id(parameter)] is None]
+        rest = [parameter for parameter in parameters if norm_of[id(parameter)] is None]
         norms += [whole(total_norm(gradients)) for gradients in by_kind(rest)]
         return norms[0] if len(norms) == 1 else combined(norms)
 
@@ -129,7 +129,8 @@ def value(current, torchs, parameters, *args, **kwargs):
 
 
 def is_own(accelerator, parameters):
-    return bool(keeper(accelerator)) and any(id(parameter) in accelerator.known() for parameter in parameters)
+    prepared = accelerator.prepared_parameters() if keeper(accelerator) else set()
+    return any(id(parameter) in prepared for parameter in parameters)
 
 
 def listed(parameters):

@@ -1,7 +1,7 @@
 """What a config asks for, as one mapping, read from the launcher's environment or from a file.
 
-`accelerate launch` turns a YAML file into environment variables. `asked(env)` reads these into one mapping.
-`exported(config)` returns the variables that a file would become, so that files and launches go through the same rules
+`accelerate launch` turns a YAML file into environment variables. `read_env(env)` reads these into one mapping.
+`to_env(config)` returns the variables that a file would become, so that files and launches go through the same rules
 (faithful/rules.py). This module imports neither torch nor Accelerate, so that a check takes a fraction of a second.
 """
 
@@ -41,7 +41,7 @@ def on(value):
     return str(value).lower() in TRUE
 
 
-def asked(env):
+def read_env(env):
     """The mapping of what the launcher's environment variables ask for."""
     sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
     world = int(env.get("WORLD_SIZE", 1))
@@ -91,7 +91,7 @@ def asked(env):
 
 
 def asked_of_fsdp(env):
-    """The FSDP part of `asked`. version: 1, 2, or 0 without FSDP. sharding, reshard: as version 1 or 2 says it.
+    """The FSDP part of `read_env`. version: 1, 2, or 0 without FSDP. sharding, reshard: as version 1 or 2 says it.
     wrap: which modules are units; least: a unit's parameters under SIZE_BASED_WRAP; layers: the classes that
     TRANSFORMER_BASED_WRAP names. synced: the weights are process 0's. dead: settings that FSDP2 cannot follow."""
 
@@ -129,7 +129,7 @@ def asked_of_fsdp(env):
 
 
 def asked_of_deepspeed(env):
-    """The DeepSpeed part of `asked`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
+    """The DeepSpeed part of `read_env`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
     gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's. as_ddp:
     stage 0, which DDP does."""
 
@@ -141,7 +141,7 @@ def asked_of_deepspeed(env):
              "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False,
              "as_ddp": False}  # fmt: skip
     if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
-        found |= deepspeed_file.asked(file)
+        found |= deepspeed_file.requests(file)
     elif on_here:
         found |= {
             "stage": int(get("ZERO_STAGE", 2)),
@@ -156,9 +156,9 @@ def asked_of_deepspeed(env):
 
 
 def asked_of_fp8(env, precision, sharded):
-    """The FP8 part of `asked`. `skip`: patterns of the Linear layers that stay in high precision. `dead`: options that
-    are set but have no effect any more, each with the reason. `no_gather`: torchao is to gather in FP8 where nothing is
-    gathered, which is Accelerate's default."""
+    """The FP8 part of `read_env`. `skip`: patterns of the Linear layers that stay in high precision. `dead`: options
+    that are set but have no effect any more, each with the reason. `no_gather`: torchao is to gather in FP8 where
+    nothing is gathered, which is Accelerate's default."""
     asked = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": [], "no_gather": False}
     if precision != "fp8":
         return asked
@@ -194,8 +194,8 @@ def asked_of_fp8(env, precision, sharded):
     return asked | {"backend": backend, "level": level, "fp8_options": options, "skip": skip}
 
 
-def exported(config):
-    """The environment variables that `accelerate launch` makes of a config file's mapping: those that `asked` reads."""
+def to_env(config):
+    """The environment variables that `accelerate launch` makes of a config file, those that `read_env` reads."""
     config = {key: value for key, value in config.items() if value is not None}
     sections = {
         name: {full(name, key): value for key, value in (config.get(name) or {}).items() if value is not None}
@@ -249,7 +249,7 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 
-def seconds_of_patience():
+def timeout_seconds():
     """Timeout of collectives, in seconds. torch's defaults: 30 minutes for gloo, 10 for NCCL."""
     seconds = os.environ.get("COLLECTIVE_TIMEOUT", "600")
     if not seconds.isdigit() or not int(seconds):

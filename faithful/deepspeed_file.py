@@ -35,7 +35,7 @@ def enabled(section):
     return bool(section) and (not isinstance(section, dict) or section.get("enabled", True) is not False)
 
 
-def asked(said):
+def requests(said):
     """What a file asks for, with the names of `config.asked_of_deepspeed`; `stage`; `precision`, None where it is the
     launcher's; `steps` of gradient accumulation, None where they are the script's."""
     problem, config = read(said)

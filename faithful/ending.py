@@ -41,7 +41,7 @@ def finish(accelerator):
         accelerator.closed, record.status = True, "finished"
         if record.failed_saves:
             record.status, record.error = "failed", record.not_saved()
-        together = launcher.all_come("end_training", needed=True)
+        together = launcher.all_ranks_called("end_training", needed=True)
         mine = [(steps.loss, accelerator.peak or accelerator.memory.peak())]
         everyone = gather_object(mine) if together else mine
         losses = [loss for loss, _ in everyone if loss is not None]

@@ -166,7 +166,7 @@ class Evidence:
         per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
         self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
         self.record["parameters"] = total
-        self.record["truth"] = self.truth()
+        self.record["truth"] = self.summary()
 
     def over_all_ranks(self, counts, sizes):
         everyone = [None] * dist.get_world_size()
@@ -188,13 +188,13 @@ class Evidence:
     def complete(self):
         return self.record["bytes_per_parameter"] is not None
 
-    def truth(self):
+    def summary(self):
         """The line printed after the first step: what was counted."""
         plan, dtypes = self.plan, self.record["dtypes"]
         group = f" {dist.get_backend()}" if dist.is_initialized() else ""
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
         parts = [where + (self.strategy.how_sharded(self.model, self.record) if self.sharded else "")]
-        parts += [self.backend.name] if plan.precision != "fp8" else self.fp8_truth()
+        parts += [self.backend.name] if plan.precision != "fp8" else self.fp8_summary()
         parts[-1] += products.through_fp32(plan.precision)
         parts[-1] += ", compiled" if plan.compile else ""
         parts[-1] += ", offloaded to the host" if plan.offload else ""
@@ -210,7 +210,7 @@ class Evidence:
         parts += ["rehearsal on a CPU"] if plan.rehearsal else []
         return " | ".join(parts)
 
-    def fp8_truth(self):
+    def fp8_summary(self):
         """Two parts of the line: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware`, `16 of 17 Linear in FP8, ...`."""
         record = self.record
         fp8 = f"fp8 {self.backend.name}"
@@ -240,7 +240,8 @@ def notes(accelerator):
         elif one.layers and not one.evidence and accelerator.evidence:
             yield f"{type(one.model).__name__} was prepared, but no prepared optimizer updates it"
     if processes > 1:
-        strangers = sum(len(accelerator.strategy.not_averaged(one, accelerator.known())) for one in prepared)
+        of_models = accelerator.prepared_parameters()
+        strangers = sum(len(accelerator.strategy.not_averaged(optimizer, of_models)) for optimizer in prepared)
         if strangers:
             raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
                           "change them in its own way. Prepare their model, too")  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from faithful import keys
-from faithful.config import FP8_DEFAULTS, LEVELS, PRECISIONS, STRATEGIES, TAILS, asked, exported, on
+from faithful.config import FP8_DEFAULTS, LEVELS, PRECISIONS, STRATEGIES, TAILS, on, read_env, to_env
 from faithful.deepspeed_file import OF_THE_FILE
 from faithful.errors import Refused
 
@@ -219,7 +219,7 @@ def named_otherwise(path, config):
     except Refused as error:
         yield str(error)
         return
-    found = asked(exported(config))
+    found = read_env(to_env(config))
     found["recipe"] = found["fp8_options"].get("recipe")
     for key, value in (promised or {}).items():
         if found[key] != value:

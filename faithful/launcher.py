@@ -25,11 +25,11 @@ from pathlib import Path
 
 import psutil
 
-from faithful.config import seconds_of_patience
+from faithful.config import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
-COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_come`
+COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_ranks_called`
 GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
@@ -161,8 +161,8 @@ def take_part():
         os.environ.pop("ACCELERATE_USE_CPU", None)
 
 
-def meet(patience):
-    """Waits at most `patience` (a timedelta) for all processes of this run. Raises Alone if one is missing.
+def rendezvous(timeout):
+    """Waits at most `timeout` (a timedelta) for all processes of this run. Raises Alone if one is missing.
 
     torch waits too, but its error does not say which rank is missing.
     """
@@ -176,8 +176,8 @@ def meet(patience):
                       "processes with accelerate launch or torchrun, or set them")  # fmt: skip
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    end = time.monotonic() + patience.total_seconds()
-    within = f"within {patience.total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
+    end = time.monotonic() + timeout.total_seconds()
+    within = f"within {timeout.total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
     if serves and port_in_use(port):
         raise Alone(f"port {port} of this machine is in use, by another run perhaps: choose another one")
@@ -187,14 +187,14 @@ def meet(patience):
                 f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
             )
         time.sleep(0.1)
-    meet.store = dist.TCPStore(  # keep rank 0's store until init_process_group has joined it
-        address, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
+    rendezvous.store = dist.TCPStore(  # keep rank 0's store until init_process_group has joined it
+        address, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
-    meet.store.set(f"came/{rank}", "")
-    meet.store.add("came", 1)
-    while meet.store.add("came", 0) < world:
+    rendezvous.store.set(f"came/{rank}", "")
+    rendezvous.store.add("came", 1)
+    while rendezvous.store.add("came", 0) < world:
         if time.monotonic() > end:
-            missing = [str(other) for other in range(world) if not meet.store.check([f"came/{other}"])]
+            missing = [str(other) for other in range(world) if not rendezvous.store.check([f"came/{other}"])]
             raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
         time.sleep(0.05)
 
@@ -236,11 +236,11 @@ def begins(kind):
 
 @functools.cache
 def calls(what):
-    """A counter of calls per name `what`: each call of `all_come` needs a name of its own."""
+    """A counter of calls per name `what`: each call of `all_ranks_called` needs a name of its own."""
     return itertools.count()
 
 
-def all_come(what, needed=False):
+def all_ranks_called(what, needed=False):
     """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
     main process waits until each is there, or one has gone on without it: has begun a later forward pass, epoch,
     collective or call, or has ended. Where neither shows it waits COMES seconds (1 second when that was in vain
@@ -250,7 +250,7 @@ def all_come(what, needed=False):
 
     if not several():
         return True
-    store, call = dist.distributed_c10d._get_default_store(), f"all_come/{what}/{next(calls(what))}"
+    store, call = dist.distributed_c10d._get_default_store(), f"all_ranks_called/{what}/{next(calls(what))}"
     if dist.get_rank():
         tell(call)
     else:
@@ -263,7 +263,7 @@ def others_come(store, call, what, needed):
     import torch.distributed as dist
 
     began, said, kind = time.monotonic(), False, what.split("/")[0]
-    longest = seconds_of_patience() if needed else 1 if kind in here["impatient"] else COMES
+    longest = timeout_seconds() if needed else 1 if kind in here["impatient"] else COMES
     while True:
         keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
         at = {rank: store.get(key).decode() if store.check([key]) else "forward:0" for rank, key in keys.items()}

@@ -115,7 +115,7 @@ def set_generators(own, states):
         own.set_state(states["own"])
 
 
-def collect(epochs, between_batches):
+def state_dict(epochs, between_batches):
     """({name: tensor} of this process, JSON values of each loader: whether it is in the middle of an epoch, and the
     number of the epoch)."""
     parts, states = {}, []
@@ -130,7 +130,7 @@ def collect(epochs, between_batches):
     return parts, states
 
 
-def put_back(epochs, parts, states):
+def load_state_dict(epochs, parts, states):
     """Loads what `collect` returned. In format 3 a state is only whether the loader was in the middle of an epoch."""
     for i, (epoch, state) in enumerate(zip(epochs, states, strict=False)):
         state, own = state if isinstance(state, dict) else {"running": state}, epoch.generator()

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from faithful import backends, files, launcher, machine, patches, rules, strategies
-from faithful.config import TAILS, asked, exported, of_script, seconds_of_patience
+from faithful.config import TAILS, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
 
 
@@ -63,14 +63,14 @@ def resolved(precision, process):
     debugged = in_debug_launcher()
     launcher.take_part()
     launcher.take_part_in_mpi()
-    wanted = asked(os.environ | of_script(precision))
+    wanted = read_env(os.environ | of_script(precision))
     line, file = (None, None) if debugged else launch_line()
     lines, notes = [], []
     if file is not None:
         lines, config = files.file_problems(file)
         config = config or {}
         said = config.get("mixed_precision") is not None or wanted["deepspeed"]["precision"]
-        says = asked(exported({"num_processes": wanted["num_processes"]} | config)) if config else wanted
+        says = read_env(to_env({"num_processes": wanted["num_processes"]} | config)) if config else wanted
         lines += [
             f"{file.name} says {key} {says[key]}, the launch made it {wanted[key]}: launch it as it is"
             for key in LAUNCHED_AS
@@ -102,7 +102,7 @@ def resolved(precision, process):
         patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
     follow(plan, wanted)
     if plan.num_processes > 1:
-        meet(os.getpid())
+        rendezvous(os.getpid())
     if rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan
@@ -159,15 +159,15 @@ def in_debug_launcher():
 
 
 @functools.cache
-def meet(process):
+def rendezvous(process):
     """Waits once for all processes of this run."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        patches.replace(f"torch.distributed.distributed_c10d:{name}", patience())
-    launcher.meet(patience())
+        patches.replace(f"torch.distributed.distributed_c10d:{name}", timeout())
+    launcher.rendezvous(timeout())
 
 
-def patience():
-    return timedelta(seconds=seconds_of_patience())
+def timeout():
+    return timedelta(seconds=timeout_seconds())
 
 
 def rehearse(plan):

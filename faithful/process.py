@@ -241,7 +241,7 @@ def lost_peer(problem, error):
         return "another process of this run ended"
     silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
     if silent or type(problem).__name__ == "DistStoreError":
-        waited = f"in {config.seconds_of_patience()} s (COLLECTIVE_TIMEOUT)"
+        waited = f"in {config.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
         return f"no answer from another process {waited}: it, its machine or the link is gone"
     return None
 
@@ -263,9 +263,9 @@ def may_speak():
     launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
     if config.rank() == 0:
         return True
-    patience = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while "TORCHELASTIC_RUN_ID" in os.environ and not stop_asked:
-        if time.monotonic() > patience:
+        if time.monotonic() > deadline:
             return True
         time.sleep(0.05)
     return False

@@ -17,7 +17,7 @@ def save_state(accelerator, output_dir):
     steps, project = accelerator.steps, accelerator.project_configuration
     folder = checkpoint_folder(accelerator, output_dir)
     in_parts = not accelerator.strategy.replicates or accelerator.backend.in_parts
-    together = accelerator.stopping or launcher.all_come(f"save_state/{steps.taken}", needed=in_parts)
+    together = accelerator.stopping or launcher.all_ranks_called(f"save_state/{steps.taken}", needed=in_parts)
     if in_parts and not together:
         raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
                       "on all of them")  # fmt: skip

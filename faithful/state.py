@@ -24,7 +24,7 @@ def state_dict(accelerator, alone=False):
     """({name: tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main process."""
     plan, main = accelerator.plan, accelerator.is_main_process
     strategy, backend = accelerator.strategy, accelerator.backend
-    parts, loaders_state = loaders.collect(accelerator.epochs, accelerator.stopping)
+    parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
     parts |= random_state()
     models = models_of(accelerator)
     for index, (model, optimizers) in enumerate(models):
@@ -132,7 +132,7 @@ def load_state_dict(accelerator, folder):
     steps = state["steps"]
     accelerator.steps.taken, accelerator.steps.tried, accelerator.step = steps["taken"], steps["tried"], steps["micro"]
     if rank < saved_by:
-        loaders.put_back(accelerator.epochs, mine, state["loaders"])
+        loaders.load_state_dict(accelerator.epochs, mine, state["loaders"])
     if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
         set_random_state(mine)
     return saved_by

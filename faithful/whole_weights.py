@@ -21,7 +21,7 @@ from faithful.tensors import named, parameters_of, unwrapped
 def state_dict(accelerator, model, accelerates):
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way."""
-    if accelerator.strategy.sharded(model.parameters()) and not launcher.all_come("get_state_dict", True):
+    if accelerator.strategy.sharded(model.parameters()) and not launcher.all_ranks_called("get_state_dict", True):
         raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
                       "get_state_dict or save_model on all of them")  # fmt: skip
     whole = accelerator.strategy.full_state(accelerator, model)

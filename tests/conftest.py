@@ -127,7 +127,7 @@ class Ranks:
         path = Path(config) if Path(config).suffix else CONFIGS / f"{config}.yml"
         mapping = yaml.safe_load(path.read_text())
         mapping["num_processes"] = processes or mapping["num_processes"]
-        exported = config_module.exported(mapping) | (env or {})
+        exported = config_module.to_env(mapping) | (env or {})
         world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
         port, module = str(free_port()), None if script else recipe(name)
         importlib.import_module("datasets")  # or Accelerate imports it in each rank

@@ -22,7 +22,7 @@ from torch import nn
 from amp8 import emulate
 from faithful import Refused, rules
 from faithful.backends import transformer_engine as ours
-from faithful.config import asked as read
+from faithful.config import read_env as read
 from faithful.evidence import converted as counted
 from shared import models
 from tools.export import timm_name

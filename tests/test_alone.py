@@ -201,7 +201,7 @@ def test_every_method_is_in_the_table():
 
 
 def answers(main, other, comes=0.5):
-    """(what all_come answered, seconds) in each of two processes. main, other: what they do, with `launcher`."""
+    """(what all_ranks_called answered, seconds) in each of two processes. main, other: what they do, with `launcher`."""
     port, ends = str(free_port()), os.pipe()
     for rank, does in enumerate((main, other)):
         if os.fork() == 0:
@@ -223,7 +223,7 @@ def answers(main, other, comes=0.5):
 
 def comes(name="saves", needed=False, after=0.0):
     time.sleep(after)
-    return launcher.all_come(name, needed)
+    return launcher.all_ranks_called(name, needed)
 
 
 def passes(times=1, after=0.0):
@@ -260,7 +260,7 @@ def test_whether_all_come(case):
     main, other, answer, longest = ONE[case]
     elsewhere = case == "in another call"
     if elsewhere:  # to which the main process comes next
-        main = then(main, lambda: not launcher.all_come("ends"))
+        main = then(main, lambda: not launcher.all_ranks_called("ends"))
     found = answers(main, other)
     assert found[0][0] == answer and found[0][1] < longest, found
     assert found[1][0] == (answer or elsewhere), found

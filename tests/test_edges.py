@@ -18,12 +18,12 @@ from test_plan import CPU, GPU
 
 from faithful import Refused, files, launcher, machine, plan, process, record, rules
 from faithful.backends import linear, transformer_engine
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 from shared import models, text
 
 
 def of(name, **changes):
-    return asked(exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()))) | changes
+    return read_env(to_env(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()))) | changes
 
 
 def with_options(name, **options):

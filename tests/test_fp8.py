@@ -21,7 +21,7 @@ from amp8 import emulate
 from faithful import Refused, backends, files, plan
 from faithful.backends import torchao, transformer_engine
 from faithful.blocks import compile_blocks
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 from faithful.evidence import converted
 from shared import data, models
 
@@ -146,7 +146,7 @@ def resolved(name):
     """The Plan of a config on this machine."""
     import yaml
 
-    found = asked(exported(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
+    found = read_env(to_env(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
     fields = {field.name: found[field.name] for field in dataclasses.fields(plan.Plan) if field.name in found}
     kind = backends.implementation(found["backend"], found["strategy"], rehearsal=True)
     return plan.Plan(config=name, device="cpu", rehearsal=True, implementation=kind, emulated=True, **fields)
@@ -301,7 +301,7 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     optimizer = torch.optim.AdamW(model.parameters())
     backends.of(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
-    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, known=set), model, prepared)
+    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, prepared_parameters=set), model, prepared)
     assert converted(backends.of(planned), model)[0] >= 2
 
     def computed(some):

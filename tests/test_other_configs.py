@@ -11,7 +11,7 @@ from conftest import CONFIGS, ROOT, free_port, launched, metrics, record
 from test_plan import CPU, GPU, exported_by_accelerate
 
 from faithful import files, plan, rules
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 
 # The lines that `accelerate config` always writes.
 WIZARD = {
@@ -172,7 +172,7 @@ def test_a_file_becomes_what_the_installed_launcher_exports(tmp_path, name):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     path = written(tmp_path, config)
     _, mapping = files.file_problems(path)
-    ours, theirs = asked(exported(mapping)), asked(exported_by_accelerate(path))
+    ours, theirs = read_env(to_env(mapping)), read_env(exported_by_accelerate(path))
     ours.pop("local_processes"), theirs.pop("local_processes")
     assert ours == theirs
 
@@ -202,11 +202,11 @@ def test_a_name_from_elsewhere_keeps_no_grammar(tmp_path):
 )
 def test_the_strategies_of_fsdp1_are_those_of_fsdp2(sharding, local, expected):
     config = fsdp(fsdp_sharding_strategy=sharding) | {"num_processes": 4, "num_machines": 4 // local}
-    found = asked(exported(config))
+    found = read_env(to_env(config))
     assert (found["strategy"], found["noreshard"], found["replicas"]) == expected
     assert rules.problems(found, GPU) == [] == rules.problems(found, CPU)
     newer = fsdp(fsdp_sharding_strategy=None, fsdp_reshard_after_forward="SHARD_GRAD_OP", fsdp_version=1)
-    assert asked(exported(newer))["noreshard"]
+    assert read_env(to_env(newer))["noreshard"]
 
 
 def test_the_number_of_processes_where_nobody_says_it():
@@ -314,9 +314,9 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
         _, made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
         assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert asked(os.environ)["use_cpu"]
+    assert read_env(os.environ)["use_cpu"]
     assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(
-        ["accelerate", "launch", "--cpu", "--num_processes", "2"], asked(os.environ))[0]  # fmt: skip
+        ["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]  # fmt: skip
 
 
 def test_an_option_says_what_the_file_does_not(tmp_path):

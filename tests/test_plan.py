@@ -10,7 +10,7 @@ import yaml
 from conftest import CONFIGS, ROOT, launched
 
 from faithful import Refused, arguments, files, keys, machine, plan, rules
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 
 FILES = sorted(CONFIGS.glob("*.yml"))
 GPU = {
@@ -57,7 +57,7 @@ def exported_by_accelerate(path, *options):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_the_name_the_file_and_accelerate_agree(path):
-    ours, theirs = asked(exported(yaml.safe_load(path.read_text()))), asked(exported_by_accelerate(path))
+    ours, theirs = read_env(to_env(yaml.safe_load(path.read_text()))), read_env(exported_by_accelerate(path))
     ours.pop("local_processes"), theirs.pop("local_processes")  # torchrun exports it, not the launcher
     assert ours == theirs
     promised = files.grammar(path.stem)
@@ -88,7 +88,7 @@ def test_the_keys_are_those_of_the_installed_launcher():
 def test_every_file_is_sound(path):
     assert files.file_problems(path)[0] == []
     card = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
-    assert rules.problems(asked(exported(yaml.safe_load(path.read_text()))), card) == []
+    assert rules.problems(read_env(to_env(yaml.safe_load(path.read_text()))), card) == []
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_its_fix(config, machine, expected):
-    lines = rules.problems(asked(exported(config)), machine)
+    lines = rules.problems(read_env(to_env(config)), machine)
     assert len(lines) == 1 and expected in lines[0], lines
 
 

@@ -257,9 +257,9 @@ def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path)
     def before(rank):
         from faithful import launcher
 
-        meet = launcher.meet
+        rendezvous = launcher.rendezvous
         if rank == 1:
-            launcher.meet = lambda patience: (meet(patience), os._exit(5))
+            launcher.rendezvous = lambda timeout: (rendezvous(timeout), os._exit(5))
 
     codes, errors = exit_codes_and_errors(tmp_path, before, 2)
     assert codes == [1, 5]

@@ -10,7 +10,7 @@ from conftest import CONFIGS, ROOT, recipe, train
 
 from benchmarks import tables as tables_script
 from faithful import files, rules
-from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, asked, exported
+from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, read_env, to_env
 from shared import args, models
 from tools import formats
 
@@ -191,7 +191,7 @@ def test_every_config_has_its_row_and_it_says_what_the_rules_say():
     for name, cpu in rows:
         lines, mapping = files.file_problems(CONFIGS / f"{name.strip('`')}.yml")
         assert not lines
-        found = asked(exported(mapping))
+        found = read_env(to_env(mapping))
         assert cpu.startswith("refused: " if rules.problems(found, NO_GPU) else "ran"), name
         assert ("emulated" in cpu) == (found["precision"] == "fp8" and cpu.startswith("ran")), name
 
@@ -211,7 +211,7 @@ def gpus(capability):
 def of(strategy, precision, backend=None, level=None):
     """What a config of this strategy and precision asks for, even if there is no file for it."""
     file = next(name for name in NAMES if name.startswith(f"{strategy}_bf16"))
-    found = asked(exported(files.file_problems(CONFIGS / f"{file}.yml")[1]))
+    found = read_env(to_env(files.file_problems(CONFIGS / f"{file}.yml")[1]))
     return found | {"precision": precision, "backend": backend, "level": level}
 
 

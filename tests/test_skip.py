@@ -8,7 +8,7 @@ from torch import nn
 
 from faithful import Refused, files
 from faithful.backends.linear import asked_to_skip, left_alone, refuse_unknown
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 
 STEPS = ("--max_steps", 2, "--logging_steps", 1, "--save_steps", 0)
 BLOCK = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
@@ -34,15 +34,15 @@ class Model(nn.Module):
 @pytest.mark.parametrize("name", ["single_fp8", "ddp_fp8_te", "single_fp8_msamp_o2", "fsdp_fp8", "zero2_fp8_te"])
 def test_the_launcher_hands_it_on(tmp_path, name, key):
     path = with_skip(tmp_path, name, "head, blocks.0.*", key)
-    ours, theirs = asked(exported(yaml.safe_load(path.read_text()))), asked(exported_by_accelerate(path))
+    ours, theirs = read_env(to_env(yaml.safe_load(path.read_text()))), read_env(exported_by_accelerate(path))
     assert ours["skip"] == theirs["skip"] == ["head", "blocks.0.*"]
     assert files.file_problems(path)[0] == []
 
 
 def test_without_it_each_backend_has_its_own_default(tmp_path):
     for name, default in (("single_fp8", ["first", "last"]), ("single_fp8_te", []), ("single_bf16", [])):
-        assert asked(exported_by_accelerate(CONFIGS / f"{name}.yml"))["skip"] == default
-    assert asked(exported_by_accelerate(with_skip(tmp_path, "single_fp8", "")))["skip"] == []
+        assert read_env(exported_by_accelerate(CONFIGS / f"{name}.yml"))["skip"] == default
+    assert read_env(exported_by_accelerate(with_skip(tmp_path, "single_fp8", "")))["skip"] == []
 
 
 @pytest.mark.parametrize("value", [["head", "blocks.0.*"], None, True])

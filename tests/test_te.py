@@ -17,7 +17,7 @@ from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU, exported_by_accelerate
 
 from faithful import files, rules
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 from faithful.plan import Plan
 from shared import models
 from shared.args import Refused
@@ -44,7 +44,7 @@ def config(text, kind="NO", **more):
 
 
 def asked_of(mapping):
-    return asked(exported(mapping))
+    return read_env(to_env(mapping))
 
 
 def on_a_gpu(asked):
@@ -81,7 +81,7 @@ def test_a_dead_knob_is_refused_where_it_is_turned(tmp_path, key, turned, defaul
     for value, expected in ((turned, [f"fp8_config {key}: {reason}"]), (default, [])):
         mapping = config(f"{DELAYED}, {key}: {value}")
         path.write_text(yaml.dump(mapping))
-        for found in (asked_of(mapping), asked(exported_by_accelerate(path))):
+        for found in (asked_of(mapping), read_env(exported_by_accelerate(path))):
             lines = rules.problems(found, GPU)
             assert len(lines) == len(expected)
             assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True)), lines

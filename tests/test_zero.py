@@ -17,7 +17,7 @@ from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, 
 from test_run import poison
 
 from faithful import checkpoint, rules
-from faithful.config import asked, exported
+from faithful.config import read_env, to_env
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # once, not once in every forked rank
@@ -236,7 +236,7 @@ def test_the_loss_scale_of_fp16(tmp_path):
 
 
 def test_what_deepspeed_needs_is_said_in_one_line():
-    found = asked(exported(yaml.safe_load((CONFIGS / "zero3_bf16.yml").read_text())))
+    found = read_env(to_env(yaml.safe_load((CONFIGS / "zero3_bf16.yml").read_text())))
     [line] = rules.problems(found, {"device": "cpu", "devices": 0, "capability": None, "name": "CPU", "packages": []})
     assert line == "zero3 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
 

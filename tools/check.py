@@ -34,7 +34,7 @@ def check(path, here, overrides):
         return lines, [], [], None
     mapping = mapping | overrides
     mapping.setdefault("num_processes", files.default_processes(mapping, here["devices"]))
-    wanted = config.asked(config.exported(mapping))
+    wanted = config.read_env(config.to_env(mapping))
     here = machine.without_accelerator() if files.asks_for_cpu(mapping) else here
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (10, 0), "cuda": "99"}
     anywhere["packages"] = machine.PACKAGES

@@ -75,7 +75,7 @@ def copy(recipe, config, destination):
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     files, packages = needed(source)
-    wanted = configs.asked(configs.exported(mapping))
+    wanted = configs.asked(configs.to_env(mapping))
     if wanted["precision"] == "fp8":  # MS-AMP's levels, or FP8 where there is no GPU
         files += sorted((ROOT / "amp8").glob("*.py"))
     written = []

@@ -233,7 +233,7 @@ def main(argv):
     lines, mapping = files.file_problems(file)
     if lines:
         raise Refused("\n".join(f"{file.name}: {line}" for line in lines))
-    asked = config.asked(config.exported(mapping))
+    asked = config.read_env(config.to_env(mapping))
     if asked["precision"] != "fp8":
         raise Refused(f"{file.name} asks for no FP8: there is nothing to diagnose")
     if asked["strategy"] not in ("single", "ddp"):

@@ -61,7 +61,7 @@ def of_config(file, num_processes=None):
     mapping.setdefault("num_processes", files.default_processes(mapping, 0))
     if num_processes and str(mapping.get("distributed_type")) != "NO":
         mapping["num_processes"] = num_processes
-    asked = config.asked(config.exported(mapping))
+    asked = config.read_env(config.to_env(mapping))
     shards = asked["sizes"]["dp_shard"] if asked["strategy"] == "hsdp" else asked["num_processes"]
     return asked | {"shards": shards if asked["strategy"] != "single" else 1}
 

@@ -272,7 +272,7 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             kwargs |= {"cpu": True, "mixed_precision": "no" if precision == "fp32" else "bf16"}
             super().__init__(**kwargs | {"log_with": None, "project_config": ProjectConfiguration(folder)})
 
-        def known(self):
+        def prepared_parameters(self):
             return set()  # the ids of the parameters of other prepared models
 
         def prepare(self, *args, **kwargs):

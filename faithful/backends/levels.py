@@ -53,7 +53,7 @@ class MSAMP(Backend):
     def after_prepare(self, accelerator, model, optimizer):
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
         its_own = set(map(id, model.parameters()))
-        if (parameter_ids(optimizer) - its_own) & accelerator.known():
+        if (parameter_ids(optimizer) - its_own) & accelerator.prepared_parameters():
             raise Refused(f"one optimizer updates two models, and MS-AMP's {self.plan.level.upper()} needs one for "
                           "each: make an optimizer for each, or use a config without a level")  # fmt: skip
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
