@@ -413,10 +413,11 @@ class Accelerator(accelerate.Accelerator):
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, weights, str(temporary))
 
-        parts, values = state.collect(self, alone)
-        if values["alone"]:
-            self.note("the main process alone calls save_state: the random states of the others are in no checkpoint")
-        error = checkpoint.write(self, folder, parts, values, project.total_limit, write_more)
+        with launcher.writing():
+            parts, values = state.collect(self, alone)
+            if values["alone"]:
+                self.note("the main process alone calls save_state: the others' random states are in no checkpoint")
+            error = checkpoint.write(self, folder, parts, values, project.total_limit, write_more)
         if error:
             self.record.failed_saves += 1
             self.print(f"warning: {folder} could not be written ({error}); training goes on", flush=True)

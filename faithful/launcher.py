@@ -4,7 +4,8 @@ Before the first step there is nothing to save, and SIGTERM ends a process at on
 in C++, where Python cannot handle signals. Later SIGTERM makes all processes write a checkpoint (faithful/process.py).
 
 If the launcher dies, even by SIGKILL, its processes get SIGTERM, and those that still run GRACE seconds later are
-killed. A new launch of the same run waits until they have left its folder.
+killed, or SAVING seconds later while they write a checkpoint. A new launch of the same run waits until they have left
+its folder.
 """
 
 import collections
@@ -30,7 +31,10 @@ from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
 COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_come`
-GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
+GRACE = 25  # seconds that a process may live on without its launcher
+# Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
+# long after it has sent them SIGTERM, and its default is 30.
+SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
@@ -113,8 +117,29 @@ def watch(launcher):
     with contextlib.suppress(psutil.NoSuchProcess):
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(1)
-    signal.alarm(GRACE)
+    set_alarm(orphan=True)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+state, turn = {"orphan": False, "writing": False}, threading.Lock()
+
+
+def set_alarm(**changes):
+    """Sets the time that is left to a process whose launcher is dead. changes: of `state`."""
+    with turn:
+        state.update(changes)
+        if state["orphan"]:
+            signal.alarm(SAVING if state["writing"] else GRACE)
+
+
+@contextlib.contextmanager
+def writing():
+    """Around the writing of a checkpoint, for which a process may live on longer without its launcher."""
+    set_alarm(writing=True)
+    try:
+        yield
+    finally:
+        set_alarm(writing=False)
 
 
 def claim(folder):

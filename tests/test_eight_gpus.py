@@ -2,14 +2,19 @@
 
 import json
 import os
+import signal
 import sys
+import time
 import weakref
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from conftest import launched, train
+from conftest import Ranks, launched, record, train
 from torch.distributed.tensor import DTensor
+
+from faithful import checkpoint
 
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
@@ -83,3 +88,40 @@ def test_fsdp_keeps_no_whole_weights_while_it_shards(tmp_path):
         held, total = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert len(held) > 4 and total > 10**5  # four blocks, the last norm and head, the rest
         assert max(held) <= 10, held  # Accelerate's loop over the parameters leaves the head's bias in a variable
+
+
+def test_torchs_launcher_waits_ten_minutes_for_a_checkpoint(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import os; print('waits', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
+    assert "waits 600" in launched("./launch.sh", "single_fp32", str(script)).stdout
+    own = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}
+    assert "waits 40" in launched("./launch.sh", "single_fp32", str(script), env=own).stdout
+
+
+def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
+    """A process whose launcher was killed is killed GRACE seconds later, here 1, but not while it writes: here 3."""
+    out = tmp_path / "run"
+
+    def slow(rank):
+        from faithful import checkpoint, launcher
+
+        launcher.launches, launcher.GRACE, launcher.SAVING = lambda command: True, 1, 60
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
+        save = checkpoint.save_file
+        checkpoint.save_file = lambda *parts: (time.sleep(3), save(*parts))
+
+    if not (pid := os.fork()):  # stands for the launcher
+        ranks = Ranks(
+            "single_fp32", ["--output_dir", str(out), "--max_steps", "100000", "--logging_steps", "1"], before=slow
+        )
+        (tmp_path / "pid").write_text(str(ranks.pids[0]))
+        time.sleep(600)
+        os._exit(1)
+    while not (tmp_path / "run.log").exists() or "step 3:" not in (tmp_path / "run.log").read_text():
+        time.sleep(0.05)
+    rank = psutil.Process(int((tmp_path / "pid").read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    psutil.wait_procs([rank], 30)
+    assert not rank.is_running() and record(out)["status"] == "preempted"
+    assert checkpoint.unsound(checkpoint.list_checkpoints(out)[0]) is None
