@@ -32,6 +32,7 @@ from faithful.rules import port_in_use
 
 COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_come`
 GRACE = 25  # seconds that a process may live on without its launcher
+LONGEST = 3600  # seconds that processes wait for one that writes or verifies its part of a checkpoint
 # Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
 # long after it has sent them SIGTERM, and its default is 30.
 SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
@@ -215,7 +216,7 @@ def meet(patience):
     meet.store = dist.TCPStore(  # keep rank 0's store until init_process_group has joined it
         address, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
     )
-    meet.store.set(f"came/{rank}", "")
+    meet.store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
     meet.store.add("came", 1)
     while meet.store.add("came", 0) < world:
         if time.monotonic() > end:
@@ -313,6 +314,45 @@ def elsewhere(where, call):
     if number:
         return int(number) > here["begun"][kind]
     return where == "ended" or where not in (call, *here["judged"])
+
+
+def wait_for_all(what):
+    """Waits until every process is here. A collective would end the run after COLLECTIVE_TIMEOUT, and NCCL with an
+    abort: this waits LONGEST seconds, for work that takes one process much longer than others, and raises Alone then.
+    Raises ConnectionError if a process of this machine ends before it comes."""
+    import torch.distributed as dist
+
+    if not several():
+        return
+    store, call = dist.distributed_c10d._get_default_store(), f"here/{what}/{next(calls(f'here/{what}'))}"
+    store.set(f"{call}/{dist.get_rank()}", "")
+    keys, end = [f"{call}/{rank}" for rank in range(dist.get_world_size())], time.monotonic() + LONGEST
+    while not store.check(keys):
+        if time.monotonic() > end:
+            raise Alone(f"rank {dist.get_rank()}: the other processes did not come in {LONGEST} s to {what}")
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if any(map(gone, late)) and not store.check(keys):
+            raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
+        time.sleep(0.02)
+
+
+def where_pids_count():
+    """The machine and, in containers, the namespace in which process ids are those of this process."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
+
+
+def gone(rank):
+    """Whether the process of this rank is known to have ended: it was on this machine, as `meet` has seen."""
+    store = getattr(meet, "store", None)
+    if store is None or not store.check([f"came/{rank}"]):
+        return False
+    pid, _, where = store.get(f"came/{rank}").decode().partition(" ")
+    if where != where_pids_count():
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def answers(address, port):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Ranks, launched, record, train
+from conftest import Ranks, distance, launched, record, train
 from torch.distributed.tensor import DTensor
 
 from faithful import checkpoint
@@ -125,3 +125,48 @@ def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
     psutil.wait_procs([rank], 30)
     assert not rank.is_running() and record(out)["status"] == "preempted"
     assert checkpoint.unsound(checkpoint.list_checkpoints(out)[0]) is None
+
+
+def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
+    """Processes wait for one that writes, or verifies, its part longer than COLLECTIVE_TIMEOUT. Each file is read and
+    hashed by one process."""
+    read = tmp_path / "read"
+    read.mkdir()
+
+    def slow(rank):
+        from faithful import checkpoint
+
+        save, hashed = checkpoint.save_file, checkpoint.sha256
+        if rank == 1:
+            checkpoint.save_file = lambda *parts: (time.sleep(5), save(*parts))
+
+        def counted(path):
+            if "checkpoint-2" == path.parent.name:  # complete: this is the resumed run's
+                (read / f"{path.name} {rank}").touch()
+                time.sleep(5 * (rank == 1))
+            return hashed(path)
+
+        checkpoint.sha256 = counted
+
+    argv, env = ("--max_steps", 3, "--save_steps", 2, "--eval_steps", 0), {"COLLECTIVE_TIMEOUT": "3"}
+    whole = train("fsdp_fp32", tmp_path / "run", *argv, before=slow, env=env)
+    assert not list(read.iterdir())
+    argv = (*argv, "--resume_from_checkpoint", whole / "checkpoint-2")
+    again = train("fsdp_fp32", tmp_path / "again", *argv, before=slow, env=env)
+    assert distance(whole, again) == 0
+    found = sorted(path.name for path in read.iterdir())
+    assert found == ["rank0.safetensors 0", "rank1.safetensors 1", "trainer_state.json 0"]
+
+
+def test_a_process_that_dies_while_it_saves_is_not_waited_for(tmp_path):
+    def dies(rank):
+        from faithful import checkpoint
+
+        if rank == 1:
+            checkpoint.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    argv, out = ("--max_steps", "3", "--save_steps", "2", "--eval_steps", "0"), tmp_path / "run"
+    ranks, began = Ranks("fsdp_fp32", ["--output_dir", str(out), *argv], before=dies), time.monotonic()
+    assert ranks.wait(60) == [1, -signal.SIGKILL] and time.monotonic() - began < 30
+    assert "error: another process of this run ended" in ranks.text() and record(out)["status"] == "failed"
+    assert not checkpoint.list_checkpoints(out)
