@@ -41,7 +41,7 @@ from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer
 from faithful.plan import describe
-from faithful.record import Record, described, now, of_arguments
+from faithful.record import Record, described, errors_left, leave_error, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies import plain
 from faithful.tensors import named, nudge, parameters_of
@@ -541,6 +541,7 @@ class Accelerator(accelerate.Accelerator):
             return code
         launcher.tell("ended")
         record, stopped = self.record, self.record.status == "preempted"
+        lost = error is not None and error.startswith((process.ENDED, process.SILENT))
         if self.closed:
             pass
         elif error is None and record.opened:
@@ -549,6 +550,9 @@ class Accelerator(accelerate.Accelerator):
             self.write_record(now())
             self.print(f"{record.status}: {record.shown}", flush=True)
         elif error is not None and (record.opened or (code != 2 and not (record.folder / "run.json").exists())):
+            if not record.main and not lost:
+                leave_error(record.folder, self.process_index, error)
+            error = (lost and errors_left(record.folder)) or error
             self.closed, record.status, record.error = True, "failed", error
             with record.writing("run.json"):
                 record.folder.mkdir(parents=True, exist_ok=True)

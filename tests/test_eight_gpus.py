@@ -170,3 +170,53 @@ def test_a_process_that_dies_while_it_saves_is_not_waited_for(tmp_path):
     assert ranks.wait(60) == [1, -signal.SIGKILL] and time.monotonic() - began < 30
     assert "error: another process of this run ended" in ranks.text() and record(out)["status"] == "failed"
     assert not checkpoint.list_checkpoints(out)
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def test_the_record_has_the_error_of_the_rank_that_failed(tmp_path):
+    def fails(rank):
+        from faithful.steps import Steps
+
+        check = Steps.check
+
+        def failing(self, *rest):
+            if rank == 1 and self.taken == 2:
+                raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+            return check(self, *rest)
+
+        Steps.check = failing
+
+    run = train("ddp_fp32", tmp_path / "run", "--max_steps", 4, "--eval_steps", 0, before=fails, code=1)
+    assert record(run)["status"] == "failed"
+    assert record(run)["error"] == f"rank 1: OutOfMemoryError: {OUT_OF_MEMORY}"
+
+
+IN_NCCL = f"""
+import os, sys, time
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(project_dir=sys.argv[1])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(4):
+    if step == 2 and accelerator.process_index == 1:
+        raise torch.OutOfMemoryError("{OUT_OF_MEMORY}")
+    if step == 2:  # waits in NCCL, where Python sees no signal, until torch's watchdog aborts the process
+        while not Path(sys.argv[1], "error-rank1.json").exists():
+            time.sleep(0.1)
+        os.abort()
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+"""
+
+
+def test_a_main_process_that_nccl_aborts_has_a_record_that_says_failed(tmp_path):
+    script, run = tmp_path / "mine.py", tmp_path / "run"
+    script.write_text(IN_NCCL)
+    done = launched("./launch.sh", "ddp_fp32", str(script), str(run))
+    assert done.returncode in (1, 134), done.stderr
+    assert record(run)["status"] == "failed" and record(run)["finished"]
+    assert record(run)["error"] == f"rank 1: OutOfMemoryError: {OUT_OF_MEMORY}"
