@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
+import sysconfig
 import time
 import weakref
 from pathlib import Path
@@ -11,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import Ranks, distance, launched, record, train
+from conftest import CONFIGS, Ranks, distance, launched, record, train
 from torch.distributed.tensor import DTensor
 
-from faithful import checkpoint
+from faithful import checkpoint, machine
+from tools import check
 
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
@@ -220,3 +223,19 @@ def test_a_main_process_that_nccl_aborts_has_a_record_that_says_failed(tmp_path)
     assert done.returncode in (1, 134), done.stderr
     assert record(run)["status"] == "failed" and record(run)["finished"]
     assert record(run)["error"] == f"rank 1: OutOfMemoryError: {OUT_OF_MEMORY}"
+
+
+def test_configs_that_compile_kernels_need_a_compiler(monkeypatch, tmp_path):
+    """A slim image, without gcc and Python's headers: refused before a model is loaded, not in the first backward."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    slim = {"device": "cuda", "devices": 8, "name": "H100", "capability": (9, 0), "packages": machine.PACKAGES}
+    slim |= {"cuda": "13.2", "lacks": machine.lacks()}
+    for name in ("ddp_fp8_msamp_o2", "single_bf16_compile"):
+        [said] = check.check(CONFIGS / f"{name}.yml", slim, {})[1]
+        assert "a C compiler and Python's headers, and here is no C compiler and no Python.h: install gcc" in said
+    assert check.check(CONFIGS / "ddp_bf16.yml", slim, {})[1] == []
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    (tmp_path / "Python.h").touch()
+    assert machine.lacks() == [] == check.check(CONFIGS / "ddp_fp8_msamp_o2.yml", slim | {"lacks": []}, {})[1]
