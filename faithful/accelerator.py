@@ -26,6 +26,7 @@ from faithful import (
     foreign,
     launcher,
     loaders,
+    machine,
     patches,
     process,
     products,
@@ -67,7 +68,13 @@ class Accelerator(accelerate.Accelerator):
         self.plan = arguments.resolved(script, Accelerator.current)
         merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
+        tf32 = machine.in_tf32()
         super().__init__(**merged)
+        if self.plan.precision == "fp32" and self.plan.device == "cuda":
+            patches.undo_with(
+                "TF32 in torch.backends", lambda: machine.use_tf32("products" in tf32, "convolutions" in tf32)
+            )
+            machine.use_tf32("products" in tf32, "products" in tf32)  # torch's default is in convolutions alone
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         if self.plan.strategy == "single" and "transformers.training_args" in sys.modules:
             counted = sys.modules["transformers.training_args"].TrainingArguments.n_gpu.fget

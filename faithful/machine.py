@@ -101,6 +101,21 @@ def unseen():
             "CUDA_VISIBLE_DEVICES= rehearses on the CPU")  # fmt: skip
 
 
+def in_tf32():
+    """In what torch computes fp32 by TF32, with 10 bits of mantissa, on NVIDIA's GPUs from Ampere on."""
+    import torch
+
+    found = {"products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn.conv}
+    return [what for what, settings in found.items() if settings.fp32_precision == "tf32"]
+
+
+def use_tf32(products, convolutions):
+    """Makes torch compute fp32 by TF32 where this is true, elsewhere by IEEE 754's fp32."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+
+
 def device_name(device):
     """The name of the accelerator, or of the CPU and its number of cores."""
     if device != "cpu":

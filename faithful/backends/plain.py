@@ -1,5 +1,7 @@
 """fp32, bf16, and fp16 on a GPU, by torch and Accelerate. Other backends override functions of this file."""
 
+from faithful import machine
+
 KINDS = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
 
 
@@ -33,6 +35,8 @@ def after_backward(plan, model):
 
 def name(plan):
     """The backend's name in the line printed after the first step."""
+    if plan.precision == "fp32" and plan.device == "cuda":
+        return f"fp32 (TF32 in {' and '.join(found)})" if (found := machine.in_tf32()) else "fp32 (IEEE, no TF32)"
     return {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
 
 
