@@ -29,6 +29,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted worker gets the addresses of dead workers
+# Seconds from SIGTERM until torch's launcher kills its workers. In its 30 they could not save a model of some gigabytes.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 here="$root/.venv"
 
 help() { sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$root/launch.sh"; }

@@ -33,6 +33,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from faithful import launcher
 from faithful.errors import NotSaved, Refused
 from faithful.tensors import local
 
@@ -103,6 +104,8 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
         write_more(temporary)
     except (OSError, SafetensorError) as problem:
         error = error or str(problem)
+    if not alone:
+        launcher.wait_for_all("write their part of the checkpoint")
     outcomes = [(error, written)] if alone else gather_object([(error, written)])
     error = next((problem for problem, _ in outcomes if problem), None)
     if main and not error:
@@ -121,6 +124,8 @@ def write(accelerator, folder, parts, state, keep=None, write_more=lambda tempor
                 sync(folder.parent)
         except OSError as problem:
             error = str(problem)
+    if not alone:
+        launcher.wait_for_all("complete the checkpoint")
     [error] = [error] if alone else broadcast_object_list([error])
     if main and error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -170,8 +175,9 @@ def list_checkpoints(output_dir):
     return sorted(found, key=age, reverse=True)
 
 
-def unsound(folder):
-    """Why a checkpoint is incomplete or damaged, or None. Reads every byte. Files of others are ignored."""
+def unsound(folder, rank=0, processes=1):
+    """Why a checkpoint is incomplete or damaged, or None. Files of others are ignored. Reads every byte; of several
+    processes each reads the files of its rank, and the first one those of no rank too."""
     try:
         settle(folder)
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -180,7 +186,9 @@ def unsound(folder):
     if missing := sorted(name for name in manifest if not (folder / name).is_file()):
         return f"files {missing} are missing"
     for name, wanted in manifest.items():
-        if (folder / name).stat().st_size != wanted["bytes"] or sha256(folder / name) != wanted["sha256"]:
+        own = re.fullmatch(r"rank(\d+)\.safetensors", name)
+        reads = (int(own[1]) if own else 0) % processes == rank
+        if (folder / name).stat().st_size != wanted["bytes"] or (reads and sha256(folder / name) != wanted["sha256"]):
             return f"{name} is not what was written"
     return None
 
@@ -191,7 +199,9 @@ def find(accelerator, wanted, output_dir):
     candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
     [candidates] = broadcast_object_list([candidates])
     for folder in candidates:
-        reason = None if is_accelerates(folder) else unsound(folder)
+        here = accelerator.process_index, accelerator.num_processes
+        reason = None if is_accelerates(folder) else unsound(folder, *here)
+        launcher.wait_for_all("verify the checkpoint")
         reasons = [reason for reason in gather_object([reason]) if reason]
         if not reasons:
             return folder

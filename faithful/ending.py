@@ -7,7 +7,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from faithful import checkpoint, launcher, process
 from faithful.errors import Stopped
-from faithful.record import now
+from faithful.record import errors_left, leave_error, now
 
 
 def stop(accelerator):
@@ -61,12 +61,16 @@ def close(accelerator, error, code):
         return code
     launcher.tell("ended")
     record, stopped = accelerator.record, accelerator.record.status == "preempted"
+    lost = error is not None and error.startswith((process.ENDED, process.SILENT))
     none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
     if not accelerator.closed and error is None and record.opened:
         accelerator.closed = True
         record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
         write_last(accelerator)
     elif not accelerator.closed and error is not None and (record.opened or not none_to_write):
+        if not record.main and not lost:
+            leave_error(record.folder, accelerator.process_index, error)
+        error = (lost and errors_left(record.folder)) or error
         accelerator.closed, record.status, record.error = True, "failed", error
         with record.writing("run.json"):
             record.folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@ Before the first step there is nothing to save, and SIGTERM ends a process at on
 in C++, where Python cannot handle signals. Later SIGTERM makes all processes write a checkpoint (faithful/process.py).
 
 If the launcher dies, even by SIGKILL, its processes get SIGTERM, and those that still run GRACE seconds later are
-killed. A new launch of the same run waits until they have left its folder.
+killed, or SAVING seconds later while they write a checkpoint. A new launch of the same run waits until they have left
+its folder.
 """
 
 import collections
@@ -30,7 +31,11 @@ from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
 COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_ranks_called`
-GRACE = 25  # seconds that a process may live on without its launcher, to write a checkpoint
+GRACE = 25  # seconds that a process may live on without its launcher
+LONGEST = 3600  # seconds that processes wait for one that writes or verifies its part of a checkpoint
+# Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
+# long after it has sent them SIGTERM, and its default is 30.
+SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
@@ -113,8 +118,29 @@ def watch(launcher):
     with contextlib.suppress(psutil.NoSuchProcess):
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(1)
-    signal.alarm(GRACE)
+    set_alarm(orphan=True)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+state, turn = {"orphan": False, "writing": False}, threading.Lock()
+
+
+def set_alarm(**changes):
+    """Sets the time that is left to a process whose launcher is dead. changes: of `state`."""
+    with turn:
+        state.update(changes)
+        if state["orphan"]:
+            signal.alarm(SAVING if state["writing"] else GRACE)
+
+
+@contextlib.contextmanager
+def writing():
+    """Around the writing of a checkpoint, for which a process may live on longer without its launcher."""
+    set_alarm(writing=True)
+    try:
+        yield
+    finally:
+        set_alarm(writing=False)
 
 
 def claim(folder):
@@ -190,7 +216,7 @@ def rendezvous(timeout):
     rendezvous.store = dist.TCPStore(  # keep rank 0's store until init_process_group has joined it
         address, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
-    rendezvous.store.set(f"came/{rank}", "")
+    rendezvous.store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
     rendezvous.store.add("came", 1)
     while rendezvous.store.add("came", 0) < world:
         if time.monotonic() > end:
@@ -288,6 +314,45 @@ def elsewhere(where, call):
     if number:
         return int(number) > here["begun"][kind]
     return where == "ended" or where not in (call, *here["judged"])
+
+
+def wait_for_all(what):
+    """Waits until every process is here. A collective would end the run after COLLECTIVE_TIMEOUT, and NCCL with an
+    abort: this waits LONGEST seconds, for work that takes one process much longer than others, and raises Alone then.
+    Raises ConnectionError if a process of this machine ends before it comes."""
+    import torch.distributed as dist
+
+    if not several():
+        return
+    store, call = dist.distributed_c10d._get_default_store(), f"here/{what}/{next(calls(f'here/{what}'))}"
+    store.set(f"{call}/{dist.get_rank()}", "")
+    keys, end = [f"{call}/{rank}" for rank in range(dist.get_world_size())], time.monotonic() + LONGEST
+    while not store.check(keys):
+        if time.monotonic() > end:
+            raise Alone(f"rank {dist.get_rank()}: the other processes did not come in {LONGEST} s to {what}")
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if any(map(gone, late)) and not store.check(keys):
+            raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
+        time.sleep(0.02)
+
+
+def where_pids_count():
+    """The machine and, in containers, the namespace in which process ids are those of this process."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
+
+
+def gone(rank):
+    """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
+    store = getattr(rendezvous, "store", None)
+    if store is None or not store.check([f"came/{rank}"]):
+        return False
+    pid, _, where = store.get(f"came/{rank}").decode().partition(" ")
+    if where != where_pids_count():
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def answers(address, port):

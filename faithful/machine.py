@@ -4,8 +4,10 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +31,15 @@ def cuda_of_torch():
     return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
 
 
+def lacks():
+    """What is missing of what Triton needs to build its launcher, with the first kernel that torch.compile makes for a
+    GPU (triton/runtime/build.py, triton/backends/nvidia/driver.c)."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return ([] if compiler else ["C compiler"]) + ([] if header.exists() else ["Python.h"])
+
+
 def without_accelerator():
     return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
 
@@ -48,7 +59,7 @@ def of_driver():
     name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
     capability = tuple(map(int, capability.split(".")))
     here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
-    return here | {"cuda": cuda_of_torch(), "packages": packages()}
+    return here | {"cuda": cuda_of_torch(), "packages": packages(), "lacks": lacks()}
 
 
 def of_torch():
@@ -66,6 +77,7 @@ def of_torch():
         "capability": torch.cuda.get_device_capability() if cuda else None,
         "cuda": torch.version.cuda,
         "packages": packages(),
+        "lacks": lacks(),
     }
 
 
@@ -87,6 +99,21 @@ def unseen():
     return (f"this machine has {there['devices']} x {there['name']}, and torch does not see them: {reason}. The driver "
             f"is {driver}, torch is built {built}: update the driver, or install a torch for a CUDA that it runs. "
             "CUDA_VISIBLE_DEVICES= rehearses on the CPU")  # fmt: skip
+
+
+def in_tf32():
+    """In what torch computes fp32 by TF32, with 10 bits of mantissa, on NVIDIA's GPUs from Ampere on."""
+    import torch
+
+    found = {"products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn.conv}
+    return [what for what, settings in found.items() if settings.fp32_precision == "tf32"]
+
+
+def use_tf32(products, convolutions):
+    """Makes torch compute fp32 by TF32 where this is true, elsewhere by IEEE 754's fp32."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
 
 
 def device_name(device):

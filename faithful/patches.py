@@ -39,6 +39,9 @@ TABLE = {  # what is changed: why
     "transformers.training_args:TrainingArguments.n_gpu":
         "under a single config it counts all GPUs of the machine, and the Trainer would put the model into "
         "nn.DataParallel; one process has one GPU",
+    "TF32 in torch.backends":
+        "under fp32 torch computes products in IEEE's fp32 and convolutions in TF32, and Accelerate makes compiled "
+        "products TF32, too: here both are what the script has set for products, IEEE's by default",
     "kernels of torch.ops.aten for CPUs":
         "faithful/products.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
     "logger DeepSpeed": "it prints in every run; its errors stay",

@@ -32,6 +32,9 @@ ended = False  # whether its record is closed
 kept = set()  # signals whose handler is the script's own
 
 
+ENDED, SILENT = "another process of this run ended", "no answer from another process"  # how `lost_peer` begins
+
+
 class Unseen(SystemExit):
     """Stands for an end that exit handlers cannot see: by SystemExit, raised without sys.exit(), or in a thread."""
 
@@ -236,13 +239,13 @@ def leave(problem, run, print_error=traceback.print_exception):
 def lost_peer(problem, error):
     """A message for the user if torch's error means that another process is gone, else None."""
     # Messages of gloo, of data loaders, of NCCL and of the launcher's store.
-    ended = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
-    if re.search(ended + "|communicator was aborted", error):
-        return "another process of this run ended"
+    over = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
+    if re.search(over + "|communicator was aborted", error):
+        return ENDED
     silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
     if silent or type(problem).__name__ == "DistStoreError":
         waited = f"in {config.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
-        return f"no answer from another process {waited}: it, its machine or the link is gone"
+        return f"{SILENT} {waited}: it, its machine or the link is gone"
     return None
 
 

@@ -106,6 +106,8 @@ class Record:
             self.claim()
             for stale in self.folder.glob("checkpoint-*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)
+            for stale in self.folder.glob("error-rank*.json"):
+                stale.unlink(missing_ok=True)
             if not resumed:
                 self.set_aside()
         with self.writing("metrics.jsonl"):
@@ -206,6 +208,32 @@ class Record:
         }
         with self.writing("run.json"):
             write_json(self.folder / "run.json", as_json(record, []))
+
+
+def leave_error(folder, rank, error):
+    """Leaves the error of a process that is not the main one, which may wait for this one until it is killed."""
+    with contextlib.suppress(OSError):  # a folder of another machine
+        write_json(folder / f"error-rank{rank}.json", {"rank": rank, "error": error, "time": now()})
+
+
+def errors_left(folder):
+    """The errors of other processes in one line, the earliest first, or None."""
+    found = []
+    for file in folder.glob("error-rank*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(file.read_text()))
+    found.sort(key=lambda one: (one["time"], one["rank"]))
+    return "; ".join(f"rank {one['rank']}: {one['error']}" for one in found[:3]) or None
+
+
+def end_for(folder, why):
+    """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
+    launcher knows."""
+    with contextlib.suppress(OSError, ValueError):
+        made = json.loads((folder / "run.json").read_text())
+        if made["status"] == "running":
+            error = errors_left(folder) or why
+            write_json(folder / "run.json", made | {"status": "failed", "error": error, "finished": now()})
 
 
 def stays(row, step):

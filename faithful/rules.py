@@ -46,6 +46,12 @@ def problems(asked, machine):
     if precision == "bf16" and machine["capability"] and machine["capability"] < (8, 0):
         has = "{}.{}".format(*machine["capability"])
         lines.append(f"bf16 needs compute capability 8.0, {machine['name']} has {has}: use an fp16 config")
+    compiles = asked["compile"] or (precision == "fp8" and asked["backend"] == "msamp")
+    if machine["devices"] and compiles and machine.get("lacks"):
+        what = "dynamo_config" if asked["compile"] else "MS-AMP's level"
+        lines.append(f"{what} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
+                     f"no {' and no '.join(machine['lacks'])}: install gcc and python3-dev, or use "
+                     f"{strategy}_bf16")  # fmt: skip
     return lines + (problems_of_fp8(asked, machine) if precision == "fp8" else [])
 
 

@@ -30,11 +30,11 @@ def save_state(accelerator, output_dir):
         for hook in hooks:
             hook(accelerator._models, weights, str(temporary))
 
-    parts, values = state.state_dict(accelerator, alone=not together)
-    if not together:
-        accelerator.note("the main process alone calls save_state: the random states of the others are in no "
-                         "checkpoint")  # fmt: skip
-    error = checkpoint.write(accelerator, folder, parts, values, project.total_limit, write_more)
+    with launcher.writing():
+        parts, values = state.state_dict(accelerator, alone=not together)
+        if not together:
+            accelerator.note("the main process alone calls save_state: the others' random states are in no checkpoint")
+        error = checkpoint.write(accelerator, folder, parts, values, project.total_limit, write_more)
     if error:
         accelerator.record.failed_saves += 1
         accelerator.print(f"warning: {folder} could not be written ({error}); training goes on", flush=True)

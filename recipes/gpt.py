@@ -55,8 +55,8 @@ def evaluate(accelerator, model, loader):
     model.eval()
     for batch in loader:
         with torch.no_grad():
-            logits = models.at_least_float32(model(batch["input_ids"]).logits)
-        loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").sum(1)
+            logits = models.at_least_float32(model(batch["input_ids"]).logits.flatten(0, 1))
+        loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(batch["labels"]).sum(1)
         seen.append(accelerator.gather_for_metrics((loss, (batch["labels"] >= 0).sum(1))))
     model.train()
     losses, counts = (torch.cat(values).double() for values in zip(*seen, strict=True))
@@ -108,8 +108,8 @@ def main(args):
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)
             with accelerator.accumulate(model):
-                logits = models.at_least_float32(model(batch["input_ids"]).logits)
-                loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="sum") / tokens_per_batch
+                logits = models.at_least_float32(model(batch["input_ids"]).logits.flatten(0, 1))
+                loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / tokens_per_batch
                 accelerator.backward(loss)
                 losses.append(loss.detach())
                 if accelerator.sync_gradients:

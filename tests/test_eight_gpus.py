@@ -2,14 +2,22 @@
 
 import json
 import os
+import shutil
+import signal
 import sys
+import sysconfig
+import time
 import weakref
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from conftest import launched, train
+from conftest import CONFIGS, Ranks, distance, launched, record, train
 from torch.distributed.tensor import DTensor
+
+from faithful import checkpoint, machine
+from tools import check
 
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
@@ -83,3 +91,151 @@ def test_fsdp_keeps_no_whole_weights_while_it_shards(tmp_path):
         held, total = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert len(held) > 4 and total > 10**5  # four blocks, the last norm and head, the rest
         assert max(held) <= 10, held  # Accelerate's loop over the parameters leaves the head's bias in a variable
+
+
+def test_torchs_launcher_waits_ten_minutes_for_a_checkpoint(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import os; print('waits', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
+    assert "waits 600" in launched("./launch.sh", "single_fp32", str(script)).stdout
+    own = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}
+    assert "waits 40" in launched("./launch.sh", "single_fp32", str(script), env=own).stdout
+
+
+def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
+    """A process whose launcher was killed is killed GRACE seconds later, here 1, but not while it writes: here 3."""
+    out = tmp_path / "run"
+
+    def slow(rank):
+        from faithful import checkpoint, launcher
+
+        launcher.launches, launcher.GRACE, launcher.SAVING = lambda command: True, 1, 60
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
+        save = checkpoint.save_file
+        checkpoint.save_file = lambda *parts: (time.sleep(3), save(*parts))
+
+    if not (pid := os.fork()):  # stands for the launcher
+        ranks = Ranks(
+            "single_fp32", ["--output_dir", str(out), "--max_steps", "100000", "--logging_steps", "1"], before=slow
+        )
+        (tmp_path / "pid").write_text(str(ranks.pids[0]))
+        time.sleep(600)
+        os._exit(1)
+    while not (tmp_path / "run.log").exists() or "step 3:" not in (tmp_path / "run.log").read_text():
+        time.sleep(0.05)
+    rank = psutil.Process(int((tmp_path / "pid").read_text()))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    psutil.wait_procs([rank], 30)
+    assert not rank.is_running() and record(out)["status"] == "preempted"
+    assert checkpoint.unsound(checkpoint.list_checkpoints(out)[0]) is None
+
+
+def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
+    """Processes wait for one that writes, or verifies, its part longer than COLLECTIVE_TIMEOUT. Each file is read and
+    hashed by one process."""
+    read = tmp_path / "read"
+    read.mkdir()
+
+    def slow(rank):
+        from faithful import checkpoint
+
+        save, hashed = checkpoint.save_file, checkpoint.sha256
+        if rank == 1:
+            checkpoint.save_file = lambda *parts: (time.sleep(5), save(*parts))
+
+        def counted(path):
+            if "checkpoint-2" == path.parent.name:  # complete: this is the resumed run's
+                (read / f"{path.name} {rank}").touch()
+                time.sleep(5 * (rank == 1))
+            return hashed(path)
+
+        checkpoint.sha256 = counted
+
+    argv, env = ("--max_steps", 3, "--save_steps", 2, "--eval_steps", 0), {"COLLECTIVE_TIMEOUT": "3"}
+    whole = train("fsdp_fp32", tmp_path / "run", *argv, before=slow, env=env)
+    assert not list(read.iterdir())
+    argv = (*argv, "--resume_from_checkpoint", whole / "checkpoint-2")
+    again = train("fsdp_fp32", tmp_path / "again", *argv, before=slow, env=env)
+    assert distance(whole, again) == 0
+    found = sorted(path.name for path in read.iterdir())
+    assert found == ["rank0.safetensors 0", "rank1.safetensors 1", "trainer_state.json 0"]
+
+
+def test_a_process_that_dies_while_it_saves_is_not_waited_for(tmp_path):
+    def dies(rank):
+        from faithful import checkpoint
+
+        if rank == 1:
+            checkpoint.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    argv, out = ("--max_steps", "3", "--save_steps", "2", "--eval_steps", "0"), tmp_path / "run"
+    ranks, began = Ranks("fsdp_fp32", ["--output_dir", str(out), *argv], before=dies), time.monotonic()
+    assert ranks.wait(60) == [1, -signal.SIGKILL] and time.monotonic() - began < 30
+    assert "error: another process of this run ended" in ranks.text() and record(out)["status"] == "failed"
+    assert not checkpoint.list_checkpoints(out)
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def test_the_record_has_the_error_of_the_rank_that_failed(tmp_path):
+    def fails(rank):
+        from faithful.steps import Steps
+
+        check = Steps.check
+
+        def failing(self, *rest):
+            if rank == 1 and self.taken == 2:
+                raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+            return check(self, *rest)
+
+        Steps.check = failing
+
+    run = train("ddp_fp32", tmp_path / "run", "--max_steps", 4, "--eval_steps", 0, before=fails, code=1)
+    assert record(run)["status"] == "failed"
+    assert record(run)["error"] == f"rank 1: OutOfMemoryError: {OUT_OF_MEMORY}"
+
+
+IN_NCCL = f"""
+import os, sys, time
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(project_dir=sys.argv[1])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(4):
+    if step == 2 and accelerator.process_index == 1:
+        raise torch.OutOfMemoryError("{OUT_OF_MEMORY}")
+    if step == 2:  # waits in NCCL, where Python sees no signal, until torch's watchdog aborts the process
+        while not Path(sys.argv[1], "error-rank1.json").exists():
+            time.sleep(0.1)
+        os.abort()
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+"""
+
+
+def test_a_main_process_that_nccl_aborts_has_a_record_that_says_failed(tmp_path):
+    script, run = tmp_path / "mine.py", tmp_path / "run"
+    script.write_text(IN_NCCL)
+    done = launched("./launch.sh", "ddp_fp32", str(script), str(run))
+    assert done.returncode in (1, 134), done.stderr
+    assert record(run)["status"] == "failed" and record(run)["finished"]
+    assert record(run)["error"] == f"rank 1: OutOfMemoryError: {OUT_OF_MEMORY}"
+
+
+def test_configs_that_compile_kernels_need_a_compiler(monkeypatch, tmp_path):
+    """A slim image, without gcc and Python's headers: refused before a model is loaded, not in the first backward."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    slim = {"device": "cuda", "devices": 8, "name": "H100", "capability": (9, 0), "packages": machine.PACKAGES}
+    slim |= {"cuda": "13.2", "lacks": machine.lacks()}
+    for name in ("ddp_fp8_msamp_o2", "single_bf16_compile"):
+        [said] = check.check(CONFIGS / f"{name}.yml", slim, {})[1]
+        assert "a C compiler and Python's headers, and here is no C compiler and no Python.h: install gcc" in said
+    assert check.check(CONFIGS / "ddp_bf16.yml", slim, {})[1] == []
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    (tmp_path / "Python.h").touch()
+    assert machine.lacks() == [] == check.check(CONFIGS / "ddp_fp8_msamp_o2.yml", slim | {"lacks": []}, {})[1]

@@ -30,7 +30,7 @@ TRUTH = {  # config -> how its truth line begins
     "fsdp_fp8_msamp_o2": f"fsdp x2 nccl, sharded by Block | fp8 MS-AMP O2 {MSAMP}",
 }
 MORE = {
-    "single_fp32": "single | fp32 |",
+    "single_fp32": "single | fp32 (IEEE, no TF32) |",
     "single_fp16": "single | fp16 compute, gradient scaler |",
     "single_fp8_ao_rowwise": "single | fp8 torchao rowwise | 15 of 17 Linear in FP8",
     "single_fp8_ao_rowwise_with_gw_hp": "single | fp8 torchao rowwise_with_gw_hp | 15 of 17 Linear in FP8",
@@ -39,7 +39,7 @@ MORE = {
     "single_bf16_compile": "single | bf16 compute, compiled |",
     "single_fp8_compile": "single | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
     "single_fp8_ao_rowwise_compile": "single | fp8 torchao rowwise | 15 of 17 Linear in FP8",
-    "ddp_fp32": "ddp x2 nccl | fp32 |",
+    "ddp_fp32": "ddp x2 nccl | fp32 (IEEE, no TF32) |",
     "ddp_bf16": "ddp x2 nccl | bf16 compute |",
     "ddp_fp16": "ddp x2 nccl | fp16 compute, gradient scaler |",
     "ddp_fp8": "ddp x2 nccl | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
@@ -48,7 +48,7 @@ MORE = {
     "ddp_fp8_msamp_o1": f"ddp x2 nccl | fp8 MS-AMP O1 {MSAMP}",
     "ddp_fp8_msamp_o2": f"ddp x2 nccl | fp8 MS-AMP O2 {MSAMP}",
     "ddp_fp8_msamp_o2_te": "ddp x2 nccl | fp8 MS-AMP O2 (amp8, not Microsoft's package) with TE's delayed scaling | 16 of",
-    "fsdp_fp32": "fsdp x2 nccl, sharded by Block | fp32 |",
+    "fsdp_fp32": "fsdp x2 nccl, sharded by Block | fp32 (IEEE, no TF32) |",
     "fsdp_bf16": "fsdp x2 nccl, sharded by Block | bf16 compute |",
     "fsdp_fp16": "fsdp x2 nccl, sharded by Block | fp16 compute, gradient scaler |",
     "fsdp_bf16_ckpt": "fsdp x2 nccl, sharded by Block | bf16 compute, activations computed again |",
@@ -146,6 +146,35 @@ def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
     counted = gpu.train("single_fp32", tmp_path / "card", *short, wear={"utilization": 50})
     assert record(counted)["gpu_utilization_mean"] == 50
     assert record(gpu.train("single_fp32", tmp_path / "slice", *short))["gpu_utilization_mean"] is None
+
+
+TF32 = """
+import sys
+import torch
+from accelerate import Accelerator
+torch.set_float32_matmul_precision(sys.argv[3])
+before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+accelerator = Accelerator()
+model = torch.nn.Sequential(torch.nn.Conv1d(2, 2, 1), torch.nn.Linear(4, 4))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 2, 4, device=accelerator.device)).sum())
+print("during", torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+optimizer.step()
+accelerator.end_training()
+assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+"""
+
+
+@pytest.mark.parametrize(("asked", "is_tf32", "named"), [
+    ("highest", False, "fp32 (IEEE, no TF32)"), ("high", True, "fp32 (TF32 in products and convolutions)")
+])  # fmt: skip
+def test_fp32_is_one_format_in_products_and_convolutions(gpu, tmp_path, asked, is_tf32, named):
+    """torch's own default is IEEE's fp32 in products, and TF32, with 10 bits of mantissa, in convolutions."""
+    (tmp_path / "mine.py").write_text(TF32)
+    env = {"FAITHFUL_PROJECT_DIR": str(tmp_path / "run")}
+    codes, said = gpu.run("single_fp32", tmp_path / "out", asked, script=str(tmp_path / "mine.py"), env=env)
+    assert codes == [0] and f"during {is_tf32} {is_tf32}" in said, said
+    assert record(tmp_path / "run")["evidence"]["truth"].startswith(f"single | {named} |")
 
 
 def test_fp16_counts_the_steps_that_were_taken(gpu, tmp_path):

@@ -232,10 +232,52 @@ def test_tied_weights_are_stored_once_and_the_run_s_model_is_transformers_own(ra
         assert record(again)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-4)
 
 
+def test_the_loss_of_a_language_model_is_taken_of_rows(ragged, tmp_path):
+    """On a GPU torch takes the softmax of logits of three dimensions with one block of threads for each sequence, and of
+    rows with one for each token (aten/src/ATen/native/cuda/SoftMax.cu)."""
+
+    def before(rank):
+        import gpt
+
+        of_torch = gpt.F.cross_entropy
+
+        def of_rows(logits, labels, **options):
+            assert logits.dim() == 2 and logits.is_contiguous() and labels.dim() == 1
+            return of_torch(logits, labels, **options)
+
+        gpt.F.cross_entropy = of_rows
+
+    train("single_fp32", tmp_path / "run", "--dataset", ragged, "--sequence_length", 32, "--max_steps", 1, name="gpt",
+          before=before)  # fmt: skip
+
+
 def test_activation_checkpointing_changes_memory_and_nothing_else(ragged, tmp_path):
-    argv = ("--dataset", ragged, "--sequence_length", 32, *STEPS)
-    kept = train("fsdp_bf16", tmp_path / "kept", *argv, name="gpt")
-    again = train("fsdp_bf16_ckpt", tmp_path / "again", *argv, name="gpt")
+    """The gradients of the first step and the whole run are the same bit for bit, with dropout too: a block that is
+    computed again draws the same masks."""
+    argv = ("--dataset", ragged, "--sequence_length", 32, "--model", "gpt_nano", "--dropout", 0.3, *STEPS)
+
+    def keep_gradients(folder):
+        def before(rank):
+            from faithful import Accelerator
+
+            clip = Accelerator.clip_grad_norm_
+
+            def clipped(self, parameters, *rest):
+                parameters, file = list(parameters), folder / f"gradients{rank}.pt"
+                if not file.exists():
+                    torch.save([parameter.grad.to_local() for parameter in parameters], file)
+                return clip(self, parameters, *rest)
+
+            Accelerator.clip_grad_norm_ = clipped
+
+        folder.mkdir()
+        return before
+
+    kept = train("fsdp_bf16", tmp_path / "kept", *argv, name="gpt", before=keep_gradients(tmp_path / "kept"))
+    again = train("fsdp_bf16_ckpt", tmp_path / "again", *argv, name="gpt", before=keep_gradients(tmp_path / "again"))
+    for rank in (0, 1):
+        here, there = (torch.load(run / f"gradients{rank}.pt") for run in (kept, again))
+        assert len(here) == len(there) > 50 and all(map(torch.equal, here, there))
     assert distance(kept, again) == 0 and metrics(kept) == metrics(again)
     assert record(again)["plan"]["ckpt"] and not record(kept)["plan"]["ckpt"]
     assert "activations computed again" in (tmp_path / "again.log").read_text()

@@ -35,19 +35,21 @@ def hand_on(number, frame):
         sys.exit(128 + number)
 
 
-def code_of(returncode, who):
-    """Returns the launcher's exit code for a worker's `returncode`, and prints a line if the worker could not."""
+def end_of(returncode, who):
+    """Returns (the launcher's exit code for a worker's `returncode`, how the worker ended). Prints a line if the worker
+    could not."""
     code = 128 - returncode if returncode < 0 else returncode
-    if returncode < 0 and returncode not in (-signal.SIGTERM, -signal.SIGINT):
+    how = f"{who} ended with exit code {code}"
+    if returncode < 0:
         killed = ", perhaps because memory ran out" if returncode == -signal.SIGKILL else ""
-        print(f"error: {who} was ended by {signal.Signals(-returncode).name}{killed}", file=sys.stderr)
-    elif code not in OWN_CODES:
-        print(f"error: {who} ended with exit code {code}", file=sys.stderr)
-    return code
+        how = f"{who} was ended by {signal.Signals(-returncode).name}{killed}"
+    if code not in OWN_CODES:
+        print(f"error: {how}", file=sys.stderr)
+    return code, how
 
 
 def run():
-    """Runs Accelerate's launcher with this process's command line and returns the exit code."""
+    """Runs Accelerate's launcher with this process's command line. Returns (the exit code, how a worker ended)."""
     for name in ("multiprocessing", "agent.server"):
         logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
         logger.addFilter(lambda record: not str(record.msg).startswith(LOGGED))
@@ -55,15 +57,15 @@ def run():
         signal.signal(number, hand_on)
     try:
         launch.main()
-        return 0
+        return 0, ""
     except subprocess.CalledProcessError as failed:
-        return code_of(failed.returncode, "the training process")
+        return end_of(failed.returncode, "the training process")
     except Exception as problem:
         if hasattr(problem, "get_first_failure"):  # torch's ChildFailedError
             rank, failure = problem.get_first_failure()
-            return code_of(failure.exitcode, f"rank {rank}")
+            return end_of(failure.exitcode, f"rank {rank}")
         if hasattr(problem, "sigval"):  # torch's SignalException
-            return 128 + problem.sigval
+            return 128 + problem.sigval, f"the launcher was told to end by {signal.Signals(problem.sigval).name}"
         raise
 
 
@@ -97,9 +99,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         left = Path(folder, "run")  # the main process writes here where its record is
         os.environ["FAITHFUL_TELL_FOLDER"] = str(left)
-        code = run()
+        code, how = run()
         if code == 0 and left.exists():
             what_next(Path(left.read_text()))
+        elif left.exists():
+            from faithful.record import end_for
+
+            end_for(Path(left.read_text()), how)
     return code
 
 

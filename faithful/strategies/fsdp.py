@@ -9,6 +9,7 @@ from types import MethodType
 
 import torch
 from accelerate.utils import gather_object
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from faithful import averages, batch_norm, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
@@ -143,6 +144,9 @@ def shard(accelerator, accelerates, model, optimizers):
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
+            module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
     accelerator._optimizers.remove(throwaway)
     accelerator._models[:] = [one for one in accelerator._models if one is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
