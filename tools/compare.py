@@ -29,7 +29,6 @@ The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is re
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -48,9 +47,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import machine  # noqa: E402
+from faithful import launcher, machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import find, judge, paired, report  # noqa: E402
+from tools import cli, find, judge, paired, report  # noqa: E402
 
 OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # options that this tool sets itself
 SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
@@ -70,31 +69,23 @@ def split_launch(words):
     return words[:at], words[at], words[at + 1 :]
 
 
-def option(words, name, default=None):
-    """The last value of `--name`, with underscores or dashes, in a command line."""
-    found = default
-    for word, following in zip(words, [*words[1:], None], strict=False):
-        flag, _, inline = word.partition("=")
-        if flag.replace("-", "_") == f"--{name}".replace("-", "_"):
-            found = inline or following
-    return found
-
-
 def replicas(file, options, gpus):
     """The number of processes that see different samples."""
     config = yaml.safe_load(file.read_text())
+    count = find.option(options, "num_processes")
+    if count is not None and not count.isdigit():
+        raise Refused(f"--num_processes {count}: write the number of processes, 1 or more")
     if str(config.get("distributed_type")) == "NO":
         return 1
-    count = int(option(options, "num_processes") or gpus or config.get("num_processes", 1))
+    count = int(count or gpus or config.get("num_processes", 1))
     return count // int((config.get("parallelism_config") or {}).get("parallelism_config_tp_size", 1))
 
 
 def batches(configs, words, gpus):
-    """{config: per-device batch} with which all have the baseline's global batch."""
+    """{config: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
+    recipe does not have."""
     options, recipe, rest = split_launch(words)
-    source = find.recipe(recipe).read_text()
-    default = re.search(r"^ +per_device_train_batch_size: int = (\d+)", source, re.M)
-    per_device = int(option(rest, "per_device_train_batch_size", default and default.group(1)))
+    per_device = find.parsed(find.recipe(recipe), rest).per_device_train_batch_size
     counts = {name: replicas(file, options, gpus) for name, file in configs.items()}
     total = per_device * next(iter(counts.values()))
     odd = [name for name, count in counts.items() if total % count]
@@ -104,11 +95,6 @@ def batches(configs, words, gpus):
             "choose another --per_device_train_batch_size"
         )
     return {name: total // count for name, count in counts.items()}
-
-
-def is_recipe(file):
-    """Whether a script has the options that all recipes share."""
-    return "options.Run" in file.read_text()
 
 
 def matches(run, file, recipe, twin):
@@ -128,8 +114,7 @@ def matches(run, file, recipe, twin):
 
 def die_with_me():
     """Called in the child before it becomes the launcher: it is killed when this process ends, even by kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the workers end with their launcher
+    launcher.end_with_the_parent(signal.SIGKILL)  # the workers end with their launcher
 
 
 def wait_for_others(folder, seconds=60):
@@ -145,7 +130,7 @@ def launch_all(configs, words, folder, seeds, twin):
     """Launches every missing run, one after another. Returns all runs, read from their folders."""
     options, recipe, rest = split_launch(words)
     file = find.recipe(recipe)
-    own = not is_recipe(file)
+    own = not find.is_recipe(file)
     per_device = {} if own else batches(configs, words, machine.of_driver()["devices"])
     rows = [(name, False) for name in configs]
     rows[1:1] = [(rows[0][0], True)] if twin else []
@@ -176,8 +161,6 @@ def launch_all(configs, words, folder, seeds, twin):
         with open(f"{out}.log", "w") as log:
             code = subprocess.run(command, env=here, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
         said = Path(f"{out}.log").read_text()
-        if unread := re.search(r"^error: (.*) \(--help lists the options\)$", said, re.M):
-            raise Refused(f"{recipe}: {unread[1]}; python {os.path.relpath(file)} --help lists the options")
         if own and (unread := re.search(rf"^(?:usage: )?{re.escape(file.name)}: error: (.*)$", said, re.M)):
             raise Refused(f"{recipe}: {unread[1]}; it was given {shlex.join(rest)}")
         now = time.monotonic()
@@ -258,17 +241,16 @@ def share(text):
 
 
 def number_of_seeds(text):
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else cli.count(text)
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="./launch.sh compare", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = cli.parser("compare", __doc__)
     add = parser.add_argument
     add("what", nargs="+", metavar="CONFIG or RUN_FOLDER", help="configs, the first is the baseline; or finished runs")
     more = f"runs of each config, with seeds 0, 1, ..., or `auto`: until every config has a verdict (default: {SEEDS})"
     add("--seeds", type=number_of_seeds, metavar="N", help=more)
-    add("--max-seeds", "--max_seeds", type=int, default=MOST, help=f"with --seeds auto (default: {MOST})")
+    add("--max-seeds", "--max_seeds", type=cli.count, default=MOST, help=f"with --seeds auto (default: {MOST})")
     add("--margin", type=share, default=0.01, help="what counts as equal, of the baseline's value (default: 1%%)")
     add("--no-twin", "--no_twin", action="store_true", help="leave out the control from weights one rounding apart")
     add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
@@ -301,30 +283,43 @@ def over_finished(args, command):
     return judge.make(runs, command, args.baseline, args.vary, args.price_per_hour, args.margin, **guess), where
 
 
+def refuse_options(args, words, file):
+    """Raises Refused for options that make no sense where this script is launched."""
+    taken = [name for name in OWN if find.is_recipe(file) and find.option(words, name.lstrip("-"))]
+    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
+    if taken:
+        raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
+    if once(file, words) and args.seeds not in (None, 1):
+        raise Refused(f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
+                      f"in {file.name} --seed {{seed}}")  # fmt: skip
+
+
+def once(file, words):
+    """Whether every config runs once, because nothing says where a script of one's own takes its seed."""
+    return not find.is_recipe(file) and not any("{seed}" in word for word in words)
+
+
 def over_launched(args, words, command):
     """Launches the runs of the configs. Returns (report, folder to write it to)."""
     file = find.recipe(split_launch(words)[1])
-    own = not is_recipe(file)
-    taken = [] if own else [name for name in OWN if option(words, name.lstrip("-"))]
-    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
-    if taken or (args.seeds != "auto" and (SEEDS if args.seeds is None else args.seeds) < 1) or args.max_seeds < 1:
-        what = ", ".join(taken) or f"--seeds {args.seeds}"
-        raise Refused(f"{what}: not here; the seeds are --seeds, 1 or more, the baseline is the first config")
-    once = own and not any("{seed}" in word for word in words)
-    if once and args.seeds not in (None, 1):
-        raise Refused(f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
-                      f"in {file.name} --seed {{seed}}")  # fmt: skip
-    if once:
+    refuse_options(args, words, file)
+    files = [find.sound_config(name)[0] for name in args.what]
+    configs = {file.stem: file for file in files}
+    if args.assert_close and args.assert_close not in configs:
+        raise Refused(f"--assert-close {args.assert_close}: there is no such row, only {', '.join(configs)}")
+    alone = once(file, words)
+    if alone:
         print(
             f"no {{seed}} among the arguments of {file.name}: every config runs once, with the seed it has", flush=True
         )
-    configs = {find.config(name).stem: find.config(name) for name in args.what}
     default = ROOT / "runs" / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
     folder = args.output_dir or default
-    counts = [1 if once else args.seeds or SEEDS]
+    where = args.report or folder
+    cli.make_folder(where)
+    counts = [1 if alone else args.seeds or SEEDS]
     counts = paired.looks(args.max_seeds) if args.seeds == "auto" else counts
     for count in counts:
-        runs = launch_all(configs, words, folder, count, not args.no_twin and not once)
+        runs = launch_all(configs, words, folder, count, not args.no_twin and not alone)
         options = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
         made = judge.make(runs, command, **options)
         left = judge.undecided(made)
@@ -336,11 +331,11 @@ def over_launched(args, words, command):
             break
     if not args.no_estimate:
         made = judge.make(runs, command, **options, guess=estimator(folder))
-    return made | {"once": once}, args.report or folder
+    return made | {"once": alone}, where
 
 
 def main(argv):
-    left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    left, words = cli.split(argv)
     args = arguments(left)
     hidden = ("--output_dir", "--output-dir", "--report")  # print the folder, not the report
     shown = [
@@ -357,8 +352,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

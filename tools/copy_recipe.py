@@ -7,7 +7,6 @@ pinned requirements, and a README of ten lines. It finds the modules by reading 
 functions.
 """
 
-import argparse
 import ast
 import re
 import shutil
@@ -18,9 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import config as configs  # noqa: E402
-from faithful.files import file_problems  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import find  # noqa: E402
+from tools import cli, find  # noqa: E402
 
 # Packages whose name differs from the import, and packages that another one needs without declaring it.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
@@ -68,10 +66,8 @@ def pins(packages):
 
 def copy(recipe, config, destination):
     """Writes `destination`. Returns the relative paths written."""
-    source, yml = find.recipe(recipe), find.config(config)
-    problems, mapping = file_problems(yml)
-    if problems:
-        raise Refused("\n".join(f"{yml.name}: {line}" for line in problems))
+    source = find.recipe(recipe)
+    yml, mapping = find.sound_config(config)
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     files, packages = needed(source)
@@ -107,21 +103,19 @@ Accelerator{", `amp8/` its FP8" if with_amp8 else ""}.
 """
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv):
+    parser = cli.parser("copy", __doc__)
     parser.add_argument("recipe", help="its name, as ./launch.sh ls lists it")
     parser.add_argument("config", help="its name, or the path of a YAML file")
     parser.add_argument("destination", type=Path, help="a folder that is not there yet, or empty")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         written = copy(args.recipe, args.config, args.destination)
-    except (Refused, OSError) as error:
-        for line in str(error).splitlines():
-            print(f"refused: {line}", file=sys.stderr)
-        sys.exit(2)
+    except OSError as error:
+        raise Refused(str(error)) from None
     lines = sum(len((args.destination / path).read_text().splitlines()) for path in written)
     print(f"{args.destination}: {len(written)} files, {lines:,} lines. Next: its README.md")
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -29,11 +29,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import Refused, config, files, launcher  # noqa: E402
-from shared import args as options  # noqa: E402
-from tools import find  # noqa: E402
+from faithful import Refused, config, files, launcher, machine  # noqa: E402
+from tools import cli, find  # noqa: E402
+from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
+LENGTH = ("max_steps", "eval_steps", "save_steps")  # options of a recipe that say how long it trains
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
 
 
@@ -132,9 +133,7 @@ def layer_table(made):
 def text(made):
     lines = [*made["answer"], ""]
     for heads, rows in (cost_table(made), layer_table(made)):
-        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-        lines += ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)).rstrip()
-                  for row in (heads, *rows)] + [""]  # fmt: skip
+        lines += [*cli.columns([heads, *rows]), ""]
     if made["skip_line"]:
         lines.append(f"fp8_config:\n  {made['skip_line']}")
     return "\n".join(lines)
@@ -178,18 +177,20 @@ def page_of(made):
 
 
 def of_run(folder):
-    """The config file, recipe, options and config text of a run's folder."""
-    record = json.loads((folder / "run.json").read_text())
-    line = shlex.split(record["command"])
+    """The config's name and text, the recipe and its options, of a run's folder."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        line, config = shlex.split(record["command"]), record["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{folder} has no readable run.json ({type(error).__name__})") from None
     scripts = [i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in Path(word).name]
-    script = scripts[0] if scripts else None
-    if not record["config"]["name"] or script is None:
+    if not config["name"] or not scripts:
         raise Refused(f"{folder} was not launched with a config file: name config and recipe")
-    words = [word for word in line[script + 1 :]]
-    for name in ("--output_dir", "--output-dir"):
-        while name in words:
-            del words[words.index(name) : words.index(name) + 2]
-    return record["config"]["name"], line[script], words, record["config"]["text"]
+    taken = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("output_dir", *LENGTH):  # diagnose sets them itself
+        taken.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    _, words = taken.parse_known_args(line[scripts[0] + 1 :])
+    return config["name"], config["text"], [line[scripts[0]], *words]
 
 
 def ends_with_this():
@@ -197,64 +198,82 @@ def ends_with_this():
     launcher.end_with_the_parent(signal.SIGTERM)
 
 
-def needed(args):
-    """An upper bound of the steps that the script must take for all repetitions."""
-    return args.look + args.pairs * args.after * 400
-
-
-def main(argv):
-    left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(prog="./launch.sh diagnose", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("config", help="name or path of a config, or the folder of a run")
-    helps = ("steps to look at", "pairs to judge by", "steps of each pair")
-    for (name, default), help in zip(OPTIONS.items(), helps, strict=True):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: {default})")
-    parser.add_argument("--output", type=Path, help="folder (default: runs/diagnose-<config>-<time>)")
-    parser.add_argument("--num_processes", "--num-processes", type=int, help="as accelerate launch's")
-    args = parser.parse_args(left)
-    for name in OPTIONS:
-        if getattr(args, name) < (2 if name == "pairs" else 1):
-            raise Refused(f"--{name} {getattr(args, name)}: {'2' if name == 'pairs' else '1'} or more")
-    out = args.output or ROOT / "runs" / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (out / "watched.json").exists():
-        raise Refused(f"{out} holds a diagnosis already: choose another --output")
-    if (Path(args.config) / "run.json").is_file() and not words:
-        name, recipe, options, stored = of_run(Path(args.config))
-        out.mkdir(parents=True, exist_ok=True)
-        file = out / f"{name}.yml"
-        file.write_text(stored)
-        words = [recipe, *options]
-    else:
-        file = find.config(args.config)
-    if not words:
-        raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
-    script = find.recipe(words[0])
-    lines, mapping = files.file_problems(file)
-    if lines:
-        raise Refused("\n".join(f"{file.name}: {line}" for line in lines))
+def refuse_unfit(name, mapping):
+    """Raises Refused for a config in which no layer could be looked at."""
     asked = config.asked(config.exported(mapping))
+    here = machine.without_accelerator() if files.asks_for_cpu(mapping) else machine.of_driver()
     if asked["precision"] != "fp8":
-        raise Refused(f"{file.name} asks for no FP8: there is nothing to diagnose")
+        raise Refused(f"{name} asks for no FP8: there is nothing to diagnose")
     if asked["strategy"] not in ("single", "ddp"):
-        raise Refused(f"diagnose needs whole weights on every process, {asked['strategy']} splits them: use "
-                      f"{'ddp' if asked['num_processes'] > 1 else 'single'} with the same backend")  # fmt: skip
+        whole = "ddp" if asked["num_processes"] > 1 else "single"
+        raise Refused(f"diagnose needs whole weights on every process, {asked['strategy']} splits them: use {whole} "
+                      "with the same backend")  # fmt: skip
     if asked["compile"]:
         raise Refused(
             "diagnose looks inside layers, which a compiled block hides: use the config without dynamo_config"
         )
-    options = words[1:]
-    if script.parent == ROOT / "recipes":  # enough steps; the learning rates follow the script's schedule
-        options += ["--max_steps", str(needed(args)), "--eval_steps", "0", "--save_steps", "0"]
-    out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    if asked["backend"] != "msamp" and (here["capability"] or (0, 0)) >= (8, 9):
+        raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside the kernels "
+                      f"for {here['name']}: run it on a CPU")  # fmt: skip
+
+
+def with_length(script, options, args):
+    """The script's options, with enough steps if it is a recipe; its learning rates follow the longer schedule."""
+    if script.parent == ROOT / "recipes":
+        taken = [name for name in LENGTH if option(options, name) is not None]
+        if taken:
+            raise Refused(f"--{taken[0]}: not here; diagnose trains {script.stem} for as long as it takes: --look, "
+                          "--pairs and --after say how many steps it looks at")  # fmt: skip
+        find.parsed(script, options)
+        enough = args.look + args.pairs * args.after * 400
+        return [*options, "--max_steps", str(enough), "--eval_steps", "0", "--save_steps", "0"]
+    own = option(options, "max_steps") or ""
+    least = args.look + args.pairs * args.after * 4  # a pair: as the config says, again, without one layer, without all
+    if own.isdigit() and int(own) < least:
+        raise Refused(f"--max_steps {own}: diagnose takes {least} steps or more (--look {args.look}, --pairs "
+                      f"{args.pairs}, --after {args.after}): raise it, or look at fewer")  # fmt: skip
+    return options
+
+
+def arguments(argv):
+    parser = cli.parser("diagnose", __doc__)
+    parser.add_argument("config", help="name or path of a config, or the folder of a run")
+    helps = ("steps to look at", "pairs to judge by", "steps of each pair")
+    for (name, default), help in zip(OPTIONS.items(), helps, strict=True):
+        parser.add_argument(f"--{name}", type=cli.count, default=default, help=f"{help} (default: {default})")
+    parser.add_argument("--output", type=Path, help="folder (default: runs/diagnose-<config>-<time>)")
+    parser.add_argument("--num_processes", "--num-processes", type=cli.count, help="as accelerate launch's")
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    left, words = cli.split(argv)
+    args = arguments(left)
+    if args.pairs < 2:
+        raise Refused(f"--pairs {args.pairs}: 2 or more")
+    out = args.output or ROOT / "runs" / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (out / "watched.json").exists():
+        raise Refused(f"{out} holds a diagnosis already: choose another --output")
+    if (Path(args.config) / "run.json").is_file() and not words:
+        name, stored, words = of_run(Path(args.config))
+        cli.make_folder(out)
+        args.config = f"{out / name}.yml"
+        Path(args.config).write_text(stored)
+    file, mapping = find.sound_config(args.config)
+    if not words:
+        raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
+    script = find.recipe(words[0]).resolve()
+    refuse_unfit(file.name, mapping)
+    script_options = with_length(script, words[1:], args)
+    cli.make_folder(out)
+    command = [sys.executable, str(ROOT / "tools" / "accelerate_launch.py"), "--config_file", str(file)]
     if str(mapping.get("distributed_type")) != "NO":
         command += ["--main_process_port", "0"]
     command += ["--num_processes", str(args.num_processes)] if args.num_processes else []
     command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
     env = os.environ | {"TQDM_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    code = subprocess.run([*command, str(script), *options], env=env, preexec_fn=ends_with_this).returncode
+    code = subprocess.run([*command, str(script), *script_options], env=env, preexec_fn=ends_with_this).returncode
     if not (out / "watched.json").exists():
         return code or 1
     shutil.rmtree(out / "run", ignore_errors=True)  # the record of repeated steps describes no real run
@@ -267,9 +286,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (Refused, options.Refused) as refused:
-        for line in str(refused).splitlines():
-            print(f"refused: {line}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

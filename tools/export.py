@@ -25,7 +25,6 @@ The ONNX file takes any batch size and, for a language model, any length. It is 
 it and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -40,6 +39,7 @@ from safetensors.torch import save_file
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import checkpoint  # noqa: E402
 from shared.args import Refused  # noqa: E402
+from tools import cli  # noqa: E402
 
 # Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
@@ -78,13 +78,20 @@ def read(path):
         raise Refused(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def source_of(run, step=None):
-    """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
+def record_of(run):
+    """The run.json of a run."""
     try:
         record = json.loads((run / "run.json").read_text())
-        status, strategy = record["status"], record["plan"]["strategy"]
+        record["status"], record["recipe"], record["plan"]["strategy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"{run} is not the folder of a run: no readable run.json ({type(error).__name__})") from None
+    return record
+
+
+def source_of(run, step=None):
+    """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
+    record = record_of(run)
+    status, strategy = record["status"], record["plan"]["strategy"]
     model = run / "model" / "model.safetensors"
     if step is None and status == "finished" and model.is_file():
         return [model], "the finished model"
@@ -213,11 +220,12 @@ def load(run, step=None):
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     from shared import models
 
-    files, source = source_of(run, step)
+    record_of(run)
     record = models.own_run(run)
     if record is None:
         raise Refused(f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
                       "alone. ./launch.sh export RUN writes the weights as safetensors")  # fmt: skip
+    files, source = source_of(run, step)
     tensors = plain_state_dict(files)
     try:
         model = models.as_recorded(record, run)
@@ -305,19 +313,16 @@ def to_onnx(run, output=None, step=None, samples=16):
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv):
+    parser = cli.parser("export", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")
     parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors, .onnx")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
-    args = parser.parse_args()
-    try:
-        print({"safetensors": export, "onnx": to_onnx}[args.to](args.run, args.output, args.checkpoint))
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(refused.exit_code)
+    args = parser.parse_args(argv)
+    write_as = {"safetensors": export, "onnx": to_onnx}[args.to]
+    print(write_as(args.run, args.output, args.checkpoint))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

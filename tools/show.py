@@ -4,12 +4,13 @@
 ./launch.sh show runs/demo-... --html    as a page, run.html in the run's folder: curves, memory, layers in FP8
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.args import Refused  # noqa: E402
+from tools import cli  # noqa: E402
 
 
 def rows(record):
@@ -36,8 +37,7 @@ def text(folder):
     table = [(name, str(value)) for name, value in rows(json.loads((folder / "run.json").read_text())) if value]
     there = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(there)}"))
-    width = max(len(name) for name, _ in table)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in table)
+    return "\n".join(f"  {line}" for line in cli.columns(table))
 
 
 # ------------------------------------------------------------------------------------------------------------ as a page
@@ -147,20 +147,23 @@ def page_of(folder):
     return page.whole(title, record["command"], list(table.items()), parts, record.get("notes", ()))
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="./launch.sh show", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+def main(argv):
+    parser = cli.parser("show", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--html", action="store_true", help="write run.html into it")
-    args = parser.parse_args()
-    if not (args.run / "run.json").is_file():
-        sys.exit(f"error: show takes the folder of a run (with its run.json), got {args.run}")
+    args = parser.parse_args(argv)
+    try:
+        json.loads((args.run / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        reason = type(error).__name__
+        raise Refused(f"show takes the folder of a run (with its run.json), got {args.run} ({reason})") from None
     if args.html:
         (args.run / "run.html").write_text(page_of(args.run))
         print(args.run / "run.html")
     else:
         print(text(args.run))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)
