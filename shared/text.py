@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from shared import hub
 from shared.args import Refused
-from shared.data import labels_in_range, load, split_of
 
 END = "<|endoftext|>"
 SAMPLE = 100  # tokens of the sample at the end of a run
@@ -73,9 +73,9 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
     if name == "python_packages":
         loaded = python_packages()
     elif kind in ("csv", "json"):
-        loaded = load(name, "python_packages", kind, data_files=name)
+        loaded = hub.load(name, "python_packages", kind, data_files=name)
     else:
-        loaded = load(name, "python_packages", *name.split(":"))
+        loaded = hub.load(name, "python_packages", *name.split(":"))
     features = next(iter(loaded.values())).features
     strings = [key for key, kind in features.items() if "string" in str(getattr(kind, "dtype", ""))]
     columns = [key for key in strings if key != "label"][:2]
@@ -85,12 +85,12 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
         loaded = loaded.class_encode_column("label")
     if "test" in loaded and set(loaded["test"]["label"]) == {-1}:
         del loaded["test"]  # GLUE's test sets have no labels
-    parts = split_of(loaded, name)
+    parts = hub.split_of(loaded, name)
     rows = [[[text or "" for text in part[column][:]] for column in columns] for part in parts]
     tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(sum(rows[0], []), vocab_size)
     tokenizer.eos_token, sets = tokenizer.eos_token or tokenizer.pad_token, []
     for columns, part in zip(rows, parts, strict=True):
-        labels_in_range(name, part, "label")
+        hub.refuse_labels_out_of_range(name, part, "label")
         ids = [torch.tensor(one, dtype=torch.int32) for one in encode(tokenizer, columns, sequence_length)]
         counts = torch.tensor([len(one) for one in ids])
         sets.append(Text(torch.cat(ids), counts.cumsum(0) - counts, counts, sequence_length, tokenizer,
@@ -138,7 +138,7 @@ def documents(name):
             whole = "\n".join(whole)
             train, held_out = [whole[: len(whole) * 9 // 10]], [whole[len(whole) * 9 // 10 :]]
         return tuple(datasets.Dataset.from_dict({"text": part}) for part in (train, held_out))
-    train, held_out = split_of(load(name, "python_docs, python_source", name), name)
+    train, held_out = hub.split_of(hub.load(name, "python_docs, python_source", name), name)
     if "text" not in train.features:
         raise Refused(f'--dataset {name} has columns {", ".join(train.features)}; one named "text" is needed')
     return train.select_columns("text"), held_out.select_columns("text")
