@@ -17,6 +17,7 @@ from conftest import ROOT, alive, metrics, record, train
 
 from shared.args import Refused
 from tools import compare, find, judge, paired, report
+from tools.records import read
 
 PICTURES = 9  # differences in two metrics, of the loss over the steps twice, three curves, speed, memory
 SHORT = ("--max_steps", 24, "--warmup_steps", 5, "--save_steps", 0, "--eval_steps", 12, "--logging_steps", 6)
@@ -277,7 +278,7 @@ def test_every_number_of_a_picture_is_in_a_table(full):
     cells = set(re.findall(r"<td[^>]*>([^<]*)</td>", text))
     figures = re.findall(r"<figure>.*?</figure>", text, re.S)
     wanted = {
-        label.split(",")[0] if "emulated" in label else label
+        label.removesuffix(", emulated")
         for figure in figures[-2:]
         for label in re.findall(r"font-size: 11px[^>]*>([\d.,]+(?:, emulated)?)</text>", figure)
     }
@@ -436,7 +437,7 @@ def test_seeds_auto_stops_at_the_first_look_with_a_verdict(runs, tmp_path, monke
 
     def launched(kind, configs, words, folder, seeds, twin):
         asked.append(seeds)
-        return [judge.read(file) for s in range(6) for file in (runs / f"bf16-{s}", tmp_path / f"{kind}-{s}")]
+        return [read(file) for s in range(6) for file in (runs / f"bf16-{s}", tmp_path / f"{kind}-{s}")]
 
     looks = paired.looks(20)
     monkeypatch.setattr(compare, "launch_all", partial(launched, "near"))

@@ -170,13 +170,13 @@ def test_costs_and_the_line_for_the_config():
         "skip": ["first", "last"],
         "layers": {"a": layer, "b": layer},
     }
-    made = diagnose.found(watched, "command")
+    made = diagnose.diagnosis_of(watched, "command")
     assert [row["name"] for row in made["costs"]] == ["a", "b"] and made["skip_line"] == 'skip: "first, last, a"'
     assert made["costs"][0]["mean"] == pytest.approx(1.35) and not made["costs"][1]["sure"]
     assert made["answer"] == [made["answer"][0]] and "output gradient underflows 97%" in made["answer"][0]
     for pair in pairs:
         pair["a"] = pair["b"]
-    made = diagnose.found(watched, "command")
+    made = diagnose.diagnosis_of(watched, "command")
     assert made["skip_line"] is None and "no layer's cost can be told from 0 by 8 pairs" in made["answer"][0]
 
 

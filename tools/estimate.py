@@ -99,14 +99,14 @@ def traced_once(module, argv, key):
 
 def traced(module, argv, asked, seen):
     """The two tracings of a config; `seen` holds those that were made before, or are being made."""
-    found = []
+    tracings_of = []
     for key in tracings(asked):
         if key not in seen:
             seen[key] = traced_once(module, argv, key)
-        found.append(seen[key].get() if hasattr(seen[key], "ready") else seen[key])
-        if isinstance(found[-1], Refused):
-            raise found[-1]
-    return found
+        tracings_of.append(seen[key].get() if hasattr(seen[key], "ready") else seen[key])
+        if isinstance(tracings_of[-1], Refused):
+            raise tracings_of[-1]
+    return tracings_of
 
 
 def estimate(asked, plain, checkpointed, cpu):
@@ -140,8 +140,8 @@ def estimate(asked, plain, checkpointed, cpu):
 
             communication = gathered - 2 * largest + min(comm.BUCKET, in_fp8) * (3 + 4 / n)
     elif strategy.startswith("zero"):
-        own = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
-        master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / own
+        parts = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
+        master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / parts
         left = (compute if strategy == "zero1" else 4) * elements / n
         # Of gradients on their way: the bucket's buffer, what it is cast to, and what is cut from that.
         bucket, cast = min(BUCKET, elements), 4 if compute == 2 else 0
@@ -150,17 +150,17 @@ def estimate(asked, plain, checkpointed, cpu):
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 
-    found = checkpointed if asked["ckpt"] else plain
+    activations = checkpointed if asked["ckpt"] else plain
     share = left / (gradient + in_fp8)
     # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
     away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
-    worst = max(g * fp32 * share + o - g * away for g, o in found["moments"])  # gradients come as activations go
+    worst = max(g * fp32 * share + o - g * away for g, o in activations["moments"])  # gradients come as activations go
     sizes = {
         "weights": weights,
         "gradients": left,
         "master": master,
         "optimizer": optimizer,
-        "activations": max(o for _, o in found["moments"]),
+        "activations": max(o for _, o in activations["moments"]),
         "communication": communication,
         "runtime": RUNTIME["single" if asked["num_processes"] == 1 else "several"] if cpu else 0,
     }
@@ -178,10 +178,10 @@ def estimate(asked, plain, checkpointed, cpu):
 
 
 def in_bytes(text):
-    found = re.fullmatch(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", text)
-    if not found:
+    match = re.fullmatch(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", text)
+    if not match:
         raise Refused(f"--memory {text}: write it as 80GB or 24GiB")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix.lower() or " ")))
 
 

@@ -101,8 +101,8 @@ def source_of(run, step=None):
     if step is not None:
         folders = [folder for folder in folders if folder.name == f"checkpoint-{step}"]
         if not folders:
-            there = ", ".join(path.name[11:] for path in checkpoint.list_checkpoints(run)) or "none"
-            raise Refused(f"{run} has no checkpoint-{step}: there are steps {there}")
+            steps = ", ".join(path.name[11:] for path in checkpoint.list_checkpoints(run)) or "none"
+            raise Refused(f"{run} has no checkpoint-{step}: there are steps {steps}")
     for folder in folders:
         reason = checkpoint.unsound(folder)
         if reason is None:

@@ -42,8 +42,8 @@ def names(kind):
 def close(name, kind):
     """The advice for a name that does not exist: the closest name, or where to look."""
     stem = Path(name).stem.lower().replace("-", "_")
-    if found := difflib.get_close_matches(stem, names(kind), n=1):
-        return f"did you mean {found[0]}?"
+    if closest := difflib.get_close_matches(stem, names(kind), n=1):
+        return f"did you mean {closest[0]}?"
     other = "recipe" if kind == "config" else "config"
     return f"{stem} is a {other}: ./launch.sh CONFIG RECIPE" if stem in names(other) else "./launch.sh ls lists them"
 

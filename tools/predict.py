@@ -70,8 +70,8 @@ def transform_of(about):
         size = (about["image_size"],) * 2
         if pixels.shape[2:] != size:
             pixels = torch.nn.functional.interpolate(pixels.float(), size, mode="bilinear", antialias=True).byte()
-        one = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
-        return one.__getitems__([0])["pixel_values"][0]
+        prepared = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
+        return prepared.__getitems__([0])["pixel_values"][0]
 
     return transform
 
@@ -79,10 +79,10 @@ def transform_of(about):
 def classes(model, record, paths, precision="evaluated", batch_size=64, device="cpu"):
     """[(path, class, probability)] for image files."""
     device, about = torch.device(device), record["data"]
-    names = about["classes"] or [str(label) for label in range(about["num_classes"])]
+    class_names = about["classes"] or [str(label) for label in range(about["num_classes"])]
     transform = transform_of(about)
     context = precision_of(precision, model, record, device)
-    model, found = model.to(device), []
+    model, rows = model.to(device), []
     for first in range(0, len(paths), batch_size):
         part = paths[first : first + batch_size]
         pixels = torch.stack([transform(data.read_image({"path": str(path), "bytes": None}, i))
@@ -90,8 +90,8 @@ def classes(model, record, paths, precision="evaluated", batch_size=64, device="
         with torch.no_grad(), context:
             probabilities = model(pixels.to(device)).float().softmax(-1)
         for path, row in zip(part, probabilities, strict=True):
-            found.append((path, names[row.argmax()], row.max().item()))
-    return found
+            rows.append((path, class_names[row.argmax()], row.max().item()))
+    return rows
 
 
 def of_text(args, device):

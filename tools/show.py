@@ -35,8 +35,8 @@ def rows(record):
 
 def text(folder):
     table = [(name, str(value)) for name, value in rows(json.loads((folder / "run.json").read_text())) if value]
-    there = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
-    table.append(("record", f"{folder}/{', '.join(there)}"))
+    files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
+    table.append(("record", f"{folder}/{', '.join(files)}"))
     return "\n".join(f"  {line}" for line in cli.columns(table))
 
 
@@ -45,27 +45,27 @@ def text(folder):
 
 def curves(record, logged):
     """{name: [[step, value]]}: the training loss of every step, then the measures of each evaluation."""
-    found = {"loss": record["seen"]["loss_curve"]}
+    points_of = {"loss": record["seen"]["loss_curve"]}
     for row in logged:
         if "loss" not in row:  # an evaluation
             for name in row.keys() - {"step"}:
-                found.setdefault(name, []).append([row["step"], row[name]])
-    return {name: [[*point, point[1], point[1]] for point in points] for name, points in found.items() if points}
+                points_of.setdefault(name, []).append([row["step"], row[name]])
+    return {name: [[*point, point[1], point[1]] for point in points] for name, points in points_of.items() if points}
 
 
-def drawn_curves(found):
+def drawn_curves(points_of):
     """One picture with all losses, then one picture for each other measure."""
     from tools import page, report
 
-    losses = [name for name in found if "loss" in name]
-    others = sorted(found.keys() - set(losses))
+    losses = [name for name in points_of if "loss" in name]
+    others = sorted(points_of.keys() - set(losses))
     for group in ([losses] if losses else []) + [[name] for name in others]:
-        series = [(name, page.colour(i), found[name]) for i, name in enumerate(group)]
+        series = [(name, page.colour(i), points_of[name]) for i, name in enumerate(group)]
         what = {"loss": "of the training batches"}
         caption = "; ".join(f"{name}: {what.get(name, 'over the held-out set')}" for name in group) + "."
         key = page.legend([(name, at) for name, at, _ in series])
         drawn = page.picture(page.lines(series), caption, key)
-        numbers = {name: found[name] for name in group if name != "loss"}  # of each step the loss is too long
+        numbers = {name: points_of[name] for name in group if name != "loss"}  # of each step the loss is too long
         yield page.section(group[0].capitalize(), drawn, report.in_numbers(numbers, report.number) if numbers else "")
 
 
