@@ -111,7 +111,7 @@ def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, name, config):
     line = export.to_onnx(run, output)
     assert "checked on 16 held-out samples" in line and list(tmp_path.iterdir()) == [output]
     model, _, _ = export.load(run)
-    inputs = export.held_out(run, record(run), 40)
+    inputs = export.held_out(run, record(run), 40)["pixel_values"]
     session = ort.InferenceSession(output, providers=["CPUExecutionProvider"])
     for batch in (1, 7, 40):
         [logits] = session.run(None, {"pixel_values": inputs[:batch].numpy()})
@@ -158,7 +158,7 @@ def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, ca
     line = export.to_onnx(run)
     assert "checked on 16" in line
     session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
-    ids = export.held_out(run, record(run), 3)[:, :20]
+    ids = export.held_out(run, record(run), 3)["input_ids"][:, :20]
     with torch.no_grad():
         wanted = model(ids).logits
     assert (torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]) - wanted).abs().max() < 1e-4

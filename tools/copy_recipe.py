@@ -36,6 +36,17 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def modules(name):
+    """Our files that an import of this dotted name needs; of faithful all, as the config decides which it uses."""
+    package, *rest = name.split(".")
+    if package == "faithful":
+        return sorted((ROOT / "faithful").rglob("*.py"))
+    if package != "shared":
+        return []
+    module = ROOT / "shared" / f"{rest[0]}.py" if rest else None
+    return [ROOT / "shared" / "__init__.py"] + ([module] if module and module.is_file() else [])
+
+
 def needed(recipe):
     """Returns (our files that `recipe` needs, packages that any of them imports)."""
     files, packages, queue = [], set(), [recipe]
@@ -45,14 +56,10 @@ def needed(recipe):
             continue
         files.append(path)
         for name in imports(path):
-            top, *rest = name.split(".")
-            if top == "shared":
-                queue += [ROOT / "shared" / "__init__.py"]
-                queue += [file for file in [ROOT / "shared" / f"{rest[0]}.py"] if rest and file.is_file()]
-            elif top == "faithful":  # all of it: the config decides which strategy and backend are used
-                queue += sorted((ROOT / "faithful").rglob("*.py"))
-            elif top not in sys.stdlib_module_names and top != "amp8":
-                packages.add(top)
+            queue += modules(name)
+            package = name.split(".")[0]
+            if package not in {"shared", "faithful", "amp8"} | sys.stdlib_module_names:
+                packages.add(package)
     return files, packages
 
 

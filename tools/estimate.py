@@ -97,16 +97,17 @@ def traced_once(module, argv, key):
         return Refused(str(reason).splitlines()[0])
 
 
-def traced(module, argv, asked, seen):
-    """The two tracings of a config; `seen` holds those that were made before, or are being made."""
-    tracings_of = []
+def traced(module, argv, asked, known):
+    """The two tracings of a config. known: {key: its tracing} of those that were made before or are being made."""
+    pair = []
     for key in tracings(asked):
-        if key not in seen:
-            seen[key] = traced_once(module, argv, key)
-        tracings_of.append(seen[key].get() if hasattr(seen[key], "ready") else seen[key])
-        if isinstance(tracings_of[-1], Refused):
-            raise tracings_of[-1]
-    return tracings_of
+        if key not in known:
+            known[key] = traced_once(module, argv, key)
+        tracing = known[key].get() if hasattr(known[key], "ready") else known[key]  # of another process
+        if isinstance(tracing, Refused):
+            raise tracing
+        pair.append(tracing)
+    return pair
 
 
 def estimate(asked, plain, checkpointed, cpu):

@@ -74,23 +74,24 @@ def drawn_memory(record):
     from tools import page, report
 
     evidence, mib = record["evidence"], 2**20
-    per = {name: size for name, size in evidence["bytes_per_parameter"].items() if size and name != "total"}
-    sizes = {name: size * evidence["parameters"] / mib for name, size in per.items()}
-    held = {"the whole model": sizes}
+    per_parameter = {name: size for name, size in evidence["bytes_per_parameter"].items() if size and name != "total"}
+    sizes = {name: size * evidence["parameters"] / mib for name, size in per_parameter.items()}
+    rows_of = {"the whole model": sizes}
     if share := evidence.get("share_per_process"):
-        held["in each process"] = {name: size * share.get(name, 1) for name, size in sizes.items()}
-    at = {name: page.colour(i) for i, name in enumerate(sizes)}
+        rows_of["in each process"] = {name: size * share.get(name, 1) for name, size in sizes.items()}
+    colour_of = {name: page.colour(i) for i, name in enumerate(sizes)}
     bars, cells = [], []
-    for name, of in held.items():
-        total = report.number(sum(of.values()))
-        bars.append((name, [(of[key], at[key]) for key in sizes], f"{total} MiB", False))
-        cells.append([name, *map(report.number, of.values()), total])
-    caption = f"Model states, counted on live tensors: {sum(per.values()):.2f} bytes per parameter."
-    drawn = page.picture(page.bars(bars, "MiB"), caption, page.legend(list(at.items())))
-    peak = record["peak_memory_bytes"]
-    said = f"With activations and everything else the peak was {(peak or 0) / mib:,.0f} MiB in a process."
-    heads = ["", *sizes, "MiB"]
-    return page.section("Memory", drawn, page.table(heads, cells), page.words(said) if peak else "")
+    for title, row in rows_of.items():
+        total = report.number(sum(row.values()))
+        bars.append((title, [(size, colour_of[name]) for name, size in row.items()], f"{total} MiB", False))
+        cells.append([title, *map(report.number, row.values()), total])
+    caption = f"Model states, counted on live tensors: {sum(per_parameter.values()):.2f} bytes per parameter."
+    picture = page.picture(page.bars(bars, "MiB"), caption, page.legend(list(colour_of.items())))
+    table, peak = page.table(["", *sizes, "MiB"], cells), record["peak_memory_bytes"]
+    if not peak:
+        return page.section("Memory", picture, table, "")
+    said = f"With activations and everything else the peak was {peak / mib:,.0f} MiB in a process."
+    return page.section("Memory", picture, table, page.words(said))
 
 
 def drawn_layers(evidence):
