@@ -17,7 +17,8 @@ from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from tools.diagnose import ends_with_this, interval  # noqa: E402
+from tools.diagnose import ends_with_this  # noqa: E402
+from tools.paired import interval  # noqa: E402
 
 FAULTS = {  # fault: (config, what it changes of it, the layer that has to be named first)
     "gradients": ("single_fp8_te_current", {}, "stem"),

@@ -10,7 +10,6 @@ warm-up. FLOP are three times those of the matrix products in a forward pass. Th
 rate of an 8192 x 8192 product in bf16 on one GPU, also for FP8 configs. The page is written after each config.
 """
 
-import argparse
 import json
 import platform
 import time
@@ -20,8 +19,12 @@ import torch
 from gpu import as_found, forward_flop, launched, rates
 from provenance import ROOT, command, device_name
 
+from faithful.steps import WARMUP_STEPS
+from shared.args import Refused
+from tools import cli
 from tools.report import table
 
+LEAST = WARMUP_STEPS + 1  # steps with one that is timed
 HEADS = ["config", "outcome", "step, ms", "samples/s", "TFLOP/s per GPU", "of the bf16 rate", "peak, GiB", "loss"]
 
 
@@ -82,19 +85,22 @@ def page(about, rate, rows):
     return "\n".join(parts)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv):
+    parser = cli.parser("gpu-report", __doc__)
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="configs whose name has one of these")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help=f"at least {LEAST} (default: 20)")
     parser.add_argument("--rehearse", action="store_true", help="nano models")
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.steps < LEAST:
+        raise Refused(f"--steps {args.steps}: {LEAST} or more, the first {WARMUP_STEPS} are not timed")
     if not torch.cuda.is_available() and not args.rehearse:
-        raise SystemExit("error: there is no GPU here: --rehearse tries the configs on a CPU, with nano models")
+        raise Refused("there is no GPU here: --rehearse tries the configs on a CPU, with nano models")
     names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yml"))
     names = [name for name in names if any(word in name for word in args.only)]
     if not names:
-        raise SystemExit(f"error: --only {' '.join(args.only)}: no such config, ./launch.sh ls lists them")
+        raise Refused(f"--only {' '.join(args.only)}: no such config, ./launch.sh ls lists them")
+    cli.make_folder(args.output.parent)
     found, rows = rates(args.rehearse), {}
     about = {
         "command": command(),
@@ -115,4 +121,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -18,8 +18,8 @@ import torch
 from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "tools")]
-from export import held_out, load  # noqa: E402
+sys.path.append(str(ROOT))
+from tools.export import held_out, load  # noqa: E402
 
 
 def milliseconds(call, inputs, calls):
@@ -47,7 +47,7 @@ def in_onnxruntime(model, inputs, path):
 
 def measure(run, batches, calls):
     model, record, _ = load(run)
-    inputs = held_out(run, record, max(batches))
+    inputs = held_out(run, record, max(batches))["pixel_values"]
     with torch.no_grad():
         wanted = model(inputs)
     for dtype in (torch.float32, torch.float16):

@@ -41,6 +41,10 @@ class Run:
 class Parser(argparse.ArgumentParser):
     """All ranks parse the same line; only rank 0 prints what is wrong with it."""
 
+    def __init__(self, description=None):
+        super().__init__(description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+
     def error(self, message):
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {message} (--help lists the options)", file=sys.stderr)
@@ -49,24 +53,29 @@ class Parser(argparse.ArgumentParser):
 
 def parse(cls, argv=None):
     """Fills the dataclass `cls` from `argv` (default: the command line). Exits with code 2 on a bad option."""
+    return cls(**vars(parser_of(cls).parse_args(argv)))
+
+
+def parser_of(cls, kind=Parser):
+    """The parser, of this kind, for the options of the dataclass `cls`: its own first, then those that it inherits."""
     source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
     types_of = typing.get_type_hints(cls)
-    parser = Parser(description=(inspect.getmodule(cls).__doc__ or "").strip(), allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):  # own first
+    parser = kind((inspect.getmodule(cls).__doc__ or "").strip())
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
         comment = re.search(rf"^ +{field.name}\b[^#\n]*#(.*)$", source, re.M)
         help = f"{comment.group(1).strip() if comment else ''} (default: {field.default})".replace("%", "%%").strip()
         flags = sorted({f"--{field.name}", f"--{field.name.replace('_', '-')}"})
-        kind = types_of[field.name]
-        if isinstance(kind, types.UnionType):  # `int | None`
-            kind = next(t for t in kind.__args__ if t is not type(None))
-        if kind is bool:
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=field.default, help=help)
-        elif typing.get_origin(kind) is typing.Literal:
-            parser.add_argument(*flags, choices=typing.get_args(kind), default=field.default, help=help)
+        of_type = types_of[field.name]
+        if isinstance(of_type, types.UnionType):  # `int | None`
+            of_type = next(member for member in of_type.__args__ if member is not type(None))
+        if of_type is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif typing.get_origin(of_type) is typing.Literal:
+            how = {"choices": typing.get_args(of_type)}
         else:
-            parser.add_argument(*flags, type=kind, default=field.default, metavar=kind.__name__.upper(), help=help)
-    return cls(**vars(parser.parse_args(argv)))
+            how = {"type": of_type, "metavar": of_type.__name__.upper()}
+        parser.add_argument(*flags, default=field.default, help=help, **how)
+    return parser
 
 
 def that_count(args):

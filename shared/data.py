@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
+from shared import hub
 from shared.args import Refused
 
 OFFLINE = "digits, photos, synthetic, textures"
@@ -185,7 +186,7 @@ def images(name, image_size=None, config=None, seed=0, skip_broken=0):
         return tuple(part.fitted(image_size, config) for part in offline[name]())
     if name == "synthetic":
         return Synthetic(image_size or 224), Synthetic(image_size or 224, length=1024)
-    return hub(name, image_size or 224, config, seed, skip_broken)
+    return hub_images(name, image_size or 224, config, seed, skip_broken)
 
 
 def digits():
@@ -232,117 +233,81 @@ def patches_of(pictures, size=32, stride=16, per_class=700):
     border, so no part of a held-out patch is in the training set. Each picture gives at most `per_class` training
     patches and a quarter of that held out, so that no picture dominates.
     """
-    order, parts = np.random.default_rng(0), ([], [])
+    numbers, train, held_out = np.random.default_rng(0), [], []
     for label, picture in enumerate(pictures):
         pixels = torch.from_numpy(np.atleast_3d(picture)[:, :, :3].copy()).permute(2, 0, 1)
         border = pixels.shape[2] * 3 // 4
-        of_both = (pixels[:, :, :border], per_class), (pixels[:, :, border:], per_class // 4)
-        for part, (half, most) in zip(parts, of_both, strict=True):
+        halves = (train, pixels[:, :, :border], per_class), (held_out, pixels[:, :, border:], per_class // 4)
+        for part, half, most in halves:
             patches = half.unfold(1, size, stride).unfold(2, size, stride).permute(1, 2, 0, 3, 4).flatten(0, 1)
             span = patches.amax((1, 2, 3)).int() - patches.amin((1, 2, 3)).int()
             patches = patches[span > 32]  # leaves out uniform patches, such as the black around the retina
-            chosen = torch.from_numpy(order.permutation(len(patches))[:most])
-            part.append((patches[chosen], torch.full((len(chosen),), label)))
-    return tuple(Images(*map(torch.cat, zip(*part, strict=True)), len(pictures)) for part in parts)
+            chosen = torch.from_numpy(numbers.permutation(len(patches))[:most])
+            part.append(Images(patches[chosen], torch.full((len(chosen),), label), len(pictures)))
+    return joined(train), joined(held_out)
 
 
-def hub(name, image_size, config, seed=0, skip_broken=0):
+def joined(parts):
+    """One set of several."""
+    pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
+    return Images(pixels, labels, parts[0].num_classes)
+
+
+def hub_images(name, image_size, config, seed=0, skip_broken=0):
     """Loads any image classification set that `datasets` can load: a Hub name, or a folder with a folder per class."""
     import datasets
 
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("**/*.parquet")):
-        no_class_is_empty(folder)
-        loaded = load(name, OFFLINE, "imagefolder", data_dir=str(folder))
+        refuse_empty_classes(folder)
+        loaded = hub.load(name, OFFLINE, "imagefolder", data_dir=str(folder))
     else:
-        loaded = load(name, OFFLINE, name)
-    columns = {type(feature).__name__: column for column, feature in next(iter(loaded.values())).features.items()}
+        loaded = hub.load(name, OFFLINE, name)
+    features = next(iter(loaded.values())).features
+    columns = {type(feature).__name__: column for column, feature in features.items()}
     if "Image" not in columns or "ClassLabel" not in columns:
-        features = next(iter(loaded.values())).features
         raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
-    columns = columns["Image"], columns["ClassLabel"]
-    parts, left_out = [], []
-    for train, split in zip((True, False), split_of(loaded, name), strict=True):
+    columns, sets, left_out = (columns["Image"], columns["ClassLabel"]), [], []  # one list for both splits
+    for train, split in zip((True, False), hub.split_of(loaded, name), strict=True):
         split = split.cast_column(columns[0], datasets.Image(decode=False))
-        labels_in_range(name, split, columns[1])
+        hub.refuse_labels_out_of_range(name, split, columns[1])
         if skip_broken:
-            split, broken = without_broken(name, split, columns[0], skip_broken - len(left_out))
-            left_out += broken  # one list for both splits
-        parts.append(HubImages(split, columns, image_size, config, train, seed, left_out))
-    return tuple(parts)
+            split = without_broken(name, split, columns[0], skip_broken, left_out)
+        sets.append(HubImages(split, columns, image_size, config, train, seed, left_out))
+    return tuple(sets)
 
 
-def load(name, offline, *args, **kwargs):
-    """`datasets.load_dataset`, with all its types of errors as one line. offline: names that need no network."""
-    import datasets
-
-    try:
-        return datasets.load_dataset(*args, **kwargs)
-    except Exception as error:
-        error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
-
-
-def split_of(loaded, name):
-    """Returns (training split, held-out split). A tenth of the training split is held out if there is no other."""
-    train = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    held_out = next((loaded[split] for split in ("test", "validation") if split in loaded), None)
-    if held_out is None:
-        if len(train) < 2:
-            raise Refused(f"--dataset {name} has {len(train)} samples: too few to hold some out")
-        both = train.train_test_split(test_size=0.1, seed=0)
-        train, held_out = both["train"], both["test"]
-    return train, held_out
-
-
-def no_class_is_empty(folder):
+def refuse_empty_classes(folder):
     """Raises Refused if a class has no images, which `datasets` would ignore, or if splits differ in classes."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-    from torchvision.datasets.folder import find_classes, make_dataset
+    from torchvision.datasets import DatasetFolder
 
-    names = [name for name in ("train", "test", "validation", "val", "valid") if (folder / name).is_dir()]
-    first = None
-    for split in [folder / name for name in names] or [folder]:
+    names = ("train", "test", "validation", "val", "valid")
+    splits, classes = [folder / name for name in names if (folder / name).is_dir()] or [folder], {}
+    for split in splits:
         try:
-            classes, numbers = find_classes(split)
-            make_dataset(split, numbers, tuple(ImageFolder.EXTENSIONS))
+            classes[split] = set(DatasetFolder(split, None, tuple(ImageFolder.EXTENSIONS)).classes)
         except FileNotFoundError as error:
             raise Refused(f"{split}: {str(error).split(' Supported')[0]} Put images in, or remove the folder") from None
-        first = first or (split, classes)
-        if classes != first[1]:
-            differing = ", ".join(sorted({*classes} ^ {*first[1]})[:3])
-            raise Refused(f"{split} and {first[0]} differ in classes: {differing}")
+        if differing := sorted(classes[split] ^ classes[splits[0]]):
+            raise Refused(f"{split} and {splits[0]} differ in classes: {', '.join(differing[:3])}")
 
 
-def labels_in_range(name, split, column):
-    """Raises Refused for labels out of range. Hub sets use -1 for samples without a label, which a loss cannot take."""
-    labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
-    wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))
-    if count < 2:
-        raise Refused(f"--dataset {name} has {count} class: classification needs two or more")
-    if len(wrong):
-        first = split[column][int(wrong[0])]
-        raise Refused(
-            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {first} at index {wrong[0]} of "
-            f"{split.split or 'a split'}; there are classes 0 to {count - 1}"
-        )
-
-
-def without_broken(name, split, column, most):
-    """Returns (the split without broken images, the names of these). Reads every image once, before training."""
-    kept, left_out = [], []
+def without_broken(name, split, column, most, left_out):
+    """The split without broken images, whose names go to `left_out`. Reads every image once, before training."""
+    kept, allowed = [], most - len(left_out)
     for index, entry in enumerate(split[column]):
         try:
             read_image(entry, index)
             kept.append(index)
-        except Refused as error:
+        except Broken as error:
             left_out.append(str(error).split(": ")[0])
     if len(left_out) > most:
+        broken = left_out[most - allowed :]
         raise Refused(
-            f"--dataset {name}: {len(left_out)} images are broken, --skip_broken allows {most} more: {left_out[0]}"
+            f"--dataset {name}: {len(broken)} images are broken, --skip_broken allows {allowed} more: {broken[0]}"
         )
-    return split.select(kept), left_out
+    return split.select(kept)
 
 
 class Progress:

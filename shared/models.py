@@ -97,13 +97,15 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, 
 
 def ready(model, blocks, dropout):
     """Sets the names of the model's blocks, and this rate wherever it has dropout. Returns the model."""
-    if kinds := {type(block).__name__ for block in blocks}:
-        model._no_split_modules = sorted(kinds)
+    if blocks:
+        model._no_split_modules = sorted({type(block).__name__ for block in blocks})
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-        for name in {"attention_dropout", "drop_rate"} & vars(module).keys():  # of Llama's attention, of ResNet's head
-            setattr(module, name, dropout)
+        if "attention_dropout" in vars(module):  # Llama's attention
+            module.attention_dropout = dropout
+        if "drop_rate" in vars(module):  # ResNet's head
+            module.drop_rate = dropout
     return model
 
 
@@ -153,7 +155,8 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
     of the embedding.
     """
     options = {"use_cache": False, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
-    options |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout} if name.startswith("gpt") else {}
+    if name.startswith("gpt"):
+        options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     kind = transformers.AutoModelForCausalLM
     if pretrained:
         model = published(kind, name, sequence_length)
@@ -185,8 +188,10 @@ def sized(name, sizes, vocab_size, sequence_length, **options):
     if name not in sizes:
         raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a Hub name or run folder with --pretrained")
     kind, width, depth, heads = sizes[name]
-    options |= {"intermediate_size": 4 * width} if kind != "gpt2" else {}
-    options |= {"num_key_value_heads": max(heads // 4, 2)} if kind == "llama" else {}
+    if kind != "gpt2":
+        options["intermediate_size"] = 4 * width
+    if kind == "llama":
+        options["num_key_value_heads"] = max(heads // 4, 2)
     return transformers.AutoConfig.for_model(
         kind, vocab_size=vocab_size, max_position_embeddings=sequence_length, hidden_size=width,
         num_hidden_layers=depth, num_attention_heads=heads, **options,
@@ -212,8 +217,10 @@ def first_list(model):
 
 def own_run(name):
     """The record of a run, with its data.json as "data", if `name` is the folder of a recipe's run; else None."""
-    run, about = (Path(name, file) for file in ("run.json", "data.json"))
-    return json.loads(run.read_text()) | {"data": json.loads(about.read_text())} if about.is_file() else None
+    data = Path(name, "data.json")
+    if not data.is_file():
+        return None
+    return json.loads(Path(name, "run.json").read_text()) | {"data": json.loads(data.read_text())}
 
 
 def model_folder(name):
@@ -234,19 +241,22 @@ def of_timm(name, pretrained, sizes, **options):
 def as_recorded(record, folder):
     """The model of the run in `folder` with random weights. record: own_run(folder)."""
     args, about, recipe = record["args"], record["data"], record["recipe"]
-    if recipe in ("gpt", "bert"):
-        if Path(folder, "model", "config.json").is_file():
-            config = transformers.AutoConfig.from_pretrained(Path(folder, "model"))
-            heads = {"gpt": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForSequenceClassification}
-            return heads[recipe].from_config(config)
-        shape = about["vocab_size"], about["sequence_length"]
-        return gpt(args["model"], *shape) if recipe == "gpt" else bert(args["model"], *shape, len(about["classes"]))
+    saved = Path(folder, "model", "config.json")
+    if recipe == "gpt" and saved.is_file():
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(saved.parent))
+    if recipe == "bert" and saved.is_file():
+        config = transformers.AutoConfig.from_pretrained(saved.parent)
+        return transformers.AutoModelForSequenceClassification.from_config(config)
+    if recipe == "gpt":
+        return gpt(args["model"], about["vocab_size"], about["sequence_length"])
+    if recipe == "bert":
+        return bert(args["model"], about["vocab_size"], about["sequence_length"], len(about["classes"]))
     if before := own_run(args["model"]):
         return as_recorded(before | {"data": about}, args["model"])
-    shape = about["image_size"], about["in_chans"], about["num_classes"]
-    if recipe == "resnet" and args["pretrained"]:  # 224 pixels: it keeps its own stem
-        return resnet(args["model"], 224, *shape[1:])
-    return {"vit": vit, "resnet": resnet}[recipe](args["model"], *shape)
+    image_size, channels, classes = about["image_size"], about["in_chans"], about["num_classes"]
+    if recipe == "vit":
+        return vit(args["model"], image_size, channels, classes)
+    return resnet(args["model"], 224 if args["pretrained"] else image_size, channels, classes)  # 224: keeps its stem
 
 
 def trained(run, pretrained, image_size, in_chans, num_classes):
@@ -295,9 +305,12 @@ def groups(model, args):
     if args.freeze > len(blocks):
         raise Refused(f"--freeze {args.freeze}, but the model has {len(blocks)} blocks")
     head, depth, by_scale = len(blocks) + 1, 0, {}
-    for name, parameter in model.named_parameters():  # depth: before the first block 0, in block i i + 1, then `head`
-        inside = next((i for i, block in enumerate(blocks, 1) if name.startswith(block)), None)
-        depth = inside or (head if depth else 0)
+    for name, parameter in model.named_parameters():
+        in_blocks = [i for i, block in enumerate(blocks, 1) if name.startswith(block)]
+        if in_blocks:
+            depth = in_blocks[0]
+        elif depth > 0:  # behind the first block; what comes before it has depth 0
+            depth = head
         if args.freeze and depth <= args.freeze:
             parameter.requires_grad_(False)
         else:

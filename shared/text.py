@@ -6,13 +6,14 @@ count in the loss, so batches differ in their number of labels.
 """
 
 import hashlib
+import itertools
 import sysconfig
 from pathlib import Path
 
 import torch
 
+from shared import hub
 from shared.args import Refused
-from shared.data import labels_in_range, load, split_of
 
 END = "<|endoftext|>"
 SAMPLE = 100  # tokens of the sample at the end of a run
@@ -27,8 +28,8 @@ class Text(torch.utils.data.Dataset):
     """
 
     def __init__(self, tokens, starts, counts, length, tokenizer, classes=None, classes_of=None):
-        self.classes, self.classes_of = classes, classes_of if classes else torch.empty(0)
         self.tokens, self.starts, self.counts, self.tokenizer = tokens, starts, counts, tokenizer
+        self.classes, self.classes_of = classes, torch.empty(0) if classes is None else classes_of
         self.length = self.sequence_length = length
         self.vocab_size = -(-len(tokenizer) // 16) * 16  # a multiple of 16, as FP8 needs; the last few are never used
 
@@ -69,15 +70,15 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
 
     The class is the column "label". The text is the first column of strings; if there are two, the text is the pair.
     """
-    kind = Path(name).suffix[1:].removesuffix("l")
+    file_format = Path(name).suffix[1:].removesuffix("l")  # jsonl is json to `datasets`
     if name == "python_packages":
         loaded = python_packages()
-    elif kind in ("csv", "json"):
-        loaded = load(name, "python_packages", kind, data_files=name)
+    elif file_format in ("csv", "json"):
+        loaded = hub.load(name, "python_packages", file_format, data_files=name)
     else:
-        loaded = load(name, "python_packages", *name.split(":"))
+        loaded = hub.load(name, "python_packages", *name.split(":"))
     features = next(iter(loaded.values())).features
-    strings = [key for key, kind in features.items() if "string" in str(getattr(kind, "dtype", ""))]
+    strings = [key for key, feature in features.items() if "string" in str(getattr(feature, "dtype", ""))]
     columns = [key for key in strings if key != "label"][:2]
     if "label" not in features or not columns:
         raise Refused(f'--dataset {name} has columns {", ".join(features)}; a text and one named "label" are needed')
@@ -85,17 +86,30 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
         loaded = loaded.class_encode_column("label")
     if "test" in loaded and set(loaded["test"]["label"]) == {-1}:
         del loaded["test"]  # GLUE's test sets have no labels
-    parts = split_of(loaded, name)
-    rows = [[[text or "" for text in part[column][:]] for column in columns] for part in parts]
-    tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(sum(rows[0], []), vocab_size)
-    tokenizer.eos_token, sets = tokenizer.eos_token or tokenizer.pad_token, []
-    for columns, part in zip(rows, parts, strict=True):
-        labels_in_range(name, part, "label")
-        ids = [torch.tensor(one, dtype=torch.int32) for one in encode(tokenizer, columns, sequence_length)]
-        counts = torch.tensor([len(one) for one in ids])
-        sets.append(Text(torch.cat(ids), counts.cumsum(0) - counts, counts, sequence_length, tokenizer,
-                         part.features["label"].names, torch.tensor(part["label"][:])))  # fmt: skip
-    return tuple(sets)
+    train, held_out = hub.split_of(loaded, name)
+    if pretrained:
+        tokenizer = tokenizer_of(pretrained)
+    else:
+        tokenizer = train_tokenizer(itertools.chain(*texts_in(train, columns)), vocab_size)
+    if tokenizer.eos_token is None:
+        tokenizer.eos_token = tokenizer.pad_token
+    for part in (train, held_out):
+        hub.refuse_labels_out_of_range(name, part, "label")
+    return tuple(sequences(part, columns, tokenizer, sequence_length) for part in (train, held_out))
+
+
+def texts_in(part, columns):
+    """A list of texts for each of these columns."""
+    return [[text or "" for text in part[column][:]] for column in columns]
+
+
+def sequences(part, columns, tokenizer, length):
+    """A Text with one sequence, which has a class, for each row of a labelled split."""
+    encoded = encode(tokenizer, texts_in(part, columns), length)
+    ids = [torch.tensor(tokens, dtype=torch.int32) for tokens in encoded]
+    counts = torch.tensor([len(tokens) for tokens in ids])
+    starts, labels = counts.cumsum(0) - counts, torch.tensor(part["label"][:])
+    return Text(torch.cat(ids), starts, counts, length, tokenizer, part.features["label"].names, labels)
 
 
 def python_packages(size=400):
@@ -103,10 +117,12 @@ def python_packages(size=400):
     import datasets
 
     names = "asyncio email http importlib json logging multiprocessing unittest urllib xml".split()
-    wholes = [(name, whole) for name in names for whole in files(Path(sysconfig.get_paths()["stdlib"], name))]
-    pieces = {whole[at : at + size]: name for name, whole in wholes for at in range(0, len(whole), size)}  # each once
-    both = {"text": list(pieces), "label": list(pieces.values())}
-    return datasets.DatasetDict(train=datasets.Dataset.from_dict(both))
+    package_of = {}  # each piece once
+    for name in names:
+        for source in files(Path(sysconfig.get_paths()["stdlib"], name)):
+            package_of |= {source[at : at + size]: name for at in range(0, len(source), size)}
+    columns = {"text": list(package_of), "label": list(package_of.values())}
+    return datasets.DatasetDict(train=datasets.Dataset.from_dict(columns))
 
 
 def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
@@ -125,23 +141,30 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
 
 
 def documents(name):
-    """Returns (training documents, held-out documents), `datasets` with a column "text". Every tenth document is held
-    out if there is no held-out split."""
-    import datasets
-
+    """Returns (training documents, held-out documents), `datasets` with a column "text"."""
     path = Path(name).expanduser()
-    if name in ("python_docs", "python_source") or (path.exists() and not list(path.glob("**/*.parquet"))):
-        whole = {"python_docs": python_docs, "python_source": python_source}.get(name, lambda: files(path))()
-        held_out = [text for i, text in enumerate(whole) if i % 10 == 9]
-        train = [text for i, text in enumerate(whole) if i % 10 != 9]
-        if not held_out:  # one long file: its last tenth
-            whole = "\n".join(whole)
-            train, held_out = [whole[: len(whole) * 9 // 10]], [whole[len(whole) * 9 // 10 :]]
-        return tuple(datasets.Dataset.from_dict({"text": part}) for part in (train, held_out))
-    train, held_out = split_of(load(name, "python_docs, python_source", name), name)
+    if name == "python_docs":
+        return hold_out_a_tenth(python_docs())
+    if name == "python_source":
+        return hold_out_a_tenth(python_source())
+    if path.exists() and not list(path.glob("**/*.parquet")):
+        return hold_out_a_tenth(files(path))
+    train, held_out = hub.split_of(hub.load(name, "python_docs, python_source", name), name)
     if "text" not in train.features:
         raise Refused(f'--dataset {name} has columns {", ".join(train.features)}; one named "text" is needed')
     return train.select_columns("text"), held_out.select_columns("text")
+
+
+def hold_out_a_tenth(whole):
+    """Every tenth of these documents or, of a single one, its last tenth, is held out."""
+    import datasets
+
+    held_out = [text for i, text in enumerate(whole) if i % 10 == 9]
+    train = [text for i, text in enumerate(whole) if i % 10 != 9]
+    if not held_out:
+        whole = "\n".join(whole)
+        train, held_out = [whole[: len(whole) * 9 // 10]], [whole[len(whole) * 9 // 10 :]]
+    return tuple(datasets.Dataset.from_dict({"text": part}) for part in (train, held_out))
 
 
 def python_docs(page=4000):
@@ -177,18 +200,18 @@ def python_source():
 def files(path):
     """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
     paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
-    found = []
-    for one in paths:
+    texts = []
+    for file in paths:
         try:
-            found.append(one.read_text(encoding="utf-8"))
+            texts.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            raise Refused(f"{one} is not UTF-8 text: byte {error.object[error.start]:#x} at {error.start}; "
+            raise Refused(f"{file} is not UTF-8 text: byte {error.object[error.start]:#x} at {error.start}; "
                           "convert it, or remove it from the folder") from None  # fmt: skip
         except OSError as error:
-            raise Refused(f"{one} cannot be read: {error.strerror}") from None
-    if not any(found):
+            raise Refused(f"{file} cannot be read: {error.strerror}") from None
+    if not any(texts):
         raise Refused(f"{path} holds no text in files named {', '.join(sorted(SUFFIXES))}")
-    return found
+    return texts
 
 
 def train_tokenizer(documents, vocab_size):

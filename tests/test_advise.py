@@ -1,6 +1,7 @@
 """tools/advise.py: what it recommends and why, and that its bytes per step are those that were counted."""
 
 import json
+import re
 
 import pytest
 from conftest import CONFIGS, ROOT
@@ -29,20 +30,12 @@ def test_what_it_says_is_sent_is_what_was_counted():
 def advised(monkeypatch, capsys, sizes, *argv, memory=80):
     """What it prints where these configs take so many GB; and its exit code."""
 
-    def estimated(names, devices, *_):
-        made = {
-            name: {
-                "total": size * GB,
-                "states": size * GB // 2,
-                "weights": 4 * GB,
-                "fits": size <= memory,
-                "num_processes": devices,
-            }
-            for name, size in sizes.items()
-        }
-        return {"memory": memory * GB, "configs": made, "refused": {}}
+    def estimates(wanted, *_):
+        for name in wanted:
+            size = sizes[name]
+            yield name, {"total": size * GB, "states": size * GB // 2, "fits": size <= memory}, GB
 
-    monkeypatch.setattr(advise, "estimated", estimated)
+    monkeypatch.setattr(advise, "estimates", estimates)
     code = advise.main([*sizes, "--memory", f"{memory}GB", *argv, "--", *WORDS])
     return capsys.readouterr().out, code
 
@@ -102,13 +95,24 @@ def test_a_comparison_counts(monkeypatch, capsys, tmp_path):
         advised(monkeypatch, capsys, sizes, "--comparison", str(tmp_path))
 
 
-def test_what_it_refuses_and_names(monkeypatch, capsys):
-    with pytest.raises(Refused, match="which recipe"):
-        advise.main(["--memory", "80GB"])
-    with pytest.raises(Refused, match="no config single_bf17"):
-        advise.main(["single_bf17", "--memory", "80GB", "--", "vit"])
-    with pytest.raises(Refused, match="--memory many"):
-        advise.main(["--memory", "many", "--", "vit"])
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--memory", "80GB"], "which recipe"),
+        (["single_bf17", "--memory", "80GB", "--", "vit"], "no config single_bf17"),
+        (["--memory", "many", "--", "vit"], "--memory many"),
+        (["--", "vit", "--max_step", "4"], "vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help"),
+        (["--comparison", "README.md", "--", "vit"], "--comparison README.md: README.md is not JSON"),
+        (["--comparison", "nowhere", "--", "vit"], "no report.json there"),
+    ],
+)
+def test_mistakes_are_one_line(monkeypatch, argv, why):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Refused, match=re.escape(why)):
+        advise.main(argv)
+
+
+def test_it_names_what_cannot_run(monkeypatch, capsys):
     text, _ = advised(monkeypatch, capsys, {"ddp_bf16": 9, "hsdp_bf16": 5}, "--devices", "3")
     assert best(text) == "ddp_bf16" and "hsdp_bf16: parallelism_config" in text, "why a config cannot run"
 

@@ -17,6 +17,7 @@ from conftest import ROOT, alive, metrics, record, train
 
 from shared.args import Refused
 from tools import compare, find, judge, paired, report
+from tools.records import read
 
 PICTURES = 9  # differences in two metrics, of the loss over the steps twice, three curves, speed, memory
 SHORT = ("--max_steps", 24, "--warmup_steps", 5, "--save_steps", 0, "--eval_steps", 12, "--logging_steps", 6)
@@ -277,7 +278,7 @@ def test_every_number_of_a_picture_is_in_a_table(full):
     cells = set(re.findall(r"<td[^>]*>([^<]*)</td>", text))
     figures = re.findall(r"<figure>.*?</figure>", text, re.S)
     wanted = {
-        label.split(",")[0] if "emulated" in label else label
+        label.removesuffix(", emulated")
         for figure in figures[-2:]
         for label in re.findall(r"font-size: 11px[^>]*>([\d.,]+(?:, emulated)?)</text>", figure)
     }
@@ -329,19 +330,24 @@ def test_every_config_gets_the_baselines_global_batch():
         (["single_bf16", "--", "vitt"], "no recipe vitt"),
         (["single_bf16", "--"], "which recipe"),
         (["runs/nowhere"], "runs/nowhere is no folder of a run"),
-        (["single_bf16", "--seeds", "0", "--", "vit"], "--seeds 0: not here"),
+        (["single_bf16", "--seeds", "0", "--", "vit"], "argument --seeds: 0 is not a whole number, 1 or more"),
+        (["single_bf16", "--baseline", "x", "--", "vit"], "--baseline: not here"),
+        (["single_bf16", "--", "vit", "--max_step", "4"],
+         "vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help"),
+        (["single_bf16", "--", "--num_processes", "two", "vit"], "--num_processes two: write the number"),
+        (["ddp_bf16", "--", "--num_processes", "two", "vit"], "--num_processes two: write the number"),
+        (["single_bf16", "--assert-close", "single_fp32", "--", "vit"], "--assert-close single_fp32: there is no such row"),
+        (["single_bf16", "BAD", "--", "vit"], "bad.yml: mixed_precison is a key that Accelerate does not have"),
+        (["single_bf16", "--report", "FILE/report", "--", "vit"], "nothing can be written to"),
     ],
-)
-def test_mistakes_are_one_line(argv, why):
+)  # fmt: skip
+def test_mistakes_are_one_line_before_anything_is_launched(tmp_path, argv, why):
+    (tmp_path / "file").touch()
+    (tmp_path / "bad.yml").write_text((ROOT / "accelerate_configs/ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
+    argv = [word.replace("BAD", f"{tmp_path}/bad.yml").replace("FILE", f"{tmp_path}/file") for word in argv]
     with pytest.raises(Refused, match=re.escape(why)):
-        compare.main(argv)
-
-
-def test_options_that_the_recipe_does_not_take_end_it_at_once(tmp_path):
-    argv = ["single_bf16", "single_fp32", "--output_dir", str(tmp_path), "--", "vit", "--max_step", "4"]
-    with pytest.raises(Refused, match="vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help"):
-        compare.main(argv)
-    assert [path.name for path in tmp_path.iterdir()] == ["single_bf16-seed0.log"]
+        compare.main(["--output_dir", str(tmp_path / "runs"), *argv])
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
 def start(folder):
@@ -431,7 +437,7 @@ def test_seeds_auto_stops_at_the_first_look_with_a_verdict(runs, tmp_path, monke
 
     def launched(kind, configs, words, folder, seeds, twin):
         asked.append(seeds)
-        return [judge.read(file) for s in range(6) for file in (runs / f"bf16-{s}", tmp_path / f"{kind}-{s}")]
+        return [read(file) for s in range(6) for file in (runs / f"bf16-{s}", tmp_path / f"{kind}-{s}")]
 
     looks = paired.looks(20)
     monkeypatch.setattr(compare, "launch_all", partial(launched, "near"))
@@ -470,7 +476,7 @@ def test_a_script_of_ones_own_and_what_it_is_refused(tmp_path):
     """A script of your own runs once per config if {seed} is not in its arguments, and the report says so."""
     script = tmp_path / "own.py"
     script.write_text(OWN)
-    assert not compare.is_recipe(script) and all(map(compare.is_recipe, (ROOT / "recipes").glob("*.py")))
+    assert not find.is_recipe(script) and all(map(find.is_recipe, (ROOT / "recipes").glob("*.py")))
     with pytest.raises(Refused, match=r"--seeds 3: nothing says where own.py takes its seed: write \{seed\} there"):
         compare.main(["single_fp32", "single_bf16", "--seeds", "3", "--", str(script)])
     where = ["--no-estimate", "--output_dir", str(tmp_path / "runs")]

@@ -1,6 +1,5 @@
 """A copied recipe runs where nothing else of the project can be imported."""
 
-import importlib.util
 import subprocess
 import sys
 
@@ -8,10 +7,7 @@ import pytest
 from conftest import CONFIGS, ROOT, launched, record
 
 from shared.args import Refused
-
-spec = importlib.util.spec_from_file_location("copy_recipe", ROOT / "tools" / "copy_recipe.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+from tools import copy_recipe as tool
 
 
 def alone(folder, recipe, *argv):

@@ -5,7 +5,7 @@ import torch
 from conftest import record, train
 from PIL import Image
 
-from shared import data, models, text
+from shared import data, hub, models, text
 from shared.args import Refused
 
 STEPS = ("--max_steps", 3, "--save_steps", 0, "--per_device_train_batch_size", 8, "--image_size", 32)
@@ -115,7 +115,7 @@ def test_a_label_out_of_range_is_named(tmp_path, wrong):
             features, split = {"label": column}, "test"
 
         with pytest.raises(Refused, match="the first is 2 at index 5 of test; there are classes 0 to 1"):
-            data.labels_in_range("set", Split(label=test["other"]), "label")
+            hub.refuse_labels_out_of_range("set", Split(label=test["other"]), "label")
 
 
 def test_a_set_shorter_than_a_batch_and_one_too_short_to_divide(tmp_path):

@@ -134,23 +134,26 @@ def test_a_script_of_ones_own_that_evaluates_on_its_way(tmp_path, monkeypatch):
     script.write_text((ROOT / "recipes" / "vit.py").read_text())
     made, _ = run("single_fp8_te", tmp_path / "out", script, "--max_steps", 90, "--eval_steps", 7)
     assert made["again"] == 0 and len(made["pairs"]) == 2
-    said = run("single_fp8_te", tmp_path / "short", script, "--max_steps", 8, "--eval_steps", 0, code=1)
-    assert "refused: the script ended after 6 steps and 0 pairs" in said and "IndexError" not in said
+    said = run("single_fp8_te", tmp_path / "short", script, "--max_steps", 30, "--eval_steps", 0, code=2)
+    assert "refused: the script ended after 6 steps and 0 pairs" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "why"),
+    ("config", "words", "why"),  # before anything is launched
     [
         ("single_bf16", ["vit"], "asks for no FP8"),
         ("single_fp9", ["vit"], "no config single_fp9"),
         ("single_fp8", ["wit"], "no recipe wit"),
         ("fsdp_fp8", ["vit"], "diagnose needs whole weights on every process, fsdp splits them: use ddp"),
         ("single_fp8_compile", ["vit"], "which a compiled block hides"),
+        ("single_fp8", ["recipes/vit.py", "--max_steps", "20"], "--max_steps: not here"),
+        ("single_fp8", ["vit", "--learning_rat", "1"], "vit: unrecognized arguments: --learning_rat 1"),
+        ("single_fp8", ["benchmarks/faults.py", "--max_steps", "8"], "--max_steps 8: diagnose takes 22 steps or more"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, config, words, why):
     said = run(config, tmp_path / "out", *words, code=2)
-    assert why in said and len(said.splitlines()) == 1
+    assert why in said and len(said.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_costs_and_the_line_for_the_config():
@@ -167,13 +170,13 @@ def test_costs_and_the_line_for_the_config():
         "skip": ["first", "last"],
         "layers": {"a": layer, "b": layer},
     }
-    made = diagnose.found(watched, "command")
+    made = diagnose.diagnosis_of(watched, "command")
     assert [row["name"] for row in made["costs"]] == ["a", "b"] and made["skip_line"] == 'skip: "first, last, a"'
     assert made["costs"][0]["mean"] == pytest.approx(1.35) and not made["costs"][1]["sure"]
     assert made["answer"] == [made["answer"][0]] and "output gradient underflows 97%" in made["answer"][0]
     for pair in pairs:
         pair["a"] = pair["b"]
-    made = diagnose.found(watched, "command")
+    made = diagnose.diagnosis_of(watched, "command")
     assert made["skip_line"] is None and "no layer's cost can be told from 0 by 8 pairs" in made["answer"][0]
 
 

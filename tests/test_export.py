@@ -1,7 +1,6 @@
 """Exports the weights of any run, for programs that know nothing of FP8."""
 
 import functools
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -15,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from faithful import checkpoint
 from shared import models
 from shared.args import Refused
-
-spec = importlib.util.spec_from_file_location("export", ROOT / "tools" / "export.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+from tools import cli
+from tools import export as tool
 
 CONFIGS = ("single_fp8", "fsdp_fp8", "ddp_fp8_te", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2")
 STEPS = ("--max_steps", 6, "--save_steps", 3, "--warmup_steps", 1)
@@ -68,12 +65,9 @@ def copied(trained, tmp_path):
 def run_tool(monkeypatch, capsys):
     def call(*argv):
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, argv)])
-        try:
-            tool.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.run(tool.main)
+        return end.value.code or 0, *capsys.readouterr()
 
     return call
 

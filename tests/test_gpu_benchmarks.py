@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launched, train
+from conftest import ROOT, launched, record, train
 
 from shared import models
+from shared.args import Refused
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -102,6 +103,37 @@ def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_report, "launched", fails)
     assert gpu_report.tried("ddp_bf16", True, 5)["outcome"] == "failed: KeyError: 'a key that is gone'"
+
+
+def test_a_row_of_the_report_is_of_the_run_s_own_record(tmp_path, monkeypatch):
+    import gpu_report
+
+    model, words = gpu_report.workload("single_bf16", rehearse=True)
+    run = train("single_bf16", tmp_path / "run", *words[1:], "--max_steps", 5, "--save_steps", 0)
+    monkeypatch.setattr(gpu_report, "launched", lambda *_: models.own_run(run))
+    row = gpu_report.tried("single_bf16", True, 5)
+    took = record(run)["throughput"]["step_seconds_median"]
+    forward = gpu_report.forward_flop(model, models.own_run(run)["data"])
+    assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] == pytest.approx(3 * 16 * forward / took)
+    page = gpu_report.page({"date": "today"}, None, {"single_bf16": row})
+    assert "| `single_bf16` | ran on a CPU |" in page and "- `single_bf16`: single | bf16" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([], "there is no GPU here: --rehearse"),
+        (["--rehearse", "--steps", "3"], "--steps 3: 4 or more"),
+        (["--rehearse", "--only", "bananas"], "--only bananas: no such config"),
+        (["--rehearse", "--output", "FILE/page.md"], "nothing can be written to"),
+    ],
+)
+def test_what_the_report_refuses_before_it_begins(tmp_path, argv, why):
+    import gpu_report
+
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match=why):
+        gpu_report.main([word.replace("FILE", f"{tmp_path}/file") for word in argv])
 
 
 @pytest.mark.slow

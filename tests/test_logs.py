@@ -290,11 +290,11 @@ assert list(Path(accelerator.logging_dir).glob("mine/events*"))
 
 
 def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):
-    from tools import judge
+    from tools.records import logged
 
     run(tmp_path, ONCE.replace('"a": 1', '"eval_loss": float("nan")'))
     made = record(tmp_path / "run")
-    assert math.isnan(judge.logged(made)["eval_loss"])
+    assert math.isnan(logged(made)["eval_loss"])
     assert rows(tmp_path / "run") == [{"step": 1, "eval_loss": "nan"}]
 
 

@@ -9,7 +9,7 @@ import yaml
 from conftest import CONFIGS, Ranks, train
 from test_script import TOGETHER, written
 
-from shared import data, models, text
+from shared import data, hub, models, text
 from shared.args import Refused
 
 
@@ -32,7 +32,7 @@ def test_columns_that_are_no_images_or_texts_are_named(tmp_path):
 
 def test_one_sample_is_too_few_to_hold_some_out():
     with pytest.raises(Refused, match="--dataset mine has 1 samples: too few to hold some out"):
-        data.split_of({"train": [0]}, "mine")
+        hub.split_of({"train": [0]}, "mine")
 
 
 def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):

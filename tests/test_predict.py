@@ -10,10 +10,7 @@ from PIL import Image
 
 from shared import data, models, text
 from shared.args import Refused
-
-sys.path.append(str(ROOT / "tools"))
-import export  # noqa: E402
-import predict  # noqa: E402
+from tools import cli, export, predict
 
 CONFIGS = ("single_bf16", "ddp_fp8", "ddp_fp8_te", "single_fp8_msamp_o2")
 SLOW = (
@@ -114,7 +111,7 @@ def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, name, config):
     line = export.to_onnx(run, output)
     assert "checked on 16 held-out samples" in line and list(tmp_path.iterdir()) == [output]
     model, _, _ = export.load(run)
-    inputs = export.held_out(run, record(run), 40)
+    inputs = export.held_out(run, record(run), 40)["pixel_values"]
     session = ort.InferenceSession(output, providers=["CPUExecutionProvider"])
     for batch in (1, 7, 40):
         [logits] = session.run(None, {"pixel_values": inputs[:batch].numpy()})
@@ -161,18 +158,17 @@ def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, ca
     line = export.to_onnx(run)
     assert "checked on 16" in line
     session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
-    ids = export.held_out(run, record(run), 3)[:, :20]
+    ids = export.held_out(run, record(run), 3)["input_ids"][:, :20]
     with torch.no_grad():
         wanted = model(ids).logits
     assert (torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]) - wanted).abs().max() < 1e-4
     outs = []
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["predict.py", str(run), "--prompt", "import ", "--tokens", "12"])
-        predict.main()
+        predict.main([str(run), "--prompt", "import ", "--tokens", "12"])
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1] and outs[0].startswith("import ") and len(outs[0]) > 10
     tokenizer = text.tokenizer_of(str(run / "model"))
-    with predict.as_evaluated(model, made, torch.device("cpu")):
+    with predict.precision_of("evaluated", model, made, torch.device("cpu")):
         assert outs[0] == text.continuation(model, tokenizer, "import ", 12, 32) + "\n"
     early, _, source = export.load(run, 4)
     assert source == "checkpoint-4" and not early.lm_head.weight.equal(model.lm_head.weight)
@@ -196,8 +192,7 @@ def test_an_encoder_says_the_class_that_evaluation_gave_and_exports(tmp_path, mo
     assert made["final"]["metrics"]["accuracy"] == right.item() > 0.5
     for index in (0, 1, 2):
         prompt = held_out.tokenizer.decode(ids[index][mask[index].bool()]).removeprefix(text.END)
-        monkeypatch.setattr(sys, "argv", ["predict.py", str(run), "--prompt", prompt])
-        predict.main()
+        predict.main([str(run), "--prompt", prompt])
         assert capsys.readouterr().out.split("\t")[0] == held_out.classes[logits[index].argmax()]
     assert "checked on 16" in export.to_onnx(run)
     session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
@@ -212,12 +207,9 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
 
     def call(*argv):
         monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, argv)])
-        try:
-            predict.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.run(predict.main)
+        return end.value.code or 0, *capsys.readouterr()
 
     one = folder / "test" / "class1" / "05.png"
     code, out, _ = call(run, one, folder / "test" / "class0", "--precision", "plain")

@@ -12,7 +12,6 @@ from benchmarks import tables as tables_script
 from faithful import files, rules
 from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, read_env, to_env
 from shared import args, models
-from tools import formats
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [
@@ -123,8 +122,6 @@ def test_launch_sh_lines():
         elif first in ("predict", "export", "show") and len(rest) > 1:
             options = [word for word in rest if word.startswith("--")]
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
-        elif first == "formats":
-            args.parse(formats.Arguments, rest)
         elif first in TOOLS and rest:
             check_what_runs_over_configs(first, rest)
         elif first in WORDS:

@@ -73,7 +73,7 @@ def what_next(folder):
     """Prints the table of a finished run and the commands that one may want next."""
     import json
 
-    from tools import find, show
+    from tools import cli, find, show
 
     folder = Path(os.path.relpath(folder)) if folder.resolve().is_relative_to(Path.cwd()) else folder
     record = json.loads((folder / "run.json").read_text())
@@ -91,8 +91,7 @@ def what_next(folder):
     if recipe in find.names("recipe") and {config, other} <= {*find.names("config")}:
         lines.append((f"compare {config} {other} -- {recipe}", "whether FP8 changes the loss"))
     lines.append((f"show {folder} --html", "the run as a page, with its curves"))
-    width = max(len(command) for command, _ in lines)
-    print("next:\n" + "\n".join(f"  ./launch.sh {command:<{width}}  {what}" for command, what in lines))
+    print("next:", *(f"  ./launch.sh {line}" for line in cli.columns(lines)), sep="\n")
 
 
 def main():

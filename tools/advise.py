@@ -19,10 +19,8 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
   6. FP8 whose loss nobody has compared, with the command that compares it
 """
 
-import argparse
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import find, report  # noqa: E402
-from tools.estimate import in_bytes, of_config  # noqa: E402
+from tools import cli, find, report  # noqa: E402
+from tools.estimate import estimates, of_config, recipe_of, room  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
 ORDER = ("single", "ddp", "fsdp noreshard", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
@@ -64,53 +62,45 @@ def sent(asked, parameters):
     return whole
 
 
-def estimated(names, devices, memory, words):
-    """The estimates of tools/estimate.py for these configs."""
-    command = [sys.executable, str(ROOT / "tools" / "estimate.py"), "--json", "--num_processes", str(devices)]
-    command += (["--memory", memory] if memory else []) + [*names, "--", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if not done.stdout.strip():
-        raise Refused(f"nothing was estimated: {shlex.join(['./launch.sh', 'estimate', *command[2:]])} says why")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def how(asked):
     """The strategy's name in ORDER."""
     return "fsdp noreshard" if asked["strategy"] == "fsdp" and asked["noreshard"] else asked["strategy"]
 
 
-def known_loss(made, name):
+def known_loss(comparison, name):
     """The comparison's verdict on this config's loss, as (kind, words); (None, reason) if there is none."""
-    if made is None:
+    if comparison is None:
         return None, "no comparison given"
-    row = next((row for row in made["rows"] if row["config"] == name and not row["control"]), None)
+    row = next((row for row in comparison["rows"] if row["config"] == name and not row["control"]), None)
     if row is None:
         return None, "not in the comparison"
     if row["error"]:
         return None, f"no numbers: {row['error']}"
-    if row is made["rows"][0]:
+    if row is comparison["rows"][0]:
         return "equal", "the baseline"
-    found = row["measures"].get(made["measure"]) or {}
-    return found.get("kind"), f"{made['measure']} {report.judged(found)}"
+    measure = row["measures"].get(comparison["measure"]) or {}
+    return measure.get("kind"), f"{comparison['measure']} {report.judged(measure)}"
 
 
-def measured_speed(made, name):
+def measured_speed(comparison, name):
     """Samples per second, if the comparison ran on real hardware and without emulation."""
-    row = next((r for r in made["rows"] if r["config"] == name and not r["control"]), None) if made else None
-    real = row and not row["error"] and not row["emulated"] and not row["rehearsal"]
-    return row["measures"]["samples_per_second"]["mean"] if real else None
+    for row in comparison["rows"] if comparison else ():
+        if row["config"] == name and not row["control"]:
+            real = not row["error"] and not row["emulated"] and not row["rehearsal"]
+            return row["measures"]["samples_per_second"]["mean"] if real else None
+    return None
 
 
-def rank(one):
+def rank(config):
     """Sort key for the order in the module's docstring; the smallest is recommended."""
-    asked, loss = one["asked"], one["loss"][0]
+    asked, loss = config["asked"], config["loss"][0]
     fp8, fine = asked["precision"] == "fp8", loss in ("equal", "lower")
-    if one["speed"] and fine:
-        return (1, -one["speed"])
+    if config["speed"] and fine:
+        return (1, -config["speed"])
     if loss == "higher":
-        return (7, one["total"])
+        return (7, config["total"])
     if fp8:
-        return (4 if fine else 6, one["total"])
+        return (4 if fine else 6, config["total"])
     group = 5 if asked["offload"] else 3 if asked["ckpt"] else 2
     precision = HIGH.index(asked["precision"])
     return (group, asked["compile"], ORDER.index(how(asked)), precision)  # compiled: same loss, unknown speed
@@ -122,13 +112,13 @@ def amount(size):
     return f"{size / unit:,.1f} {name}"
 
 
-def reason(one, memory):
+def reason(config, memory):
     """The reason for the recommendation, in one or two sentences."""
-    group, asked = rank(one)[0], one["asked"]
-    fits = f"It needs about {amount(one['total'])} of {amount(memory)} per device"
+    group, asked = rank(config)[0], config["asked"]
+    fits = f"It needs about {amount(config['total'])} of {amount(memory)} per device"
     if group == 1:
-        return f"{fits}, and of the configs that fit with an equal or lower loss it is the fastest measured: " \
-               f"{one['speed']:,.0f} samples per second."  # fmt: skip
+        rate = f"{config['speed']:,.0f} samples per second"
+        return f"{fits}, and of the configs that fit with an equal or lower loss it is the fastest measured: {rate}."
     plain = {
         2: "and no config does less to the training",
         3: "with activations computed again; without, none in high precision fits",
@@ -142,72 +132,87 @@ def reason(one, memory):
         }
         return f"{fits}, {plain[group]}; {full[asked['precision']]}."
     if group == 4:
-        return f"{fits}, no config in high precision fits on the devices, and its loss is known: {one['loss'][1]}."
+        return f"{fits}, no config in high precision fits on the devices, and its loss is known: {config['loss'][1]}."
     if group == 6:
         return f"{fits}, and nothing in high precision fits. What it does to the loss nobody has measured here."
-    return f"{fits}, nothing else fits, and its loss is known to be worse: {one['loss'][1]}."
-
-
-def candidates(names, files, devices, here, found, made):
-    """Returns (configs that can run, {config: why it cannot}). found: the estimates."""
-    able, unable = [], dict(found["refused"])
-    plain = found["configs"].get("single_fp32" if "single_fp32" in found["configs"] else "single_bf16")
-    parameters = plain and plain["weights"] / 4
-    for name in names:
-        asked = of_config(files[name], devices)
-        lines = rules.problems(asked | {"local_processes": asked["num_processes"]}, here)
-        if lines:
-            unable[name] = lines[0]
-        elif name in found["configs"]:
-            one = found["configs"][name]
-            able.append({"name": name, "asked": asked, "total": one["total"], "states": one["states"],
-                         "fits": one["fits"], "loss": known_loss(made, name), "speed": measured_speed(made, name),
-                         "sent": parameters and sent(asked, parameters)})  # fmt: skip
-    return able, unable, parameters
+    return f"{fits}, nothing else fits, and its loss is known to be worse: {config['loss'][1]}."
 
 
 def read(folder):
+    """The report.json of a comparison."""
     file = Path(folder) / "report.json" if Path(folder).is_dir() else Path(folder)
     if not file.is_file():
         raise Refused(f"--comparison {folder}: no report.json there; ./launch.sh compare writes one")
-    made = json.loads(file.read_text())
-    if made.get("schema_version") != 2:
+    try:
+        comparison = json.loads(file.read_text())
+    except ValueError as error:
+        raise Refused(f"--comparison {folder}: {file} is not JSON ({error})") from None
+    if comparison.get("schema_version") != 2:
         raise Refused(f"{file} is of another version: run its command again, finished runs are not repeated")
-    return made
+    return comparison
+
+
+def arguments(argv):
+    parser = cli.parser("advise", __doc__)
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="choose among these (default: all)")
+    parser.add_argument("--memory", help="of one device, as 80GB (default: the device in front of you)")
+    parser.add_argument("--devices", type=cli.count, help="how many (default: those in front of you, or 1)")
+    parser.add_argument("--comparison", help="folder of a finished ./launch.sh compare")
+    return parser.parse_args(argv)
+
+
+def asked_of(names, devices):
+    """{config: what it asks for on so many devices}; without names all configs for one device, or for several."""
+    files = {file.stem: file for file in sorted((ROOT / "accelerate_configs").glob("*.yml"))}
+    for name in names:
+        if name not in files:
+            raise Refused(f"no config {name}: {find.close(name, 'config')}")
+    asked = {name: of_config(files[name], devices) for name in names or files}
+    if names:
+        return asked
+    return {name: config for name, config in asked.items() if (config["strategy"] != "single") == (devices > 1)}
 
 
 def main(argv):
-    left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(prog="./launch.sh advise", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="choose among these (default: all)")
-    parser.add_argument("--memory", help="of one device, as 80GB (default: the device in front of you)")
-    parser.add_argument("--devices", type=int, help="how many (default: those in front of you, or 1)")
-    parser.add_argument("--comparison", help="folder of a finished ./launch.sh compare")
-    args = parser.parse_args(left)
-    if not words:
-        raise Refused("which recipe? ./launch.sh advise --memory 80GB --devices 8 -- vit --model vit_huge")
+    left, words = cli.split(argv)
+    args = arguments(left)
+    recipe, options = recipe_of(words, "advise --memory 80GB --devices 8 -- vit --model vit_huge")
+    comparison = read(args.comparison) if args.comparison else None
     here = machine.of_driver()
+    devices = args.devices
+    if devices is None:
+        devices = 1 if args.memory else max(here["devices"], 1)
     if args.memory:  # the target machine may be another one, whose abilities are unknown
-        in_bytes(args.memory)
-        count = args.devices or 1
-        here |= {"device": "cuda", "devices": count, "name": "GPUs", "capability": None, "packages": machine.packages()}
-    devices = args.devices or here["devices"] or 1
-    made = args.comparison and read(args.comparison)
-    folder = ROOT / "accelerate_configs"
-    files = {file.stem: file for file in sorted(folder.glob("*.yml"))}
-    for name in args.configs:
-        if name not in files:
-            raise Refused(f"no config {name}: {find.close(name, 'config')}")
-    several = {name: of_config(file, devices)["strategy"] != "single" for name, file in files.items()}
-    names = args.configs or [name for name in files if several[name] == (devices > 1)]
-    found = estimated(dict.fromkeys(["single_bf16", *names]), devices, args.memory, words)
-    able, unable, parameters = candidates(names, files, devices, here, found, made)
-    memory, fitting = found["memory"], [one for one in able if one["fits"]]
-    each = memory if args.memory or here["devices"] else memory / devices  # on a CPU all processes share it
-    spare = [one for one in fitting if one["total"] * SPARE <= each]
-    able.sort(key=lambda one: (one not in spare, one not in fitting, rank(one)))
-    print_table(able, parameters, devices, each, fitting, spare, words)
+        here |= {"device": "cuda", "devices": devices, "name": "GPUs", "capability": None}
+        here["packages"] = machine.packages()
+    wanted = asked_of(args.configs, devices)
+    unable = {}
+    for name, asked in wanted.items():
+        if problems := rules.problems(asked | {"local_processes": asked["num_processes"]}, here):
+            unable[name] = problems[0]
+    wanted = {name: asked for name, asked in wanted.items() if name not in unable}
+    memory, _, cpu = room(args.memory)
+    able, parameters = [], None
+    for name, sizes, count in estimates(wanted, recipe, options, memory, cpu):
+        if isinstance(sizes, Refused):
+            unable[name] = str(sizes)
+            continue
+        parameters = count
+        able.append({
+            "name": name, "asked": wanted[name], "total": sizes["total"], "states": sizes["states"],
+            "fits": sizes["fits"], "loss": known_loss(comparison, name), "speed": measured_speed(comparison, name),
+            "sent": sent(wanted[name], count),
+        })  # fmt: skip
+    return advise(able, unable, parameters, words, devices, memory / devices if cpu else memory, comparison)
+
+
+def advise(able, unable, parameters, words, devices, memory, comparison):
+    """Prints the table, the recommendation and what nobody has measured. Returns the exit code. memory: for each
+    device; on a CPU all processes share it."""
+    fitting = [config for config in able if config["fits"]]
+    spare = [config for config in fitting if config["total"] * SPARE <= memory]
+    able.sort(key=lambda config: (config not in spare, config not in fitting, rank(config)))
+    print_table(able, parameters, devices, memory, fitting, spare, words)
     for name, why in unable.items():
         print(f"  {name}: {why}")
     if not fitting:
@@ -217,50 +222,45 @@ def main(argv):
         return 1
     best = min(spare or fitting, key=rank)
     option = ["--num_processes", str(devices)] if devices > 1 else []
-    print(f"\nRecommended: {best['name']}\n  {reason(best, each)}")
+    print(f"\nRecommended: {best['name']}\n  {reason(best, memory)}")
     if best not in spare:
         print(f"  It is tight: an estimate is off by up to {SPARE - 1:.0%}.")
     print(f"  {shlex.join(['./launch.sh', best['name'], *option, *words])}")
-    for line in unknown(best, able, made, words, option):
+    for line in unknown(best, able, comparison, [*option, *words]):
         print(f"  {line}")
     return 0
 
 
-def unknown(best, able, made, words, option):
+def unknown(best, able, comparison, words):
     """What nobody has measured, one line each."""
-    if made:
-        shown = {key: made["args"][key] for key in ("model", "dataset", "max_steps") if key in made["args"]}
-        what = ", ".join([str(made["recipe"]), *(f"{key} {value}" for key, value in shown.items())])
-        yield f"The comparison was of {what}, on {made['device']}; of any other training it is a hint."
-    fp8 = [one["name"] for one in able if one["asked"]["precision"] == "fp8" and one["loss"][0] is None]
+    if comparison:
+        options = {key: comparison["args"][key] for key in ("model", "dataset", "max_steps")
+                   if key in comparison["args"]}  # fmt: skip
+        what = ", ".join([str(comparison["recipe"]), *(f"{key} {value}" for key, value in options.items())])
+        yield f"The comparison was of {what}, on {comparison['device']}; of any other training it is a hint."
+    fp8 = [config["name"] for config in able if config["asked"]["precision"] == "fp8" and config["loss"][0] is None]
     if fp8:
         yield f"Nobody has measured what FP8 does to this loss: {', '.join(fp8)}."
         pair = (best["name"], fp8[0])
         if best["name"] in fp8:
             pair = (f"{best['asked']['strategy']}_bf16", best["name"])
-        yield f"  ./launch.sh compare {' '.join(pair)} -- {shlex.join([*option, *words])}"
-    if not any(one["speed"] for one in able):
+        yield f"  ./launch.sh compare {' '.join(pair)} -- {shlex.join(words)}"
+    if not any(config["speed"] for config in able):
         yield "Nobody has measured the speed of any of them on these devices: ./launch.sh compare does, where they are."
 
 
 def print_table(able, parameters, devices, memory, fitting, spare, words):
     size = f"{parameters / 1e6:,.1f}M parameters, " if parameters else ""
     print(f"{words[0]}: {size}{devices} device{'s' * (devices > 1)} of {amount(memory)}")
-    heads = ["config", "fits", "memory per device", "state, B/param and device", "sent per step", "loss"]
-    rows = []
-    for one in able:
-        fits = "yes" if one in spare else "tight" if one in fitting else "no"
-        per = f"{one['states'] / parameters:.2f}" if parameters else "-"
-        wire = "not known" if one["sent"] is None else amount(one["sent"])
-        rows.append([one["name"], fits, amount(one["total"]), per, wire, one["loss"][1]])
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    rows = [["config", "fits", "memory per device", "state, B/param and device", "sent per step", "loss"]]
+    for config in able:
+        fits = "yes" if config in spare else "tight" if config in fitting else "no"
+        per = f"{config['states'] / parameters:.2f}"
+        wire = "not known" if config["sent"] is None else amount(config["sent"])
+        rows.append([config["name"], fits, amount(config["total"]), per, wire, config["loss"][1]])
+    for line in cli.columns(rows):
+        print(f"  {line}")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

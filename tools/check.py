@@ -11,7 +11,6 @@ code is 2 if there is a problem. The list also shows correct configs that cannot
 problem only if you named the config.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -19,8 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import config, files, machine, rules  # noqa: E402
-from shared.args import Refused  # noqa: E402
-from tools import find  # noqa: E402
+from tools import cli, find  # noqa: E402
 
 # Options of accelerate launch about the number of processes and their rendezvous.
 OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
@@ -71,27 +69,22 @@ def missing(path, here, overrides):
     return f"--num_processes {here['devices'] if ours else files.default_processes(mapping, here['devices'])}"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv):
+    parser = cli.parser("check", __doc__)
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
     for name in OPTIONS:
         kind = str if name in ("main_process_ip", "rdzv_backend") else int
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
     parser.add_argument("--quiet", action="store_true", help="print problems, and the options that the file leaves out")
-    args, others = parser.parse_known_args()  # accelerate itself checks its other options
+    args, others = parser.parse_known_args(argv)  # accelerate itself checks its other options
     for option in others:  # `--monitor_interval 1`: the word after the option is its value
-        after = sys.argv[sys.argv.index(option) + 1 :][:1]
+        after = argv[argv.index(option) + 1 :][:1]
         args.configs = [name for name in args.configs if name not in after]
-    folder = ROOT / "accelerate_configs"
-    try:
-        paths = [find.config(name) for name in args.configs]
-    except Refused as refused:
-        print(f"error: {refused}", file=sys.stderr)
-        sys.exit(2)
+    paths = [find.config(name) for name in args.configs] or sorted((ROOT / "accelerate_configs").glob("*.yml"))
     here = machine.of_driver()
     overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     failed = False
-    for path in paths or sorted(folder.glob("*.yml")):
+    for path in paths:
         if args.quiet and (option := missing(path, here, overrides)):
             overrides["num_processes"] = int(option.split()[1])
             print(option)
@@ -105,8 +98,8 @@ def main():
             print(f"{path.name}: {line}", file=sys.stderr if args.quiet else sys.stdout)
         for line in not_here:
             print(f"{path.name}: not on this machine: {line}", file=sys.stderr if args.quiet else sys.stdout)
-    sys.exit(2 if failed else 0)
+    return 2 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -29,7 +29,6 @@ The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is re
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -39,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -48,9 +48,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import machine  # noqa: E402
+from faithful import launcher, machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import find, judge, paired, report  # noqa: E402
+from tools import cli, find, judge, paired, records, report  # noqa: E402
 
 OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # options that this tool sets itself
 SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
@@ -70,31 +70,23 @@ def split_launch(words):
     return words[:at], words[at], words[at + 1 :]
 
 
-def option(words, name, default=None):
-    """The last value of `--name`, with underscores or dashes, in a command line."""
-    found = default
-    for word, following in zip(words, [*words[1:], None], strict=False):
-        flag, _, inline = word.partition("=")
-        if flag.replace("-", "_") == f"--{name}".replace("-", "_"):
-            found = inline or following
-    return found
-
-
 def replicas(file, options, gpus):
     """The number of processes that see different samples."""
     config = yaml.safe_load(file.read_text())
+    count = find.option(options, "num_processes")
+    if count is not None and not count.isdigit():
+        raise Refused(f"--num_processes {count}: write the number of processes, 1 or more")
     if str(config.get("distributed_type")) == "NO":
         return 1
-    count = int(option(options, "num_processes") or gpus or config.get("num_processes", 1))
+    count = int(count or gpus or config.get("num_processes", 1))
     return count // int((config.get("parallelism_config") or {}).get("parallelism_config_tp_size", 1))
 
 
 def batches(configs, words, gpus):
-    """{config: per-device batch} with which all have the baseline's global batch."""
+    """{config: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
+    recipe does not have."""
     options, recipe, rest = split_launch(words)
-    source = find.recipe(recipe).read_text()
-    default = re.search(r"^ +per_device_train_batch_size: int = (\d+)", source, re.M)
-    per_device = int(option(rest, "per_device_train_batch_size", default and default.group(1)))
+    per_device = find.parsed(find.recipe(recipe), rest).per_device_train_batch_size
     counts = {name: replicas(file, options, gpus) for name, file in configs.items()}
     total = per_device * next(iter(counts.values()))
     odd = [name for name, count in counts.items() if total % count]
@@ -106,30 +98,31 @@ def batches(configs, words, gpus):
     return {name: total // count for name, count in counts.items()}
 
 
-def is_recipe(file):
-    """Whether a script has the options that all recipes share."""
-    return "options.Run" in file.read_text()
+class Launch(typing.NamedTuple):
+    """A run that the comparison wants. twin: from weights one rounding apart."""
+
+    config: str
+    twin: bool
+    seed: int
+    folder: Path
 
 
-def matches(run, file, recipe, twin):
+def matches(run, launch, file, recipe):
     """Whether a finished run has the same config, code and packages as a new launch would have."""
     from faithful.record import code_sha256  # imports torch
 
     record = run["record"]
-    if (
-        run["problem"]
-        or judge.nudged(run) != twin
-        or record["config"]["sha256"] != sha256(file.read_bytes()).hexdigest()
-    ):
+    if run["problem"] or records.nudged(run) != launch.twin:
         return False
-    here = {name: metadata.version(name) for name in record["versions"].keys() - {"python", "cuda"}}
-    return record["code_sha256"] == code_sha256(recipe) and here.items() <= record["versions"].items()
+    if record["config"]["sha256"] != sha256(file.read_bytes()).hexdigest():
+        return False
+    installed = {name: metadata.version(name) for name in record["versions"].keys() - {"python", "cuda"}}
+    return record["code_sha256"] == code_sha256(recipe) and installed.items() <= record["versions"].items()
 
 
 def die_with_me():
     """Called in the child before it becomes the launcher: it is killed when this process ends, even by kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the workers end with their launcher
+    launcher.end_with_the_parent(signal.SIGKILL)  # the workers end with their launcher
 
 
 def wait_for_others(folder, seconds=60):
@@ -143,75 +136,95 @@ def wait_for_others(folder, seconds=60):
 
 def launch_all(configs, words, folder, seeds, twin):
     """Launches every missing run, one after another. Returns all runs, read from their folders."""
-    options, recipe, rest = split_launch(words)
+    _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
-    own = not is_recipe(file)
-    per_device = {} if own else batches(configs, words, machine.of_driver()["devices"])
+    per_device = batches(configs, words, machine.of_driver()["devices"]) if find.is_recipe(file) else None
     rows = [(name, False) for name in configs]
-    rows[1:1] = [(rows[0][0], True)] if twin else []
-    wanted = [(*row, seed) for seed in range(seeds) for row in rows]  # a slow phase of the machine hits all
-    folders = [folder / f"{name}{'-twin' if nudged else ''}-seed{seed}" for name, nudged, seed in wanted]
-    missing = [(*one, out) for one, out in zip(wanted, folders, strict=True)
-               if not matches(judge.read(out, one[2]), configs[one[0]], file, one[1])]  # fmt: skip
-    print(
-        f"{len(wanted)} runs, {len(wanted) - len(missing)} of them finished before; in {os.path.relpath(folder)}",
-        flush=True,
-    )
+    if twin:
+        rows.insert(1, (rows[0][0], True))
+    wanted, missing = [], []
+    for seed in range(seeds):  # seed by seed: a slow phase of the machine hits all configs
+        for name, nudged in rows:
+            out = folder / f"{name}{'-twin' if nudged else ''}-seed{seed}"
+            wanted.append(Launch(name, nudged, seed, out))
+            if not matches(records.read(out, seed), wanted[-1], configs[name], file):
+                missing.append(wanted[-1])
+    finished = len(wanted) - len(missing)
+    print(f"{len(wanted)} runs, {finished} of them finished before; in {os.path.relpath(folder)}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env.pop("FAITHFUL_TWIN", None)
     begun = time.monotonic()
-    for done, (name, nudged, seed, out) in enumerate(missing):
-        wait_for_others(out)
-        if out.exists():
-            out.rename(out.with_name(f"{out.name}.old-{time.time():.0f}"))
-        command = [str(ROOT / "launch.sh"), str(configs[name]), *options, str(file)]
-        if own:
-            command += [word.replace("{seed}", str(seed)) for word in rest]
-        else:
-            command += ["--save_steps", "0", *rest, "--per_device_train_batch_size", str(per_device[name])]
-            command += ["--seed", str(seed), "--output_dir", str(out)]
-        here = env | ({"FAITHFUL_TWIN": "1"} if nudged else {}) | ({"FAITHFUL_PROJECT_DIR": str(out)} if own else {})
+    for number, launch in enumerate(missing, 1):
         started = time.monotonic()
-        with open(f"{out}.log", "w") as log:
-            code = subprocess.run(command, env=here, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
-        said = Path(f"{out}.log").read_text()
-        if unread := re.search(r"^error: (.*) \(--help lists the options\)$", said, re.M):
-            raise Refused(f"{recipe}: {unread[1]}; python {os.path.relpath(file)} --help lists the options")
-        if own and (unread := re.search(rf"^(?:usage: )?{re.escape(file.name)}: error: (.*)$", said, re.M)):
-            raise Refused(f"{recipe}: {unread[1]}; it was given {shlex.join(rest)}")
-        now = time.monotonic()
-        run = judge.read(out, seed)
-        if run["record"] is None and (name, nudged, seed) == wanted[0]:
-            raise Refused(f"the baseline's first run has no record: {why(run, code)} ({os.path.relpath(out)}.log)")
-        left = (now - begun) / (done + 1) * (len(missing) - done - 1)
-        result = run["problem"] and why(run, code) or ", ".join(
-            f"{key} {value:.4f}" for key, value in judge.logged(run["record"]).items()) or "finished"  # fmt: skip
-        until = f"; about {left / 60:.0f} min left" if left else ""
-        row = f"{name}{', twin' if nudged else ''} seed {seed}"
-        print(f"[{done + 1}/{len(missing)}] {row}: {result} ({now - started:.0f} s{until})", flush=True)
-    runs = [judge.read(out, seed) for out, (_, _, seed) in zip(folders, wanted, strict=True)]
+        code = execute(launch, configs[launch.config], words, per_device)
+        run, now = records.read(launch.folder, launch.seed), time.monotonic()
+        refuse_unread(launch, file, recipe, options)
+        if run["record"] is None and launch == wanted[0]:
+            log = f"{os.path.relpath(launch.folder)}.log"
+            raise Refused(f"the baseline's first run has no record: {why(run, code)} ({log})")
+        remaining = (now - begun) / number * (len(missing) - number)
+        until = f"; about {remaining / 60:.0f} min left" if remaining else ""
+        row = f"{launch.config}{', twin' if launch.twin else ''} seed {launch.seed}"
+        print(f"[{number}/{len(missing)}] {row}: {outcome(run, code)} ({now - started:.0f} s{until})", flush=True)
+    runs = [records.read(launch.folder, launch.seed) for launch in wanted]
     for run in runs:
-        if run["record"] is None and Path(f"{run['folder']}.log").exists():
+        if run["record"] is None and log_of(run["folder"]).exists():
             run["problem"] = why(run)
     return runs
+
+
+def execute(launch, config, words, per_device):
+    """Runs ./launch.sh for one run, with its output beside the run's folder, and returns its exit code. per_device: the
+    batch of each config, or None for a script of one's own."""
+    options, recipe, rest = split_launch(words)
+    wait_for_others(launch.folder)
+    if launch.folder.exists():
+        launch.folder.rename(launch.folder.with_name(f"{launch.folder.name}.old-{time.time():.0f}"))
+    command = [str(ROOT / "launch.sh"), str(config), *options, str(find.recipe(recipe))]
+    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("FAITHFUL_TWIN", None)
+    if launch.twin:
+        env["FAITHFUL_TWIN"] = "1"
+    if per_device is None:
+        command += [word.replace("{seed}", str(launch.seed)) for word in rest]
+        env["FAITHFUL_PROJECT_DIR"] = str(launch.folder)
+    else:
+        command += ["--save_steps", "0", *rest, "--per_device_train_batch_size", str(per_device[launch.config])]
+        command += ["--seed", str(launch.seed), "--output_dir", str(launch.folder)]
+    with log_of(launch.folder).open("w") as log:
+        return subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
+
+
+def log_of(folder):
+    """The output of the launch of this run."""
+    return folder.with_name(f"{folder.name}.log")
+
+
+def refuse_unread(launch, file, recipe, options):
+    """Raises Refused if a script of one's own ended because argparse did not take its options."""
+    line = re.search(rf"^(?:usage: )?{re.escape(file.name)}: error: (.*)$", log_of(launch.folder).read_text(), re.M)
+    if line and not find.is_recipe(file):
+        raise Refused(f"{recipe}: {line[1]}; it was given {shlex.join(options)}")
+
+
+def outcome(run, code):
+    """A run's last metrics in words, or why it has none."""
+    if run["problem"]:
+        return why(run, code)
+    return ", ".join(f"{key} {value:.4f}" for key, value in records.logged(run["record"]).items()) or "finished"
 
 
 def why(run, code=None):
     """Why a launch has no numbers: the error in its record, else the end of its output."""
     if run["record"] is not None:
         return run["problem"]
-    log = Path(f"{run['folder']}.log")
-    if "finished: " in log.read_text() or code == 0:
+    said = log_of(run["folder"]).read_text()
+    if "finished: " in said or code == 0:
         return "no record in its folder: does the script name a project_dir of its own? Leave it out"
-    return last_words(log, code)
-
-
-def last_words(log, code=None):
-    """Why a launch ended, from its output."""
-    lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-    said = [line for line in lines if re.match(r"(refused|error): |[\w.]+\.yml: |\w*Error\b", line)]
-    return (said or lines or [f"exit code {code}"])[0 if said else -1][:300]
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(refused|error): |[\w.]+\.yml: |\w*Error\b", line)]
+    if errors:
+        return errors[0][:300]
+    return lines[-1][:300] if lines else f"exit code {code}"
 
 
 def estimator(folder):
@@ -222,25 +235,33 @@ def estimator(folder):
     def guess(record):
         known = json.loads(file.read_text()) if file.exists() else {}
         recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
-        free = judge.FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
+        free = records.FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
         options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
         by = [(ROOT / "tools" / name).read_text() for name in ("estimate.py", "tracing.py")], record["code_sha256"]
         key = sha256(repr((text, options, record["plan"]["num_processes"], by)).encode()).hexdigest()
         if key not in known and text and recipe.is_file():
-            words = [f"--{'' if value is not False else 'no-'}{name}" + ("" if isinstance(value, bool) else f"={value}")
-                     for name, value in options.items()]  # fmt: skip
-            with tempfile.TemporaryDirectory() as temporary:
-                config = Path(temporary, f"{record['config']['name']}.yml")
-                config.write_text(text)
-                command = [sys.executable, str(ROOT / "tools" / "estimate.py"), "--json", str(config)]
-                command += ["--num_processes", str(record["plan"]["num_processes"]), "--", str(recipe), *words]
-                said = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-                known[key] = json.loads(said[-1])["configs"].get(config.stem) if said else None
+            known[key] = estimate_of(record, text, recipe, options)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(known, indent=1) + "\n")
         return known.get(key)
 
     return guess
+
+
+def estimate_of(record, text, recipe, options):
+    """What tools/estimate.py says of a run's config (its text) and options, or None. In a process of its own, because
+    it loads the recipe and its data."""
+    words = []
+    for name, value in options.items():
+        flag = f"--no-{name}" if value is False else f"--{name}"
+        words.append(flag if isinstance(value, bool) else f"{flag}={value}")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, f"{record['config']['name']}.yml")
+        config.write_text(text)
+        command = [sys.executable, str(ROOT / "tools" / "estimate.py"), "--json", str(config)]
+        command += ["--num_processes", str(record["plan"]["num_processes"]), "--", str(recipe), *words]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return json.loads(lines[-1])["configs"].get(config.stem) if lines else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -249,26 +270,25 @@ def estimator(folder):
 def share(text):
     """Parses a share: `1%` or `0.01`."""
     try:
-        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        found = 0
-    if not 0 < found < 1:
+        value = 0
+    if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text}: write it as 1% or 0.01")
-    return found
+    return value
 
 
 def number_of_seeds(text):
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else cli.count(text)
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="./launch.sh compare", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = cli.parser("compare", __doc__)
     add = parser.add_argument
     add("what", nargs="+", metavar="CONFIG or RUN_FOLDER", help="configs, the first is the baseline; or finished runs")
     more = f"runs of each config, with seeds 0, 1, ..., or `auto`: until every config has a verdict (default: {SEEDS})"
     add("--seeds", type=number_of_seeds, metavar="N", help=more)
-    add("--max-seeds", "--max_seeds", type=int, default=MOST, help=f"with --seeds auto (default: {MOST})")
+    add("--max-seeds", "--max_seeds", type=cli.count, default=MOST, help=f"with --seeds auto (default: {MOST})")
     add("--margin", type=share, default=0.01, help="what counts as equal, of the baseline's value (default: 1%%)")
     add("--no-twin", "--no_twin", action="store_true", help="leave out the control from weights one rounding apart")
     add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
@@ -297,68 +317,81 @@ def over_finished(args, command):
         raise Refused("--seeds: not here; the seeds are those of the runs")
     where = args.report or Path("report")
     guess = {} if args.no_estimate else {"guess": estimator(where)}
-    runs = [judge.read(name) for name in args.what]
+    runs = [records.read(name) for name in args.what]
     return judge.make(runs, command, args.baseline, args.vary, args.price_per_hour, args.margin, **guess), where
+
+
+def refuse_options(args, words, file):
+    """Raises Refused for options that make no sense where this script is launched."""
+    taken = [name for name in OWN if find.is_recipe(file) and find.option(words, name.lstrip("-"))]
+    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
+    if taken:
+        raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
+    if once(file, words) and args.seeds not in (None, 1):
+        raise Refused(f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
+                      f"in {file.name} --seed {{seed}}")  # fmt: skip
+
+
+def once(file, words):
+    """Whether every config runs once, because nothing says where a script of one's own takes its seed."""
+    return not find.is_recipe(file) and not any("{seed}" in word for word in words)
 
 
 def over_launched(args, words, command):
     """Launches the runs of the configs. Returns (report, folder to write it to)."""
     file = find.recipe(split_launch(words)[1])
-    own = not is_recipe(file)
-    taken = [] if own else [name for name in OWN if option(words, name.lstrip("-"))]
-    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
-    if taken or (args.seeds != "auto" and (SEEDS if args.seeds is None else args.seeds) < 1) or args.max_seeds < 1:
-        what = ", ".join(taken) or f"--seeds {args.seeds}"
-        raise Refused(f"{what}: not here; the seeds are --seeds, 1 or more, the baseline is the first config")
-    once = own and not any("{seed}" in word for word in words)
-    if once and args.seeds not in (None, 1):
-        raise Refused(f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
-                      f"in {file.name} --seed {{seed}}")  # fmt: skip
-    if once:
-        print(
-            f"no {{seed}} among the arguments of {file.name}: every config runs once, with the seed it has", flush=True
-        )
-    configs = {find.config(name).stem: find.config(name) for name in args.what}
+    refuse_options(args, words, file)
+    files = [find.sound_config(name)[0] for name in args.what]
+    configs = {file.stem: file for file in files}
+    if args.assert_close and args.assert_close not in configs:
+        raise Refused(f"--assert-close {args.assert_close}: there is no such row, only {', '.join(configs)}")
+    alone = once(file, words)
+    if alone:
+        reason = f"no {{seed}} among the arguments of {file.name}"
+        print(f"{reason}: every config runs once, with the seed it has", flush=True)
     default = ROOT / "runs" / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
     folder = args.output_dir or default
-    counts = [1 if once else args.seeds or SEEDS]
+    where = args.report or folder
+    cli.make_folder(where)
+    counts = [1 if alone else args.seeds or SEEDS]
     counts = paired.looks(args.max_seeds) if args.seeds == "auto" else counts
     for count in counts:
-        runs = launch_all(configs, words, folder, count, not args.no_twin and not once)
+        runs = launch_all(configs, words, folder, count, not args.no_twin and not alone)
         options = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
-        made = judge.make(runs, command, **options)
-        left = judge.undecided(made)
+        comparison = judge.make(runs, command, **options)
+        undecided = judge.undecided(comparison)
         if args.seeds == "auto":
-            print(
-                f"{count} seeds: " + (f"no verdict yet on {', '.join(left)}" if left else "every config has a verdict")
-            )
-        if not left:
+            state = f"no verdict yet on {', '.join(undecided)}" if undecided else "every config has a verdict"
+            print(f"{count} seeds: {state}")
+        if not undecided:
             break
     if not args.no_estimate:
-        made = judge.make(runs, command, **options, guess=estimator(folder))
-    return made | {"once": once}, args.report or folder
+        comparison = judge.make(runs, command, **options, guess=estimator(folder))
+    return comparison | {"once": alone}, where
 
 
 def main(argv):
-    left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    left, words = cli.split(argv)
     args = arguments(left)
-    hidden = ("--output_dir", "--output-dir", "--report")  # print the folder, not the report
-    shown = [
-        word for before, word in zip(["", *argv], argv, strict=False) if word not in hidden and before not in hidden
-    ]
-    command = shlex.join(["./launch.sh", "compare", *shown])
-    made, where = over_finished(args, command) if words is None else over_launched(args, words, command)
-    report.write(made, where)
+    command = shlex.join(["./launch.sh", "compare", *without_folders(argv)])
+    if words is None:
+        comparison, where = over_finished(args, command)
+    else:
+        comparison, where = over_launched(args, words, command)
+    report.write(comparison, where)
     print(f"wrote {os.path.relpath(where)}/report.html, report.md, report.csv, report.json")
-    wrong = judge.assert_close(made, args.assert_close, args.rtol) if args.assert_close else []
+    wrong = judge.assert_close(comparison, args.assert_close, args.rtol) if args.assert_close else []
     for line in wrong:
         print(f"not close: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 
+def without_folders(argv):
+    """The command line for the report, without the options that say where files go."""
+    hidden = ("--output_dir", "--output-dir", "--report")
+    return [word for before, word in zip(["", *argv], argv, strict=False)
+            if word not in hidden and before not in hidden]  # fmt: skip
+
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

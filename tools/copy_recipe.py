@@ -7,7 +7,6 @@ pinned requirements, and a README of ten lines. It finds the modules by reading 
 functions.
 """
 
-import argparse
 import ast
 import re
 import shutil
@@ -18,9 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import config as configs  # noqa: E402
-from faithful.files import file_problems  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import find  # noqa: E402
+from tools import cli, find  # noqa: E402
 
 # Packages whose name differs from the import, and packages that another one needs without declaring it.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
@@ -38,6 +36,17 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def modules(name):
+    """Our files that an import of this dotted name needs; of faithful all, as the config decides which it uses."""
+    package, *rest = name.split(".")
+    if package == "faithful":
+        return sorted((ROOT / "faithful").rglob("*.py"))
+    if package != "shared":
+        return []
+    module = ROOT / "shared" / f"{rest[0]}.py" if rest else None
+    return [ROOT / "shared" / "__init__.py"] + ([module] if module and module.is_file() else [])
+
+
 def needed(recipe):
     """Returns (our files that `recipe` needs, packages that any of them imports)."""
     files, packages, queue = [], set(), [recipe]
@@ -47,14 +56,10 @@ def needed(recipe):
             continue
         files.append(path)
         for name in imports(path):
-            top, *rest = name.split(".")
-            if top == "shared":
-                queue += [ROOT / "shared" / "__init__.py"]
-                queue += [file for file in [ROOT / "shared" / f"{rest[0]}.py"] if rest and file.is_file()]
-            elif top == "faithful":  # all of it: the config decides which strategy and backend are used
-                queue += sorted((ROOT / "faithful").rglob("*.py"))
-            elif top not in sys.stdlib_module_names and top != "amp8":
-                packages.add(top)
+            queue += modules(name)
+            package = name.split(".")[0]
+            if package not in {"shared", "faithful", "amp8"} | sys.stdlib_module_names:
+                packages.add(package)
     return files, packages
 
 
@@ -68,14 +73,12 @@ def pins(packages):
 
 def copy(recipe, config, destination):
     """Writes `destination`. Returns the relative paths written."""
-    source, yml = find.recipe(recipe), find.config(config)
-    problems, mapping = file_problems(yml)
-    if problems:
-        raise Refused("\n".join(f"{yml.name}: {line}" for line in problems))
+    source = find.recipe(recipe)
+    yml, mapping = find.sound_config(config)
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     files, packages = needed(source)
-    wanted = configs.asked(configs.to_env(mapping))
+    wanted = configs.read_env(configs.to_env(mapping))
     if wanted["precision"] == "fp8":  # MS-AMP's levels, or FP8 where there is no GPU
         files += sorted((ROOT / "amp8").glob("*.py"))
     written = []
@@ -107,21 +110,19 @@ Accelerator{", `amp8/` its FP8" if with_amp8 else ""}.
 """
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv):
+    parser = cli.parser("copy", __doc__)
     parser.add_argument("recipe", help="its name, as ./launch.sh ls lists it")
     parser.add_argument("config", help="its name, or the path of a YAML file")
     parser.add_argument("destination", type=Path, help="a folder that is not there yet, or empty")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         written = copy(args.recipe, args.config, args.destination)
-    except (Refused, OSError) as error:
-        for line in str(error).splitlines():
-            print(f"refused: {line}", file=sys.stderr)
-        sys.exit(2)
+    except OSError as error:
+        raise Refused(str(error)) from None
     lines = sum(len((args.destination / path).read_text().splitlines()) for path in written)
     print(f"{args.destination}: {len(written)} files, {lines:,} lines. Next: its README.md")
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -32,7 +32,6 @@ used (`runtime`), whatever the model. How far off all this is, is measured: resu
 benchmarks/estimate.py writes.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -45,7 +44,7 @@ sys.path.append(str(ROOT))
 import faithful  # noqa: E402
 from faithful import config, files, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import find  # noqa: E402
+from tools import cli, find  # noqa: E402
 
 CLASSES = ("weights", "gradients", "master", "optimizer", "activations", "communication", "runtime")
 STATES = CLASSES[:4]
@@ -98,16 +97,17 @@ def traced_once(module, argv, key):
         return Refused(str(reason).splitlines()[0])
 
 
-def traced(module, argv, asked, seen):
-    """The two tracings of a config; `seen` holds those that were made before, or are being made."""
-    found = []
+def traced(module, argv, asked, known):
+    """The two tracings of a config. known: {key: its tracing} of those that were made before or are being made."""
+    pair = []
     for key in tracings(asked):
-        if key not in seen:
-            seen[key] = traced_once(module, argv, key)
-        found.append(seen[key].get() if hasattr(seen[key], "ready") else seen[key])
-        if isinstance(found[-1], Refused):
-            raise found[-1]
-    return found
+        if key not in known:
+            known[key] = traced_once(module, argv, key)
+        tracing = known[key].get() if hasattr(known[key], "ready") else known[key]  # of another process
+        if isinstance(tracing, Refused):
+            raise tracing
+        pair.append(tracing)
+    return pair
 
 
 def estimate(asked, plain, checkpointed, cpu):
@@ -141,8 +141,8 @@ def estimate(asked, plain, checkpointed, cpu):
 
             communication = gathered - 2 * largest + min(comm.BUCKET, in_fp8) * (3 + 4 / n)
     elif strategy.startswith("zero"):
-        own = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
-        master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / own
+        parts = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
+        master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / parts
         left = (compute if strategy == "zero1" else 4) * elements / n
         # Of gradients on their way: the bucket's buffer, what it is cast to, and what is cut from that.
         bucket, cast = min(BUCKET, elements), 4 if compute == 2 else 0
@@ -151,17 +151,17 @@ def estimate(asked, plain, checkpointed, cpu):
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 
-    found = checkpointed if asked["ckpt"] else plain
+    activations = checkpointed if asked["ckpt"] else plain
     share = left / (gradient + in_fp8)
     # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
     away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
-    worst = max(g * fp32 * share + o - g * away for g, o in found["moments"])  # gradients come as activations go
+    worst = max(g * fp32 * share + o - g * away for g, o in activations["moments"])  # gradients come as activations go
     sizes = {
         "weights": weights,
         "gradients": left,
         "master": master,
         "optimizer": optimizer,
-        "activations": max(o for _, o in found["moments"]),
+        "activations": max(o for _, o in activations["moments"]),
         "communication": communication,
         "runtime": RUNTIME["single" if asked["num_processes"] == 1 else "several"] if cpu else 0,
     }
@@ -179,10 +179,10 @@ def estimate(asked, plain, checkpointed, cpu):
 
 
 def in_bytes(text):
-    found = re.fullmatch(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", text)
-    if not found:
+    match = re.fullmatch(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", text)
+    if not match:
         raise Refused(f"--memory {text}: write it as 80GB or 24GiB")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix.lower() or " ")))
 
 
@@ -197,35 +197,12 @@ def memory_here():
     return psutil.virtual_memory().available, "this machine's free memory"
 
 
-def shown(size, unit):
-    return f"{size / unit:,.2f}" if size else "-"
-
-
-class Rows:
-    """The table, a row as soon as it is known. Its columns have their widths, and their unit, from the first on."""
-
-    HEADS = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
-
-    def __init__(self, names, device, memory, quiet):
-        self.width, self.device, self.memory, self.quiet = max(map(len, names), default=6), device, memory, quiet
-        self.unit = None
-
-    def show(self, recipe, name, found, parameters):
-        if self.quiet:
-            return
-        if self.unit is None:
-            large = found["total"] >= 2**30
-            self.unit = 2 ** (30 if large else 20)
-            says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {shown(self.memory, self.unit)}"
-            print(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
-            self.line(self.HEADS)
-        cells = [shown(found[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
-        self.line([name, str(found["num_processes"]), *cells, "yes" if found["fits"] else "no"])
-
-    def line(self, cells):
-        widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        print("  " + line.rstrip(), flush=True)
+def room(memory):
+    """(bytes of one device, what it is, whether all processes share it). memory: as --memory gives it, or None."""
+    if memory:
+        return in_bytes(memory), f"{memory} per device", False
+    size, device = memory_here()
+    return size, device, device.startswith("this machine")
 
 
 @contextlib.contextmanager
@@ -249,55 +226,101 @@ def in_the_fork(key):
     return traced_once(of_the_fork["module"], of_the_fork["argv"], key)
 
 
+def estimates(wanted, recipe, words, memory, cpu):
+    """Yields (config, its sizes, the number of parameters) as soon as they are known; for a config that cannot be
+    estimated (config, the reason as Refused, None). wanted: {config: what it asks for}. memory, cpu: of `room`."""
+    from tools.tracing import load  # imports torch
+
+    reasons = {name: lines[0] for name, asked in wanted.items() if (lines := rules.problems_of_meshes(asked))}
+    for name, reason in reasons.items():
+        yield name, Refused(reason), None
+    wanted = {name: asked for name, asked in wanted.items() if name not in reasons}
+    module = load(recipe)
+    keys = dict.fromkeys(key for asked in wanted.values() for key in tracings(asked))
+    with two_at_a_time(module, words, keys) as seen:
+        for name, asked in wanted.items():
+            try:
+                plain, checkpointed = traced(module, words, asked, seen)
+            except Refused as reason:
+                yield name, reason, None
+                continue
+            sizes = estimate(asked, plain, checkpointed, cpu)
+            needed = sizes["total"] * (asked["num_processes"] if cpu else 1)
+            sizes |= {"num_processes": asked["num_processes"], "fits": needed <= memory}
+            yield name, sizes, plain["parameters"]
+
+
+def recipe_of(words, example):
+    """(recipe, its options) of the words after `--`. Raises Refused for an option that a recipe does not have.
+    example: a command line, for whoever named none."""
+    if not words:
+        raise Refused(f"which recipe? ./launch.sh {example}")
+    recipe = find.recipe(words[0])
+    if find.is_recipe(recipe):
+        find.parsed(recipe, words[1:])
+    return recipe, words[1:]
+
+
+def shown(size, unit):
+    return f"{size / unit:,.2f}" if size else "-"
+
+
+class Rows:
+    """The table, a row as soon as it is known. Its columns have their widths, and their unit, from the first on."""
+
+    HEADS = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
+
+    def __init__(self, names, device, memory):
+        self.width, self.device, self.memory = max(map(len, names), default=6), device, memory
+        self.unit = None
+
+    def show(self, recipe, name, sizes, parameters):
+        if self.unit is None:
+            large = sizes["total"] >= 2**30
+            self.unit = 2 ** (30 if large else 20)
+            says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {shown(self.memory, self.unit)}"
+            print(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
+            self.line(self.HEADS)
+        cells = [shown(sizes[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
+        self.line([name, str(sizes["num_processes"]), *cells, "yes" if sizes["fits"] else "no"])
+
+    def line(self, cells):
+        widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        print("  " + line.rstrip(), flush=True)
+
+
 def main(argv):
-    left, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(prog="./launch.sh estimate", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    left, words = cli.split(argv)
+    parser = cli.parser("estimate", __doc__)
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="names or paths (default: all)")
-    parser.add_argument("--num_processes", "--num-processes", type=int, help="of configs that are not for one process")
+    processes = "of configs that are not for one process"
+    parser.add_argument("--num_processes", "--num-processes", type=cli.count, help=processes)
     parser.add_argument("--memory", help="of one device, as 80GB (default: the device in front of you)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes")
     args = parser.parse_args(left)
-    if not words:
-        raise Refused("which recipe? ./launch.sh estimate fsdp_bf16 -- vit --model vit_huge")
-    folder = ROOT / "accelerate_configs"
-    files, recipe = [find.config(name) for name in args.configs], find.recipe(words[0])
-    from tools.tracing import load  # imports torch
-
-    memory, device = (in_bytes(args.memory), f"{args.memory} per device") if args.memory else memory_here()
-    cpu = not args.memory and device.startswith("this machine")
-    module, made = load(recipe), {}
-    wanted = {file.stem: of_config(file, args.num_processes) for file in files or sorted(folder.glob("*.yml"))}
-    refused = {name: lines[0] for name, asked in wanted.items() if (lines := rules.problems_of_meshes(asked))}
-    wanted = {name: asked for name, asked in wanted.items() if name not in refused}
-    keys = dict.fromkeys(key for asked in wanted.values() for key in tracings(asked))
-    with two_at_a_time(module, words[1:], keys) as seen:
-        rows = Rows(wanted, device, memory, quiet=args.json)
-        for name, asked in wanted.items():
-            try:
-                traces = traced(module, words[1:], asked, seen)
-            except Refused as reason:
-                refused[name] = str(reason)
-                continue
-            made[name] = estimate(asked, *traces, cpu)
-            needed = made[name]["total"] * (asked["num_processes"] if cpu else 1)
-            made[name] |= {"num_processes": asked["num_processes"], "fits": needed <= memory}
-            rows.show(recipe.stem, name, made[name], traces[0]["parameters"])
+    files = [find.config(name) for name in args.configs] or sorted((ROOT / "accelerate_configs").glob("*.yml"))
+    recipe, options = recipe_of(words, "estimate fsdp_bf16 -- vit --model vit_huge")
+    memory, device, cpu = room(args.memory)
+    wanted = {file.stem: of_config(file, args.num_processes) for file in files}
+    rows, known, refused = Rows(wanted, device, memory), {}, {}
+    for name, sizes, parameters in estimates(wanted, recipe, options, memory, cpu):
+        if isinstance(sizes, Refused):
+            refused[name] = str(sizes)
+            continue
+        known[name] = sizes
+        if not args.json:
+            rows.show(recipe.stem, name, sizes, parameters)
     if args.json:
-        print(
-            json.dumps({"recipe": recipe.stem, "command": words, "memory": memory, "configs": made, "refused": refused})
-        )
+        figures = {"recipe": recipe.stem, "command": words, "memory": memory, "configs": known, "refused": refused}
+        print(json.dumps(figures))
         return 0
     for name, reason in refused.items():
         print(f"  {name}: {reason}")
-    fitting = [name for name, found in made.items() if found["fits"]]
+    fitting = [name for name, sizes in known.items() if sizes["fits"]]
     print(f"fits: {', '.join(fitting) or 'none of them'}")
     return 0 if fitting else 1
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

@@ -25,7 +25,6 @@ The ONNX file takes any batch size and, for a language model, any length. It is 
 it and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -40,6 +39,7 @@ from safetensors.torch import save_file
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import checkpoint  # noqa: E402
 from shared.args import Refused  # noqa: E402
+from tools import cli  # noqa: E402
 
 # Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
@@ -78,13 +78,20 @@ def read(path):
         raise Refused(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def source_of(run, step=None):
-    """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
+def record_of(run):
+    """The run.json of a run."""
     try:
         record = json.loads((run / "run.json").read_text())
-        status, strategy = record["status"], record["plan"]["strategy"]
+        record["status"], record["recipe"], record["plan"]["strategy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"{run} is not the folder of a run: no readable run.json ({type(error).__name__})") from None
+    return record
+
+
+def source_of(run, step=None):
+    """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
+    record = record_of(run)
+    status, strategy = record["status"], record["plan"]["strategy"]
     model = run / "model" / "model.safetensors"
     if step is None and status == "finished" and model.is_file():
         return [model], "the finished model"
@@ -92,14 +99,14 @@ def source_of(run, step=None):
         raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
     folders = checkpoint.list_checkpoints(run)
     if step is not None:
-        folders = [folder for folder in folders if folder.name == f"checkpoint-{step}"]
-        if not folders:
-            there = ", ".join(path.name[11:] for path in checkpoint.list_checkpoints(run)) or "none"
-            raise Refused(f"{run} has no checkpoint-{step}: there are steps {there}")
+        steps = [folder.name.removeprefix("checkpoint-") for folder in folders]
+        if str(step) not in steps:
+            raise Refused(f"{run} has no checkpoint-{step}: there are steps {', '.join(steps) or 'none'}")
+        folders = [folders[steps.index(str(step))]]
     for folder in folders:
         reason = checkpoint.unsound(folder)
         if reason is None:
-            files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem[4:]))
+            files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem.removeprefix("rank")))
             replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks holds the whole model
             return [file for file in files[: len(files) // replicas] if has_part(file)], folder.name
         if step is not None:
@@ -181,19 +188,21 @@ def from_levels(parts):
     return model
 
 
-def write(tensors, output):
-    """Writes the file atomically: a reader sees all of it or nothing."""
+@contextlib.contextmanager
+def written_whole(output):
+    """Yields the path of a temporary file that becomes `output` at the end: a reader sees all of it or nothing."""
     temporary = output.with_name(output.name + ".tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        yield temporary
         checkpoint.sync(temporary)
         os.replace(temporary, output)
         checkpoint.sync(output.parent)
     except (OSError, SafetensorError) as error:
+        raise Refused(f"{output} cannot be written: {error}") from None
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise Refused(f"{output} cannot be written: {error}") from None
 
 
 def export(run, output=None, step=None):
@@ -203,7 +212,8 @@ def export(run, output=None, step=None):
     if output.resolve().parent == files[0].resolve().parent:
         raise Refused(f"--output {output} is in the folder that is read, and would damage it: choose another")
     tensors = plain_state_dict(files)
-    write(tensors, output)
+    with written_whole(output) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
     values, size = sum(t.numel() for t in tensors.values()), output.stat().st_size
     read_from = f"{len(files)} files" if len(files) > 1 else files[0].name
     return f"{output}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
@@ -213,11 +223,12 @@ def load(run, step=None):
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     from shared import models
 
-    files, source = source_of(run, step)
+    record_of(run)
     record = models.own_run(run)
     if record is None:
         raise Refused(f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
                       "alone. ./launch.sh export RUN writes the weights as safetensors")  # fmt: skip
+    files, source = source_of(run, step)
     tensors = plain_state_dict(files)
     try:
         model = models.as_recorded(record, run)
@@ -232,21 +243,24 @@ def load(run, step=None):
 
 
 def held_out(run, record, count):
-    """The model's inputs for some held-out samples of the run's dataset; for an encoder, tokens and mask."""
+    """{name: tensor} of the model's inputs for some held-out samples of the run's dataset."""
     from shared import data, models, text
 
-    args = record["args"]
-    if record["recipe"] in ("gpt", "bert"):
-        known = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
-        what = args["dataset"], args["sequence_length"], args["vocab_size"]
-        _, part = (
-            text.labelled(*what, known) if record["recipe"] == "bert" else text.texts(*what, args["packing"], known)
-        )
-        rows = part.__getitems__(range(min(count, len(part))))
-        return (rows["input_ids"], rows["attention_mask"]) if record["recipe"] == "bert" else rows["input_ids"]
-    config = models.data_config(args["model"], args["pretrained"])
-    _, part = data.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
-    return part.__getitems__(range(min(count, len(part))))["pixel_values"]
+    args, recipe = record["args"], record["recipe"]
+    tokenizer = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
+    if recipe == "gpt":
+        names = ["input_ids"]
+        what = args["dataset"], args["sequence_length"], args["vocab_size"], args["packing"]
+        _, part = text.texts(*what, tokenizer)
+    elif recipe == "bert":
+        names = ["input_ids", "attention_mask"]
+        _, part = text.labelled(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
+    else:
+        names = ["pixel_values"]
+        config = models.data_config(args["model"], args["pretrained"])
+        _, part = data.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
+    rows = part.__getitems__(range(min(count, len(part))))
+    return {name: rows[name] for name in names}
 
 
 class Logits(torch.nn.Module):
@@ -271,53 +285,52 @@ def to_onnx(run, output=None, step=None, samples=16):
         raise Refused(f"ONNX needs the package {error.name}: ./launch.sh setup --extra onnx") from None
     model, record, source = load(run, step)
     output, inputs = output or run / "export.onnx", held_out(run, record, samples)
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    batch, names, shorter = {0: torch.export.Dim("batch")}, ["pixel_values"], None
+    sizes, shorter = {0: torch.export.Dim("batch")}, None
     if record["recipe"] in ("gpt", "bert"):
-        model, names = Logits(model).eval(), ["input_ids", "attention_mask"][: len(inputs)]
-        batch[1], shorter = torch.export.Dim("tokens", max=inputs[0].shape[1]), inputs[0].shape[1] // 2
+        model, length = Logits(model).eval(), inputs["input_ids"].shape[1]
+        sizes[1], shorter = torch.export.Dim("tokens", max=length), length // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    program = torch.onnx.export(model, tuple(one[:2] for one in inputs), dynamo=True, verbose=False, input_names=names,
-                                dynamic_shapes=(batch,) * len(inputs), output_names=["logits"])  # fmt: skip
-    temporary = output.with_name(output.name + ".tmp")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        program.save(temporary, include_initializers=True)
-        onnx.checker.check_model(temporary)
-        session = onnxruntime.InferenceSession(temporary, providers=["CPUExecutionProvider"])
-        worst = 0.0
-        for rows, columns in ((slice(None), None), (slice(1), None), (slice(1, None), shorter)):
-            part = [one[rows, :columns] for one in inputs]
-            with torch.no_grad():
-                wanted = model(*part)
-            [logits] = session.run(None, {name: one.numpy() for name, one in zip(names, part, strict=True)})
-            worst = max(worst, (torch.from_numpy(logits) - wanted).abs().max().item())
-        if not worst <= 1e-4:
+    program = torch.onnx.export(
+        model, tuple(tensor[:2] for tensor in inputs.values()), dynamo=True, verbose=False, input_names=list(inputs),
+        dynamic_shapes=(sizes,) * len(inputs), output_names=["logits"],
+    )  # fmt: skip
+    with written_whole(output) as file:
+        program.save(file, include_initializers=True)
+        onnx.checker.check_model(file)
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        worst = largest_difference(model, session, inputs, shorter)
+        if not worst <= 1e-4:  # also where it is nan
             raise Refused(f"onnxruntime's logits are {worst:.1e} away from torch's: {output} is not written")
-        os.replace(temporary, output)
-    except OSError as error:
-        raise Refused(f"{output} cannot be written: {error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    count = len(next(iter(inputs.values())))
     return (
-        f"{output}: {output.stat().st_size:,} bytes, from {source}; checked on {len(inputs[0])} held-out samples: "
+        f"{output}: {output.stat().st_size:,} bytes, from {source}; checked on {count} held-out samples: "
         f"onnxruntime's logits are within {worst:.1e} of torch's"
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def largest_difference(model, session, inputs, shorter):
+    """The largest difference of onnxruntime's logits to torch's: for all samples, one, and all but it. shorter: the
+    number of tokens of the last, for another length than the export saw; None for images."""
+    worst = 0.0
+    for rows, columns in ((slice(None), None), (slice(1), None), (slice(1, None), shorter)):
+        part = {name: tensor[rows, :columns] for name, tensor in inputs.items()}
+        with torch.no_grad():
+            wanted = model(*part.values())
+        [logits] = session.run(None, {name: tensor.numpy() for name, tensor in part.items()})
+        worst = max(worst, (torch.from_numpy(logits) - wanted).abs().max().item())
+    return worst
+
+
+def main(argv):
+    parser = cli.parser("export", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")
     parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors, .onnx")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
-    args = parser.parse_args()
-    try:
-        print({"safetensors": export, "onnx": to_onnx}[args.to](args.run, args.output, args.checkpoint))
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(refused.exit_code)
+    args = parser.parse_args(argv)
+    write_as = {"safetensors": export, "onnx": to_onnx}[args.to]
+    print(write_as(args.run, args.output, args.checkpoint))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

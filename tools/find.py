@@ -8,6 +8,7 @@ python tools/find.py options FILE     the options of a recipe, without importing
 
 import ast
 import difflib
+import os
 import re
 import signal
 import sys
@@ -41,8 +42,8 @@ def names(kind):
 def close(name, kind):
     """The advice for a name that does not exist: the closest name, or where to look."""
     stem = Path(name).stem.lower().replace("-", "_")
-    if found := difflib.get_close_matches(stem, names(kind), n=1):
-        return f"did you mean {found[0]}?"
+    if closest := difflib.get_close_matches(stem, names(kind), n=1):
+        return f"did you mean {closest[0]}?"
     other = "recipe" if kind == "config" else "config"
     return f"{stem} is a {other}: ./launch.sh CONFIG RECIPE" if stem in names(other) else "./launch.sh ls lists them"
 
@@ -63,6 +64,17 @@ def config(name):
 def recipe(name):
     """A recipe, or any script by its path."""
     return file_of(name, "recipe")
+
+
+def sound_config(name):
+    """(file, mapping) of a config. Raises Refused with all problems of the file, one for each line."""
+    from faithful.files import file_problems
+
+    file = config(name)
+    lines, mapping = file_problems(file)
+    if lines:
+        raise args.Refused(*(f"{file.name}: {line}" for line in lines))
+    return file, mapping
 
 
 def about(name):
@@ -91,8 +103,23 @@ def block(title, lines):
     yield ""
 
 
-def options(file):
-    """Prints the help of a recipe. Reads its dataclass without importing the recipe, as torch takes seconds."""
+def option(words, name, default=None):
+    """The last value of `--name`, with underscores or dashes, in a command line."""
+    value = default
+    for word, following in zip(words, [*words[1:], None], strict=False):
+        flag, _, inline = word.partition("=")
+        if flag.replace("-", "_") == f"--{name}".replace("-", "_"):
+            value = inline or following
+    return value
+
+
+def is_recipe(file):
+    """Whether a script has the options that all recipes share."""
+    return "options.Run" in Path(file).read_text()
+
+
+def arguments_of(file):
+    """The dataclass of a recipe's options. Read without importing the recipe, as torch takes seconds."""
     tree = ast.parse(Path(file).read_text())
     kept = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Arguments"]
     if not kept:
@@ -102,15 +129,32 @@ def options(file):
     module.__dict__.update(dataclass=dataclass, Literal=Literal, options=args)
     sys.modules["recipe"] = module  # dataclasses and inspect look here for its source
     exec(compile(ast.Module(kept, []), file, "exec"), module.__dict__)
-    sys.argv[0] = Path(file).name
-    args.parse(module.Arguments, ["--help"])
+    return module.Arguments
+
+
+class Quiet(args.Parser):
+    """Raises Refused for a bad option, where the recipe itself would exit."""
+
+    def error(self, message):
+        raise args.Refused(message)
+
+
+def parsed(file, words):
+    """The options of a recipe from a command line, before anything is launched. Raises Refused for a bad one."""
+    try:
+        cls = arguments_of(file)
+        return cls(**vars(args.parser_of(cls, Quiet).parse_args(words)))
+    except args.Refused as refused:
+        name = os.path.relpath(file)
+        raise args.Refused(f"{Path(file).stem}: {refused}; python {name} --help lists the options") from None
 
 
 def main(what, *rest):
     if what == "ls":
         print("\n".join(listed()))
     elif what == "options":
-        options(*rest)
+        sys.argv[0] = Path(rest[0]).name
+        args.parse(arguments_of(rest[0]), ["--help"])
     else:
         print(file_of(*rest, what))
 

@@ -92,9 +92,9 @@ def legend(pairs):
 def picture(draw, caption, key="", command=None):
     """draw(figure, narrow) as SVG, with a legend above and a caption below, which can say what made it."""
     command = command and textwrap.shorten(command, 200, placeholder=" ...")  # the page has the whole one at its top
-    made = f"<br>Made by <code>{html.escape(command)}</code>" if command else ""
+    made_by = f"<br>Made by <code>{html.escape(command)}</code>" if command else ""
     wide, narrow = (f'<div class="{name}">{svg(draw, caption, name == "narrow")}</div>' for name in ("wide", "narrow"))
-    return f"<figure>{key}{wide}{narrow}<figcaption>{html.escape(caption)}{made}</figcaption></figure>"
+    return f"<figure>{key}{wide}{narrow}<figcaption>{html.escape(caption)}{made_by}</figcaption></figure>"
 
 
 def svg(draw, name, narrow=False):
@@ -120,8 +120,8 @@ def alone(draw, name):
     """A picture as an SVG file of its own, light or dark as its reader."""
     style = (Path(__file__).parent / "page.html").read_text()
     style = re.search(r"(:root .*?)\nbody", style, re.S)[1] + " svg { background: var(--paper) }"
-    own = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
-    return re.sub(r"<svg( [^>]*)>", rf"<svg{own}\1>\n<style>{style}</style>", svg(draw, name), count=1) + "\n"
+    attributes = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
+    return re.sub(r"<svg( [^>]*)>", rf"<svg{attributes}\1>\n<style>{style}</style>", svg(draw, name), count=1) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ usual pictures

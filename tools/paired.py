@@ -33,8 +33,8 @@ def level(looks=1):
 
 def looks(most):
     """The numbers of seeds after which to look: 8, 16, 32, ... up to `most`."""
-    found = [8 * 2**i for i in range(20) if 8 * 2**i < most]
-    return [*found, most]
+    counts = [8 * 2**i for i in range(20) if 8 * 2**i < most]
+    return [*counts, most]
 
 
 @functools.cache
@@ -73,29 +73,29 @@ def judge(baseline, values, margin=0.01, confidence=0.95):
     pairs, mean = len(values), statistics.fmean(baseline)
     differences = [value - before for value, before in zip(values, baseline, strict=True)]
     difference, low, high = interval(differences, confidence)
-    found = {"pairs": pairs, "difference": difference, "relative": None, "interval": None, "deviation": None,
+    result = {"pairs": pairs, "difference": difference, "relative": None, "interval": None, "deviation": None,
              "resolution": None, "more_seeds": None, "kind": "unknown"}  # fmt: skip
     if not mean or not math.isfinite(mean):
-        return found | {"verdict": "cannot tell: the baseline is zero" if not mean else "cannot tell: not finite"}
+        return result | {"verdict": "cannot tell: the baseline is zero" if not mean else "cannot tell: not finite"}
     scale = abs(mean)
-    found["relative"] = difference / scale
+    result["relative"] = difference / scale
     if low is not None:
-        found |= {"interval": [low / scale, high / scale], "resolution": (high - low) / 2 / scale}
-        found["deviation"] = statistics.stdev(differences) / scale
+        result |= {"interval": [low / scale, high / scale], "resolution": (high - low) / 2 / scale}
+        result["deviation"] = statistics.stdev(differences) / scale
     if pairs < FEWEST:
-        return found | {
+        return result | {
             "verdict": f"cannot tell: {FEWEST} seeds are needed, there {'are' if pairs > 1 else 'is'} {pairs}"
         }
-    needed = seeds_for(found["deviation"], margin, confidence)
-    found["more_seeds"] = max(0, needed - pairs) if needed is not None else None
-    low, high = found["interval"]
+    needed = seeds_for(result["deviation"], margin, confidence)
+    result["more_seeds"] = max(0, needed - pairs) if needed is not None else None
+    low, high = result["interval"]
     if -margin <= low and high <= margin:
-        return found | {"kind": "equal", "verdict": f"equal within {percent(margin)}"}
+        return result | {"kind": "equal", "verdict": f"equal within {percent(margin)}"}
     if low > 0 or high < 0:
         kind = "higher" if low > 0 else "lower"
-        return found | {"kind": kind, "verdict": f"{kind} by {percent(abs(found['relative']))}"}
-    words = f"cannot tell: a difference below {percent(found['resolution'])} does not show with {pairs} seeds"
-    return found | {"verdict": words}
+        return result | {"kind": kind, "verdict": f"{kind} by {percent(abs(result['relative']))}"}
+    words = f"cannot tell: a difference below {percent(result['resolution'])} does not show with {pairs} seeds"
+    return result | {"verdict": words}
 
 
 def chance(values):
@@ -117,16 +117,16 @@ def percent(share):
     return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
 
 
-def needs(found, margin):
+def needs(result, margin):
     """A sentence: how many seeds would show a difference of the margin."""
-    if found.get("resolution") is None:
+    if result.get("resolution") is None:
         return "-"
-    shows = percent(found["resolution"])
-    if found["pairs"] < FEWEST:
+    shows = percent(result["resolution"])
+    if result["pairs"] < FEWEST:
         return shows
-    if found["more_seeds"] is None:
+    if result["more_seeds"] is None:
         return f"{shows}; more than {MOST:,} seeds for {percent(margin)}"
-    return f"{shows}; {more(found['more_seeds'], margin)}" if found["more_seeds"] else shows
+    return f"{shows}; {more(result['more_seeds'], margin)}" if result["more_seeds"] else shows
 
 
 def more(seeds, margin):

@@ -9,22 +9,26 @@ run's own evaluation: under bf16 autocast for bf16 and FP8 configs (evaluation d
 rounded to e4m3 if FSDP2 gathered them in FP8. `--precision plain` computes in fp32.
 """
 
-import argparse
 import contextlib
 import sys
 from pathlib import Path
 
 import torch
 
-from export import load  # isort: skip  (this file's own folder is first on the path)
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from shared import data  # noqa: E402
 from shared.args import Refused  # noqa: E402
+from tools import cli  # noqa: E402
+from tools.export import load, record_of  # noqa: E402
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 
 
-def as_evaluated(model, record, device):
-    """The autocast context of the run's evaluation. Rounds the weights in place if the evaluation used rounded ones."""
+def precision_of(precision, model, record, device):
+    """The context to compute in: of --precision plain, nothing; else the autocast of the run's evaluation, and the
+    weights are rounded in place if the evaluation used rounded ones."""
+    if precision == "plain":
+        return contextlib.nullcontext()
     precision = record["evidence"]["eval_precision"]
     if "gathered as e4m3" in precision:
         round_weights(model, record)
@@ -66,8 +70,8 @@ def transform_of(about):
         size = (about["image_size"],) * 2
         if pixels.shape[2:] != size:
             pixels = torch.nn.functional.interpolate(pixels.float(), size, mode="bilinear", antialias=True).byte()
-        one = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
-        return one.__getitems__([0])["pixel_values"][0]
+        prepared = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
+        return prepared.__getitems__([0])["pixel_values"][0]
 
     return transform
 
@@ -75,10 +79,10 @@ def transform_of(about):
 def classes(model, record, paths, precision="evaluated", batch_size=64, device="cpu"):
     """[(path, class, probability)] for image files."""
     device, about = torch.device(device), record["data"]
-    names = about["classes"] or [str(label) for label in range(about["num_classes"])]
+    class_names = about["classes"] or [str(label) for label in range(about["num_classes"])]
     transform = transform_of(about)
-    context = as_evaluated(model, record, device) if precision == "evaluated" else contextlib.nullcontext()
-    model, found = model.to(device), []
+    context = precision_of(precision, model, record, device)
+    model, rows = model.to(device), []
     for first in range(0, len(paths), batch_size):
         part = paths[first : first + batch_size]
         pixels = torch.stack([transform(data.read_image({"path": str(path), "bytes": None}, i))
@@ -86,52 +90,57 @@ def classes(model, record, paths, precision="evaluated", batch_size=64, device="
         with torch.no_grad(), context:
             probabilities = model(pixels.to(device)).float().softmax(-1)
         for path, row in zip(part, probabilities, strict=True):
-            found.append((path, names[row.argmax()], row.max().item()))
-    return found
+            rows.append((path, class_names[row.argmax()], row.max().item()))
+    return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def of_text(args, device):
+    """What the model makes of --prompt: how it goes on or, from an encoder, its class and probability."""
+    if args.prompt is None or args.inputs:
+        raise Refused(f"{args.run} was trained on texts: give it --prompt TEXT and no files")
+    from shared import text
+
+    model, record, _ = load(args.run, args.checkpoint)
+    tokenizer, length = text.tokenizer_of(str(args.run / "model")), record["data"]["sequence_length"]
+    with precision_of(args.precision, model, record, device):
+        model = model.to(device)
+        if record["recipe"] == "gpt":
+            return text.continuation(model, tokenizer, args.prompt, args.tokens, length, args.seed)
+        ids = torch.tensor(text.encode(tokenizer, [[args.prompt]], length), device=device)
+        with torch.no_grad():
+            row = model(ids).logits[0].float().softmax(-1)
+    return f"{record['data']['classes'][row.argmax()]}\t{row.max():.4f}"
+
+
+def of_images(args, device):
+    """A line for each image: file, class, probability."""
+    paths = list(files_of(args.inputs))
+    if not paths or args.prompt is not None:
+        raise Refused(f"{args.run} classifies images: give it image files or folders that hold some, no --prompt")
+    for path in paths:
+        if not path.is_file():
+            raise Refused(f"no file {path}")
+    model, record, _ = load(args.run, args.checkpoint)
+    rows = classes(model, record, paths, args.precision, device=device)
+    return "\n".join(f"{path}\t{name}\t{probability:.4f}" for path, name, probability in rows)
+
+
+def main(argv):
+    parser = cli.parser("predict", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("inputs", type=Path, nargs="*", help="image files, and folders of them")
     parser.add_argument("--prompt", help="the text to go on with, or to find the class of")
-    parser.add_argument("--tokens", type=int, default=100, help="how many to add to the prompt")
+    parser.add_argument("--tokens", type=cli.count, default=100, help="how many to add to the prompt")
     parser.add_argument("--seed", type=int, default=0, help="of the tokens drawn")
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
-    args = parser.parse_args()
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = found or torch.device("cpu")
-    try:
-        model, record, _ = load(args.run, args.checkpoint)
-        if record["recipe"] in ("gpt", "bert"):
-            from shared import text
-
-            if args.prompt is None or args.inputs:
-                raise Refused(f"{args.run} was trained on texts: give it --prompt TEXT and no files")
-            tokenizer = text.tokenizer_of(str(args.run / "model"))
-            context = contextlib.nullcontext()
-            if args.precision == "evaluated":
-                context = as_evaluated(model, record, device)
-            with context:
-                length, model = record["data"]["sequence_length"], model.to(device)
-                if record["recipe"] == "gpt":
-                    print(text.continuation(model, tokenizer, args.prompt, args.tokens, length, args.seed))
-                    return
-                ids = torch.tensor(text.encode(tokenizer, [[args.prompt]], length), device=device)
-                with torch.no_grad():
-                    row = model(ids).logits[0].float().softmax(-1)
-                print(f"{record['data']['classes'][row.argmax()]}\t{row.max():.4f}")
-            return
-        paths = list(files_of(args.inputs))
-        if not paths or args.prompt is not None:
-            raise Refused(f"{args.run} classifies images: give it image files or folders that hold some, no --prompt")
-        for path, name, probability in classes(model, record, paths, args.precision, device=device):
-            print(f"{path}\t{name}\t{probability:.4f}")
-    except Refused as refused:
-        print(f"refused: {refused}", file=sys.stderr)
-        sys.exit(refused.exit_code)
+    args = parser.parse_args(argv)
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    predict = of_text if record_of(args.run)["recipe"] in ("gpt", "bert") else of_images
+    print(predict(args, device))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

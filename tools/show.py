@@ -4,12 +4,13 @@
 ./launch.sh show runs/demo-... --html    as a page, run.html in the run's folder: curves, memory, layers in FP8
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from shared.args import Refused  # noqa: E402
+from tools import cli  # noqa: E402
 
 
 def rows(record):
@@ -34,10 +35,9 @@ def rows(record):
 
 def text(folder):
     table = [(name, str(value)) for name, value in rows(json.loads((folder / "run.json").read_text())) if value]
-    there = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
-    table.append(("record", f"{folder}/{', '.join(there)}"))
-    width = max(len(name) for name, _ in table)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in table)
+    files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
+    table.append(("record", f"{folder}/{', '.join(files)}"))
+    return "\n".join(f"  {line}" for line in cli.columns(table))
 
 
 # ------------------------------------------------------------------------------------------------------------ as a page
@@ -45,27 +45,27 @@ def text(folder):
 
 def curves(record, logged):
     """{name: [[step, value]]}: the training loss of every step, then the measures of each evaluation."""
-    found = {"loss": record["seen"]["loss_curve"]}
+    points_of = {"loss": record["seen"]["loss_curve"]}
     for row in logged:
         if "loss" not in row:  # an evaluation
             for name in row.keys() - {"step"}:
-                found.setdefault(name, []).append([row["step"], row[name]])
-    return {name: [[*point, point[1], point[1]] for point in points] for name, points in found.items() if points}
+                points_of.setdefault(name, []).append([row["step"], row[name]])
+    return {name: [[*point, point[1], point[1]] for point in points] for name, points in points_of.items() if points}
 
 
-def drawn_curves(found):
+def drawn_curves(points_of):
     """One picture with all losses, then one picture for each other measure."""
     from tools import page, report
 
-    losses = [name for name in found if "loss" in name]
-    others = sorted(found.keys() - set(losses))
+    losses = [name for name in points_of if "loss" in name]
+    others = sorted(points_of.keys() - set(losses))
     for group in ([losses] if losses else []) + [[name] for name in others]:
-        series = [(name, page.colour(i), found[name]) for i, name in enumerate(group)]
+        series = [(name, page.colour(i), points_of[name]) for i, name in enumerate(group)]
         what = {"loss": "of the training batches"}
         caption = "; ".join(f"{name}: {what.get(name, 'over the held-out set')}" for name in group) + "."
         key = page.legend([(name, at) for name, at, _ in series])
         drawn = page.picture(page.lines(series), caption, key)
-        numbers = {name: found[name] for name in group if name != "loss"}  # of each step the loss is too long
+        numbers = {name: points_of[name] for name in group if name != "loss"}  # of each step the loss is too long
         yield page.section(group[0].capitalize(), drawn, report.in_numbers(numbers, report.number) if numbers else "")
 
 
@@ -74,23 +74,24 @@ def drawn_memory(record):
     from tools import page, report
 
     evidence, mib = record["evidence"], 2**20
-    per = {name: size for name, size in evidence["bytes_per_parameter"].items() if size and name != "total"}
-    sizes = {name: size * evidence["parameters"] / mib for name, size in per.items()}
-    held = {"the whole model": sizes}
+    per_parameter = {name: size for name, size in evidence["bytes_per_parameter"].items() if size and name != "total"}
+    sizes = {name: size * evidence["parameters"] / mib for name, size in per_parameter.items()}
+    rows_of = {"the whole model": sizes}
     if share := evidence.get("share_per_process"):
-        held["in each process"] = {name: size * share.get(name, 1) for name, size in sizes.items()}
-    at = {name: page.colour(i) for i, name in enumerate(sizes)}
+        rows_of["in each process"] = {name: size * share.get(name, 1) for name, size in sizes.items()}
+    colour_of = {name: page.colour(i) for i, name in enumerate(sizes)}
     bars, cells = [], []
-    for name, of in held.items():
-        total = report.number(sum(of.values()))
-        bars.append((name, [(of[key], at[key]) for key in sizes], f"{total} MiB", False))
-        cells.append([name, *map(report.number, of.values()), total])
-    caption = f"Model states, counted on live tensors: {sum(per.values()):.2f} bytes per parameter."
-    drawn = page.picture(page.bars(bars, "MiB"), caption, page.legend(list(at.items())))
-    peak = record["peak_memory_bytes"]
-    said = f"With activations and everything else the peak was {(peak or 0) / mib:,.0f} MiB in a process."
-    heads = ["", *sizes, "MiB"]
-    return page.section("Memory", drawn, page.table(heads, cells), page.words(said) if peak else "")
+    for title, row in rows_of.items():
+        total = report.number(sum(row.values()))
+        bars.append((title, [(size, colour_of[name]) for name, size in row.items()], f"{total} MiB", False))
+        cells.append([title, *map(report.number, row.values()), total])
+    caption = f"Model states, counted on live tensors: {sum(per_parameter.values()):.2f} bytes per parameter."
+    picture = page.picture(page.bars(bars, "MiB"), caption, page.legend(list(colour_of.items())))
+    table, peak = page.table(["", *sizes, "MiB"], cells), record["peak_memory_bytes"]
+    if not peak:
+        return page.section("Memory", picture, table, "")
+    said = f"With activations and everything else the peak was {peak / mib:,.0f} MiB in a process."
+    return page.section("Memory", picture, table, page.words(said))
 
 
 def drawn_layers(evidence):
@@ -147,20 +148,23 @@ def page_of(folder):
     return page.whole(title, record["command"], list(table.items()), parts, record.get("notes", ()))
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="./launch.sh show", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+def main(argv):
+    parser = cli.parser("show", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--html", action="store_true", help="write run.html into it")
-    args = parser.parse_args()
-    if not (args.run / "run.json").is_file():
-        sys.exit(f"error: show takes the folder of a run (with its run.json), got {args.run}")
+    args = parser.parse_args(argv)
+    try:
+        json.loads((args.run / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        reason = type(error).__name__
+        raise Refused(f"show takes the folder of a run (with its run.json), got {args.run} ({reason})") from None
     if args.html:
         (args.run / "run.html").write_text(page_of(args.run))
         print(args.run / "run.html")
     else:
         print(text(args.run))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -1,0 +1,59 @@
+"""What the commands of ./launch.sh share: their parser, the words after `--`, columns, and how a refusal ends them."""
+
+import argparse
+import sys
+
+import faithful
+from shared import args
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise args.Refused(f"{message} ({self.prog} --help lists the options)")
+
+
+def parser(name, description):
+    """A parser whose help begins with `./launch.sh <name>` and keeps the lines of the description. A bad option raises
+    Refused."""
+    return Parser(prog=f"./launch.sh {name}", description=description, allow_abbrev=False,
+                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+
+
+def count(text):
+    """A whole number, 1 or more, for `add_argument(type=count)`."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
+
+
+def split(argv):
+    """(the words before `--`, those after it); the second is None without `--`."""
+    if "--" not in argv:
+        return argv, None
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def make_folder(folder):
+    """Makes the folder for what a command writes, before it begins: at its end the work would be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise args.Refused(f"nothing can be written to {folder}: {error.strerror}") from None
+
+
+def columns(rows):
+    """Rows of strings as lines, in columns two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def run(main):
+    """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments."""
+    try:
+        code = main(sys.argv[1:])
+    except (args.Refused, faithful.Refused) as refused:
+        for line in refused.args:
+            print(f"refused: {line}", file=sys.stderr)
+        code = refused.exit_code
+    sys.exit(code)

@@ -1,0 +1,164 @@
+"""Reads finished runs: why one cannot be used, and whether several differ in the config only."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+from shared import args
+from shared.args import Refused
+
+SCHEMA = 2  # of run.json
+NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
+ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
+# Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
+FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
+
+
+def read(folder, seed=None):
+    """Reads a run from its folder: record, metrics, seed, and the reason why it cannot be used (or None).
+
+    seed: the seed of the launch; the default is the record's, or the one in the folder's name."""
+    folder = Path(folder)
+    named = re.search(r"-seed(\d+)$", folder.name)
+    run = {"folder": folder, "record": None, "metrics": [], "seed": int(named[1]) if named else None}
+    run["seed"] = run["seed"] if seed is None else seed
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        data = json.loads((folder / "data.json").read_text()) if (folder / "data.json").exists() else {}
+        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        metrics = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        return run | {"problem": f"no record: {error}"}
+    record["data"] = data
+    run["seed"] = (record.get("args") or {}).get("seed", run["seed"]) if seed is None else seed
+    return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
+
+
+def problem(record, metrics):
+    """The reason why this run cannot be used, or None."""
+    if record.get("schema_version") != SCHEMA:
+        return f"run.json has schema_version {record.get('schema_version')}, this version reads {SCHEMA}: run it again"
+    closed = ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")  # not a recipe
+    if record.get("status") not in closed or record.get("error"):
+        return f"{record.get('status')}: {record.get('error') or 'it did not finish'}"
+    evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
+    lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
+    lacks += [key for key in ("samples_per_step", "first_batch") if not seen.get(key)]
+    lacks += [] if record.get("code_sha256") else ["code_sha256"]
+    lacks += ["throughput"] if not (record.get("throughput") or {}).get("step_seconds_median") else []
+    lacks += [] if logged(record) or seen.get("loss_curve") else ["final metrics"]
+    if lacks:
+        return f"lacks evidence: {', '.join(lacks)}"
+    if record["plan"]["precision"] == "fp8" and not evidence.get("linear_converted"):
+        return "lacks evidence: asked for fp8, no Linear is recorded as converted"
+    taken = final["step"] if final else seen["loss_curve"][-1][0]
+    steps = record["args"].get("max_steps", taken)  # of a script that is not a recipe: all its steps
+    if taken != steps:
+        return f"lacks evidence: {taken} of {steps} steps are recorded"
+    last = metrics[-1] if metrics else {}
+    wrong = [name for name, value in logged(record).items() if last.get(name) != value or not math.isfinite(value)]
+    return f"run.json and metrics.jsonl disagree on {', '.join(wrong)}" if wrong else None
+
+
+def logged(record):
+    """The last metrics that the run logged."""
+    values = (record.get("final") or {}).get("metrics") or {}
+    values = {key: float(value) if value in NOT_FINITE else value for key, value in values.items() if key not in ASIDE}
+    return {key: value for key, value in values.items() if isinstance(value, int | float)}
+
+
+def nudged(run):
+    """Whether the run started from weights changed by one rounding (the twin)."""
+    return bool(((run["record"] or {}).get("seen") or {}).get("nudged"))
+
+
+def label(record, vary=(), processes=False):
+    """The row of the report that a run belongs to: its config and the options that were allowed to vary."""
+    how = record["plan"]
+    name = record["config"]["name"] or f"{how['strategy']}_{how['precision']}"
+    name += f" x{how['num_processes']}" if processes else ""
+    return " ".join([name, *(f"{key}={setting(record, key)}" for key in vary)])
+
+
+def setting(record, key):
+    return record["seen"]["samples_per_step"] if key == "global_batch_size" else record["args"].get(key)
+
+
+def fixed(record, vary):
+    """A flat dict of everything that must be equal if two runs differ in the config only."""
+    flat = {key: value for key, value in record["args"].items() if key not in FREE}
+    flat |= {f"version of {key}": value for key, value in record["versions"].items()}
+    flat |= {key: record[key] for key in ("recipe", "device_name")}
+    flat |= {"global_batch_size": setting(record, "global_batch_size"), "data": record["data"].get("fingerprint")}
+    flat["code of the recipe, shared/, faithful/ and amp8/"] = record["code_sha256"]
+    return {key: value for key, value in flat.items() if key not in vary}
+
+
+def comparable(run):
+    """Whether the record says what was run. A failed run can be comparable, too."""
+    record = run["record"]
+    keys = ("args", "versions", "recipe", "device_name", "code_sha256", "config", "plan")
+    return bool(record) and record.get("schema_version") == SCHEMA and all(record.get(key) for key in keys)
+
+
+def check_alike(runs, vary):
+    """Refuses runs that differ in more than the config, and names each difference once. A run that lacks evidence is
+    compared by what its record has."""
+    runs = sorted(filter(comparable, runs), key=lambda run: bool(run["problem"]))
+    if not runs:
+        return
+    lines = differing(runs, vary) | differing_texts(runs, vary)
+    lines = lines or differing_starts(runs, vary)  # which would follow from those
+    if lines:
+        advice = "compare runs made alike, or name what may differ: --vary NAME"
+        raise Refused("\n  ".join(["these runs differ in more than the config:", *lines.values()]) + f"\n{advice}")
+
+
+def differing(runs, vary):
+    """{name: the first difference} of options, versions, data and code."""
+    first, lines = runs[0], {}
+    seeds = {key for key in first["record"]["args"] if all(is_seed(run, key) for run in runs)}
+    wanted = fixed(first["record"], vary)
+    for run in runs:
+        values = fixed(run["record"], vary)
+        for key in dict.fromkeys([*wanted, *values]):
+            unknown = run["problem"] and (values.get(key) is None or wanted.get(key) is None)
+            if values.get(key) != wanted.get(key) and key not in seeds and not unknown:
+                then, now = short(wanted.get(key)), short(values.get(key))
+                lines.setdefault(key, f"{key}: {then} in {first['folder']}, {now} in {run['folder']}")
+    return lines
+
+
+def differing_texts(runs, vary):
+    """{row: a line} of rows whose runs had config files with other texts."""
+    texts, lines = {}, {}
+    for run in runs:
+        row, digest = label(run["record"], vary, True), run["record"]["config"]["sha256"]
+        if texts.setdefault(row, digest) != digest:
+            lines[row] = f"text of {row}: not the same in all of its runs"
+    return lines
+
+
+def differing_starts(runs, vary):
+    """{what: a line} of runs of one seed that began with other weights, or with another batch."""
+    starts, lines = {}, {}
+    for run in runs:
+        record = run["record"]
+        of_seed = (run["seed"], *(setting(record, key) for key in vary))
+        weights = (record.get("evidence") or {}).get("initial_weights")
+        batch = (record.get("seen") or {}).get("first_batch")
+        for what, start in ((f"initial weights{', nudged' if nudged(run) else ''}", weights), ("first batch", batch)):
+            if start and starts.setdefault((what, of_seed), start) != start:
+                lines.setdefault(what, f"{what} of seed {run['seed']}: {run['folder']} began with another")
+    return lines
+
+
+def is_seed(run, key):
+    """Whether this option is the run's seed, whatever its name is."""
+    here = run["record"]["args"].get(key)
+    return here is not None and run["seed"] is not None and str(here) == str(run["seed"])
+
+
+def short(value):
+    return f"{value[:12]}..." if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else value
