@@ -20,7 +20,7 @@ HERE = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packa
 ALL = [  # that this machine does not refuse
     path.stem
     for path in sorted(CONFIGS.glob("*.yml"))
-    if not rules.problems(config_module.asked(config_module.to_env(yaml.safe_load(path.read_text()))), HERE)
+    if not rules.problems(config_module.read_env(config_module.to_env(yaml.safe_load(path.read_text()))), HERE)
 ]
 CHOSEN = {
     "vit": ("fsdp_bf16_ckpt",),  # the other configs are test_configs.py's and test_fp8.py's
