@@ -3,6 +3,7 @@
     python benchmarks/rehearsal.py --output results/rehearsal.json
     python benchmarks/rehearsal.py --avx2 --before ../earlier --configs single_bf16 --output results/rehearsal.json
     python benchmarks/rehearsal.py --losses 4 --output results/rehearsal.json
+    python benchmarks/rehearsal.py --start 5 --before ../earlier --configs single_bf16 ddp_bf16 --output ...
 
 The recipes run in turns (benchmarks/turns.py), the configs of a strategy beside its fp32 one. A ratio is that of the
 median steps of one turn; the report has the median and the quartiles over the turns. --avx2 makes torch and oneDNN use
@@ -10,6 +11,8 @@ no instruction beyond AVX2, as on most laptops. --before is a clone of an earlie
 
 --losses compares the losses of 50 steps in bf16, products computed in fp32, with those of the CPU's own bf16 kernels,
 over pairs of runs with the same seed. As a scale: the distance of a run whose first weights differ in the last bit.
+
+--start measures the seconds from the command to the end of the first optimizer step, so many times, in turns.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import turns
@@ -59,6 +63,27 @@ def one(file, steps, port, recipe, *words):
     turns.watch(file, int(steps), int(port))
     sys.argv, sys.path[0] = [recipe, *words], str(Path(recipe).parent)
     runpy.run_path(recipe, run_name="__main__")
+
+
+def first_step(model, env, before, way):
+    """Seconds from the command to the end of the first optimizer step."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        start(model, env, before, way, 3, Path(folder), 0).wait()
+        file = Path(folder, f"{way}.json")
+        return json.loads(file.read_text())["first_step"] - began if file.exists() else turns.failed(way, Path(folder))
+
+
+def start_rows(models, configs, env, before, rounds):
+    """A row for each model and config: the seconds of each round, of this code and of the earlier one, if any."""
+    for model in models:
+        for config in configs:
+            ways = [config, *([f"{config}@before"] if before else [])]
+            found = [{way: first_step(model, env, before, way) for way in ways} for _ in range(rounds)]
+            row = {"model": model, "config": config, "instructions": "AVX2" if env else "as it is"}
+            row |= {way.partition("@")[2] or "now": [each[way] for each in found] for way in ways}
+            print(row, flush=True)
+            yield row
 
 
 def losses(model, seed, products, perturbed=False):
@@ -113,18 +138,23 @@ def main():
     parser.add_argument("--before", type=Path, help="a clone of an earlier commit")
     parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
     parser.add_argument("--losses", type=int, metavar="SEEDS", help="compare losses instead of times")
+    parser.add_argument("--start", type=int, metavar="ROUNDS", help="measure start-up instead of steps")
     args = parser.parse_args()
+    env = AVX2 if args.avx2 else {}
     made = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
     rows, said = made.get("rows", []), made.get("command", "")
     all_of_them = said if command() in said else f"{said} and {command()}".removeprefix(" and ")
+    figures = {"rows": rows, "losses": made.get("losses", []), "start": made.get("start", []), "command": all_of_them}
     if args.losses:
-        figures = {"rows": rows, "losses": list(loss_rows(args.models, args.losses)), "command": all_of_them}
+        figures["losses"] = list(loss_rows(args.models, args.losses))
+        return save(args.output, figures, ("accelerate", "torchao", "deepspeed"))
+    if args.start:
+        figures["start"] = list(start_rows(args.models, args.configs, env, args.before, args.start))
         return save(args.output, figures, ("accelerate", "torchao", "deepspeed"))
     for model in args.models:
         for fp32 in dict.fromkeys(map(base, args.configs)):
             configs = [config for config in args.configs if base(config) == fp32]
             ways = [fp32, *configs, *(f"{config}@before" for config in configs if args.before)]
-            env = AVX2 if args.avx2 else {}
             found = turns.in_turns(ways, args.turns, functools.partial(start, model, env, args.before))
             for way in ways[1:]:
                 config, _, earlier = way.partition("@")
@@ -136,7 +166,7 @@ def main():
                 low, high = row["wall"]["quartiles"]
                 print(f"{model} {way} {cpu}: {row['wall']['median']:.2f} of fp32 ({low:.2f} to {high:.2f})", flush=True)
             if args.output:
-                figures = {"rows": rows, "losses": made.get("losses", []), "command": all_of_them}
+                figures["rows"] = rows
                 save(args.output, figures, ("accelerate", "torchao", "deepspeed"))
 
 

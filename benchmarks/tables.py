@@ -277,7 +277,14 @@ def rehearsal(made):
         cells.setdefault(column, {})[row["config"]] = f"{row['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
     configs = dict.fromkeys(row["config"] for row in made["rows"])
     rows = [[f"`{config}`", *(cells[column].get(config, "-") for column in sorted(cells))] for config in configs]
-    return f"{came_from(made)}; ratios as above:\n\n" + report.table(["config", *sorted(cells)], rows)
+    text = f"{came_from(made)}; ratios as above:\n\n" + report.table(["config", *sorted(cells)], rows)
+    if made.get("start"):
+        heads, rows = ["model", "config", "seconds to the first step, median", "before"], []
+        for row in made["start"]:
+            times = [f"{statistics.median(row[code]):.1f}" for code in ("now", "before")]
+            rows.append([row["model"], f"`{row['config']}`", *times])
+        text += f"\n\nFrom the command to the end of the first optimizer step:\n\n{report.table(heads, rows)}"
+    return text
 
 
 def wrapper(made):
