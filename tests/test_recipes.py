@@ -253,6 +253,25 @@ def test_deterministic_kernels_are_asked_for_before_cuda_begins(tmp_path):
     assert "deterministic True" in (tmp_path / "run.log").read_text()
 
 
+def test_all_ranks_write_the_sample_of_rank_0(ragged, tmp_path):
+    """On GPUs the ranks' logits may differ in the last bit. A rank that alone drew the end of the text would stop, and
+    the others would wait for it in FSDP2's collectives, after the training."""
+
+    def before(rank):
+        of_text = text.continuation
+
+        def ends(model, tokenizer, *rest):
+            if rank == 1:
+                torch.multinomial = lambda *_, **__: torch.tensor([tokenizer.eos_token_id])
+            return of_text(model, tokenizer, *rest)
+
+        text.continuation = ends
+
+    argv = ("--dataset", ragged, "--sequence_length", 32, "--max_steps", 1, "--eval_steps", 0)
+    run = train("fsdp_fp32", tmp_path / "run", *argv, name="gpt", before=before, env={"COLLECTIVE_TIMEOUT": "10"})
+    assert len((run / "sample.txt").read_text()) > len("The ")
+
+
 def test_the_loss_of_a_language_model_is_taken_of_rows(ragged, tmp_path):
     """On a GPU torch takes the softmax of logits of three dimensions with one block of threads for each sequence, and of
     rows with one for each token (aten/src/ATen/native/cuda/SoftMax.cu)."""
