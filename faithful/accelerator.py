@@ -69,6 +69,7 @@ class Accelerator(accelerate.Accelerator):
         merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
         tf32 = machine.in_tf32()
+        launcher.keep_patience()
         super().__init__(**merged)
         if self.plan.precision == "fp32" and self.plan.device == "cuda":
             patches.undo_with(
