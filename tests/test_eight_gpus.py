@@ -263,3 +263,24 @@ def test_the_group_that_training_arguments_make_has_the_runs_timeout(tmp_path):
                   before=lambda rank: __main__.take_its_place())  # fmt: skip
     assert ranks.wait(60)[0] == 1
     assert "error: no answer from another process in 3 s (COLLECTIVE_TIMEOUT)" in ranks.text(), ranks.text()[-2000:]
+
+
+@pytest.mark.parametrize(("config", "copies"), [("ddp_bf16", [1, 0]), ("fsdp_bf16", [1, 1])])
+def test_only_processes_that_store_tensors_copy_them_to_the_host(tmp_path, config, copies):
+    """Under DDP all processes hold the same, and the main one stores it: 12 bytes per parameter are copied once."""
+
+    def count(rank):
+        from faithful.strategies import plain
+
+        copy = plain.tensors
+
+        def counted(*rest):
+            with open(tmp_path / f"copies{rank}", "a") as file:
+                file.write("x")
+            return copy(*rest)
+
+        plain.tensors = counted
+
+    train(config, tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, before=count)
+    counts = [tmp_path / f"copies{rank}" for rank in (0, 1)]
+    assert [len(file.read_text()) if file.exists() else 0 for file in counts] == copies
