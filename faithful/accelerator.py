@@ -65,6 +65,7 @@ class Accelerator(accelerate.Accelerator):
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
         merged = arguments.merged(self.plan, script)
         folder, recorded = self.project_folder(merged)
+        launcher.keep_timeout()
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         if self.plan.rehearsal and self.plan.precision != "fp32":

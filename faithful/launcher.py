@@ -11,6 +11,7 @@ its folder.
 import collections
 import contextlib
 import ctypes
+import datetime
 import fcntl
 import functools
 import itertools
@@ -223,6 +224,15 @@ def rendezvous(timeout):
             missing = [str(other) for other in range(world) if not rendezvous.store.check([f"came/{other}"])]
             raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
         time.sleep(0.05)
+
+
+def keep_timeout():
+    """Gives COLLECTIVE_TIMEOUT, if it is set, to a process group that the script has made: with TrainingArguments, say,
+    whose ddp_timeout is 30 minutes."""
+    import torch.distributed as dist
+
+    if "COLLECTIVE_TIMEOUT" in os.environ and dist.is_available() and dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds()))
 
 
 # Calls that scripts may make on one process. No collective is allowed before all processes are known to make the call,

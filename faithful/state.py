@@ -27,11 +27,10 @@ def state_dict(accelerator, alone=False):
     parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
     parts |= random_state()
     models = models_of(accelerator)
-    for index, (model, optimizers) in enumerate(models):
-        own = {}
+    stored = models if main or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
+    for index, (model, optimizers) in enumerate(stored):
         for optimizer in optimizers or [None]:
-            own |= backend.tensors(strategy, model, optimizer)
-        if main or holds_own_parts(accelerator):
+            own = backend.tensors(strategy, model, optimizer)
             parts |= {f"{index}:{name}": tensor for name, tensor in own.items()}
     tensors = {}
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]

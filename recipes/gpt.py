@@ -73,7 +73,7 @@ def main(args):
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )
-    set_seed(args.seed)
+    set_seed(args.seed, deterministic=args.deterministic)
     with accelerator.main_process_first():
         known = models.model_folder(args.model) if args.pretrained else None
         train_set, eval_set = text.texts(args.dataset, args.sequence_length, args.vocab_size, args.packing, known)

@@ -72,7 +72,7 @@ def main(args):
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )
-    set_seed(args.seed)
+    set_seed(args.seed, deterministic=args.deterministic)
     with accelerator.main_process_first():
         config = models.data_config(args.model, args.pretrained)
         train_set, eval_set = data.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)

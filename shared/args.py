@@ -35,6 +35,7 @@ class Run:
     save_total_limit: int = 2  # complete checkpoints kept
     per_device_eval_batch_size: int = 64  # samples per process
     dataloader_num_workers: int = 0  # processes that load data, per training process
+    deterministic: bool = False  # GPU: kernels that give the same bits in each run, slower; torch refuses what has none
     report_to: str | None = None  # tensorboard, trackio or wandb; metrics.jsonl is always written
 
 
@@ -53,7 +54,10 @@ class Parser(argparse.ArgumentParser):
 
 def parse(cls, argv=None):
     """Fills the dataclass `cls` from `argv` (default: the command line). Exits with code 2 on a bad option."""
-    return cls(**vars(parser_of(cls).parse_args(argv)))
+    args = cls(**vars(parser_of(cls).parse_args(argv)))
+    if getattr(args, "deterministic", False):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it begins
+    return args
 
 
 def parser_of(cls, kind=Parser):

@@ -264,6 +264,10 @@ def continuation(model, tokenizer, prompt, length, context, seed=0):
         for _ in range(length):
             logits = model(ids[:, -context:].to(device)).logits[0, -1, : len(tokenizer)].float().cpu()
             token = torch.multinomial(logits.div(0.8).softmax(0), 1, generator=generator)
+            if torch.distributed.is_initialized():  # logits may differ in the last bit, and one rank alone draw the end
+                drawn = token.to(device)
+                torch.distributed.broadcast(drawn, 0)
+                token = drawn.cpu()
             if token == tokenizer.eos_token_id:
                 break
             ids = torch.cat([ids, token[None]], 1)

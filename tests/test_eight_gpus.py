@@ -16,7 +16,7 @@ import torch
 from conftest import CONFIGS, Ranks, distance, launched, record, train
 from torch.distributed.tensor import DTensor
 
-from faithful import checkpoint, machine
+from faithful import __main__, checkpoint, machine
 from tools import check
 
 NVIDIA_SMI = """#!/bin/sh
@@ -239,3 +239,48 @@ def test_configs_that_compile_kernels_need_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "/opt/bin/cc")
     (tmp_path / "Python.h").touch()
     assert machine.lacks() == [] == check.check(CONFIGS / "ddp_fp8_msamp_o2.yml", slim | {"lacks": []}, {})[1]
+
+
+LATE = """
+import sys, time
+import torch
+from transformers import TrainingArguments
+arguments = TrainingArguments(sys.argv[2])
+assert arguments.device and torch.distributed.is_initialized()
+from faithful import Accelerator
+accelerator = Accelerator()
+time.sleep(20 * accelerator.process_index)
+torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_the_group_that_training_arguments_make_has_the_runs_timeout(tmp_path):
+    pytest.importorskip("transformers")
+    script, env = tmp_path / "mine.py", {"COLLECTIVE_TIMEOUT": "3", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")}
+    script.write_text(LATE)
+    (tmp_path / "out").mkdir()
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "out")], script=script, env=env,
+                  before=lambda rank: __main__.take_its_place())  # fmt: skip
+    assert ranks.wait(60)[0] == 1
+    assert "error: no answer from another process in 3 s (COLLECTIVE_TIMEOUT)" in ranks.text(), ranks.text()[-2000:]
+
+
+@pytest.mark.parametrize(("config", "copies"), [("ddp_bf16", [1, 0]), ("fsdp_bf16", [1, 1])])
+def test_only_processes_that_store_tensors_copy_them_to_the_host(tmp_path, config, copies):
+    """Under DDP all processes hold the same, and the main one stores it: 12 bytes per parameter are copied once."""
+
+    def count(rank):
+        from faithful.strategies import plain
+
+        copy = plain.tensors
+
+        def counted(*rest):
+            with open(tmp_path / f"copies{rank}", "a") as file:
+                file.write("x")
+            return copy(*rest)
+
+        plain.tensors = counted
+
+    train(config, tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, before=count)
+    counts = [tmp_path / f"copies{rank}" for rank in (0, 1)]
+    assert [len(file.read_text()) if file.exists() else 0 for file in counts] == copies

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 import shutil
 
@@ -230,6 +231,45 @@ def test_tied_weights_are_stored_once_and_the_run_s_model_is_transformers_own(ra
         again = train("single_fp32", tmp_path / f"{kind}-again", *argv, "--model", run, "--pretrained",
                       "--learning_rate", 1e-9, name="gpt")  # fmt: skip
         assert record(again)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_deterministic_kernels_are_asked_for_before_cuda_begins(tmp_path):
+    def before(rank):
+        from faithful import Accelerator
+
+        begins = Accelerator.__init__
+
+        def begun(self, *args, **kwargs):
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+            begins(self, *args, **kwargs)
+
+        def ended(self):
+            print("deterministic", torch.are_deterministic_algorithms_enabled())
+
+        Accelerator.__init__, Accelerator.save_model = begun, lambda self, *_: ended(self)
+
+    argv = ("--deterministic", "--max_steps", 1, "--eval_steps", 0)
+    train("single_bf16", tmp_path / "run", *argv, before=before)
+    assert "deterministic True" in (tmp_path / "run.log").read_text()
+
+
+def test_all_ranks_write_the_sample_of_rank_0(ragged, tmp_path):
+    """On GPUs the ranks' logits may differ in the last bit. A rank that alone drew the end of the text would stop, and
+    the others would wait for it in FSDP2's collectives, after the training."""
+
+    def before(rank):
+        of_text = text.continuation
+
+        def ends(model, tokenizer, *rest):
+            if rank == 1:
+                torch.multinomial = lambda *_, **__: torch.tensor([tokenizer.eos_token_id])
+            return of_text(model, tokenizer, *rest)
+
+        text.continuation = ends
+
+    argv = ("--dataset", ragged, "--sequence_length", 32, "--max_steps", 1, "--eval_steps", 0)
+    run = train("fsdp_fp32", tmp_path / "run", *argv, name="gpt", before=before, env={"COLLECTIVE_TIMEOUT": "10"})
+    assert len((run / "sample.txt").read_text()) > len("The ")
 
 
 def test_the_loss_of_a_language_model_is_taken_of_rows(ragged, tmp_path):
