@@ -85,8 +85,9 @@ def classes(model, record, paths, precision="evaluated", batch_size=64, device="
     model, rows = model.to(device), []
     for first in range(0, len(paths), batch_size):
         part = paths[first : first + batch_size]
-        pixels = torch.stack([transform(data.read_image({"path": str(path), "bytes": None}, i))
-                              for i, path in enumerate(part, first)])  # fmt: skip
+        pixels = torch.stack(
+            [transform(data.read_image({"path": str(path), "bytes": None}, i)) for i, path in enumerate(part, first)]
+        )
         with torch.no_grad(), context:
             probabilities = model(pixels.to(device)).float().softmax(-1)
         for path, row in zip(part, probabilities, strict=True):

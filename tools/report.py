@@ -239,8 +239,17 @@ def spreadsheet(comparison, file):
     lines = []
     for row in comparison["rows"]:
         line = {key: row[key] for key in ("config", "control", "error")} | {"seeds": " ".join(map(str, row["seeds"]))}
-        for key in ("truth", "emulated", "num_processes", "linear_converted", "linear_total", "wire_bytes_per_step",
-                    "step_seconds_p90", "gpu_utilization", "samples_per_unit_of_price"):  # fmt: skip
+        for key in (
+            "truth",
+            "emulated",
+            "num_processes",
+            "linear_converted",
+            "linear_total",
+            "wire_bytes_per_step",
+            "step_seconds_p90",
+            "gpu_utilization",
+            "samples_per_unit_of_price",
+        ):
             line[key] = row.get(key)
         for name, measure in row.get("measures", {}).items():
             keys = ("mean", "spread", "difference", "relative", "resolution", "more_seeds", "verdict")

@@ -115,12 +115,20 @@ def in_words(record):
     yield "how", parts[0] + (": a rehearsal on a CPU" if plan["rehearsal"] else "")
     yield "precision", parts[1]
     if plan["precision"] == "fp8":
-        yield "in FP8", (f"{evidence['linear_converted']} of {evidence['linear_total']} Linear layers, which hold "
-                         f"{evidence['share_converted']:.0%} of the parameters")  # fmt: skip
+        yield (
+            "in FP8",
+            (
+                f"{evidence['linear_converted']} of {evidence['linear_total']} Linear layers, which hold "
+                f"{evidence['share_converted']:.0%} of the parameters"
+            ),
+        )
         yield "evaluation", evidence["eval_precision"]
     kinds = evidence["dtypes"]
-    for name, counts in (("parameters", kinds["parameters"]), ("gradients", kinds["gradients"]),
-                         *kinds["optimizer_state"].items()):  # fmt: skip
+    for name, counts in (
+        ("parameters", kinds["parameters"]),
+        ("gradients", kinds["gradients"]),
+        *kinds["optimizer_state"].items(),
+    ):
         yield name, ", ".join(f"{count:,} elements in {kind}" for kind, count in counts.items())
     owned = "updates every trainable parameter" if evidence["optimizer_owns_all"] else "does not update all parameters"
     yield "optimizer", f"{record['seen']['optimizer']['class']}, {owned}"
