@@ -135,7 +135,7 @@ def main(argv):
     parser.add_argument("--seed", type=int, default=0, help="of the tokens drawn")
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
