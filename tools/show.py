@@ -55,7 +55,7 @@ def curves(record, logged):
 
 def drawn_curves(points_of):
     """One picture with all losses, then one picture for each other measure."""
-    from tools import page, report
+    from tools import drawings, page, report
 
     losses = [name for name in points_of if "loss" in name]
     others = sorted(points_of.keys() - set(losses))
@@ -66,7 +66,7 @@ def drawn_curves(points_of):
         key = page.legend([(name, at) for name, at, _ in series])
         drawn = page.picture(page.lines(series), caption, key)
         numbers = {name: points_of[name] for name in group if name != "loss"}  # of each step the loss is too long
-        yield page.section(group[0].capitalize(), drawn, report.in_numbers(numbers, report.number) if numbers else "")
+        yield page.section(group[0].capitalize(), drawn, drawings.in_numbers(numbers, report.number) if numbers else "")
 
 
 def drawn_memory(record):
