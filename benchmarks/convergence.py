@@ -17,8 +17,10 @@ from pathlib import Path
 from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT = "single_fp8 single_fp8_ao_rowwise single_fp8_ao_rowwise_with_gw_hp single_fp8_te single_fp8_te_current " \
-          "single_fp8_te_block single_fp8_msamp_o1 single_fp8_msamp_o2 single_fp8_msamp_o3"  # fmt: skip
+DEFAULT = (
+    "single_fp8 single_fp8_ao_rowwise single_fp8_ao_rowwise_with_gw_hp single_fp8_te single_fp8_te_current "
+    "single_fp8_te_block single_fp8_msamp_o1 single_fp8_msamp_o2 single_fp8_msamp_o3"
+)
 
 
 def run(config, seed, folder, steps):
@@ -62,8 +64,11 @@ def main():
         away = abs(row["mean"] - baseline["mean"])
         row["agrees_with_bf16"] = away <= max(0.01 * baseline["mean"], baseline["spread"])
         rows.append(row)
-        print(f"{config:34} loss {row['mean']:.4f} (spread {row['spread']:.4f})  accuracy {row['accuracy']:.4f}  "
-              f"{'agrees' if row['agrees_with_bf16'] else 'DIFFERS'}", flush=True)  # fmt: skip
+        print(
+            f"{config:34} loss {row['mean']:.4f} (spread {row['spread']:.4f})  accuracy {row['accuracy']:.4f}  "
+            f"{'agrees' if row['agrees_with_bf16'] else 'DIFFERS'}",
+            flush=True,
+        )
     if args.output:
         save(args.output, {"steps": args.steps, "rows": rows}, run=records[0])
 

@@ -82,12 +82,22 @@ def main():
             after = losses(config_of(name, changes | line, folder / f"{fault}_cured.yml"), fault, folder)
             mean, low, high = interval([100 * (b - a) / b for b, a in zip(before, after, strict=True)])
             results["faults"][fault] = {
-                "config": name, "changes": changes, "planted": layer, "named_first": made["costs"][0]["name"],
-                "seeds": SEEDS, "steps": STEPS, "loss_before": before, "loss_after": after,
-                "paired_gain_percent": {"mean": mean, "low": low, "high": high}, "diagnosis": short(made),
-            }  # fmt: skip
-            print(f"{fault}: planted {layer}, {made['answer'][0]}; {made['skip_line']}: loss {mean:+.1f}% lower "
-                  f"({low:+.1f} to {high:+.1f})", flush=True)  # fmt: skip
+                "config": name,
+                "changes": changes,
+                "planted": layer,
+                "named_first": made["costs"][0]["name"],
+                "seeds": SEEDS,
+                "steps": STEPS,
+                "loss_before": before,
+                "loss_after": after,
+                "paired_gain_percent": {"mean": mean, "low": low, "high": high},
+                "diagnosis": short(made),
+            }
+            print(
+                f"{fault}: planted {layer}, {made['answer'][0]}; {made['skip_line']}: loss {mean:+.1f}% lower "
+                f"({low:+.1f} to {high:+.1f})",
+                flush=True,
+            )
         for config, recipe in RECIPES if args.only != "faults" else ():
             if any(one["config"] == config and one["recipe"] == recipe for one in results["recipes"]):
                 continue  # of an earlier call

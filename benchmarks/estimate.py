@@ -141,15 +141,21 @@ def main():
         states = sum(each * share.get(key, 1) for key, each in states.items()) * evidence["parameters"]
         total = guess["total"] + runtime["single" if processes == 1 else "several"]
         row = {
-            "config": config, "model": rest[0], "dataset": rest[1], "per_device_train_batch_size": rest[2],
+            "config": config,
+            "model": rest[0],
+            "dataset": rest[1],
+            "per_device_train_batch_size": rest[2],
             "num_processes": processes,
-            "states_estimated": guess["states"], "states_measured": round(states),
+            "states_estimated": guess["states"],
+            "states_measured": round(states),
             "states_off": guess["states"] / states - 1,
-            "activations_estimated": guess["activations"], "communication_estimated": guess["communication"],
-            "total_estimated": total, "peak_measured": record["peak_memory_bytes"],
+            "activations_estimated": guess["activations"],
+            "communication_estimated": guess["communication"],
+            "total_estimated": total,
+            "peak_measured": record["peak_memory_bytes"],
             "peak_by_default": by_default[config, *rest]["peak_memory_bytes"],
             "total_off": total / record["peak_memory_bytes"] - 1,
-        }  # fmt: skip
+        }
         row["within"] = all(abs(row[f"{key}_off"]) <= limit for key, limit in LIMITS.items())
         rows.append(row)
         said = f"states {row['states_off']:+6.1%} of {states / 2**20:6.0f} MiB, total {row['total_off']:+6.1%} of "

@@ -87,8 +87,16 @@ def main():
             records.append(train(out, args.config, *options, "32", *model, *ROWS[name]))
             curves.append(accuracies(out))
         final = [curve[-1][1] for curve in curves]
-        rows.append({"start": name, "mean": statistics.mean(final), "accuracy": final, "curves": curves,
-                     "spread": max(final) - min(final), "options": ROWS[name]})  # fmt: skip
+        rows.append(
+            {
+                "start": name,
+                "mean": statistics.mean(final),
+                "accuracy": final,
+                "curves": curves,
+                "spread": max(final) - min(final),
+                "options": ROWS[name],
+            }
+        )
         print(f"{name:40} {rows[-1]['mean']:.4f} (max - min {rows[-1]['spread']:.4f})", flush=True)
     if args.output:
         save(args.output, {"steps": args.steps, "rows": rows}, run=records[0])

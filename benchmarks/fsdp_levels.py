@@ -83,11 +83,19 @@ def memory(folder):
         share = evidence.get("share_per_process", {})
         sizes = {key: size for key, size in evidence["bytes_per_parameter"].items() if key not in ("total", "gathered")}
         each = sum(size * share.get(key, 1) for key, size in sizes.items())
-        rows.append({"config": config, "parameters": evidence["parameters"], "peak": record["peak_memory_bytes"],
-                     "bytes_per_parameter_in_each_process": round(each, 3),
-                     "wire_bytes_per_step": evidence["wire_bytes_per_step"]})  # fmt: skip
-        print(f"vit_large, {config}: peak {rows[-1]['peak'] / 2**30:.2f} GiB, {each:.2f} B/param in each process",
-              flush=True)  # fmt: skip
+        rows.append(
+            {
+                "config": config,
+                "parameters": evidence["parameters"],
+                "peak": record["peak_memory_bytes"],
+                "bytes_per_parameter_in_each_process": round(each, 3),
+                "wire_bytes_per_step": evidence["wire_bytes_per_step"],
+            }
+        )
+        print(
+            f"vit_large, {config}: peak {rows[-1]['peak'] / 2**30:.2f} GiB, {each:.2f} B/param in each process",
+            flush=True,
+        )
     return rows
 
 

@@ -137,11 +137,17 @@ def train(model, batch, config, steps):
     took, data = record["throughput"]["step_seconds_median"], record["data"]
     flop = 3 * batch * forward_flop(model, data)
     return {
-        "command": record["command"], "truth": record["evidence"]["truth"], **record["throughput"],
-        "flop_per_step": flop, "flop_per_second": flop / took, "peak_memory_bytes": record["peak_memory_bytes"],
-        "bytes_per_parameter": record["evidence"]["bytes_per_parameter"]["total"], "loss": record["final"]["loss"],
-        "gpu_utilization_mean": record["gpu_utilization_mean"], "versions": record["versions"],
-    }  # fmt: skip
+        "command": record["command"],
+        "truth": record["evidence"]["truth"],
+        **record["throughput"],
+        "flop_per_step": flop,
+        "flop_per_second": flop / took,
+        "peak_memory_bytes": record["peak_memory_bytes"],
+        "bytes_per_parameter": record["evidence"]["bytes_per_parameter"]["total"],
+        "loss": record["final"]["loss"],
+        "gpu_utilization_mean": record["gpu_utilization_mean"],
+        "versions": record["versions"],
+    }
 
 
 def forward_flop(model, data):
@@ -266,8 +272,10 @@ def show(made):
     sound = {name: row for name, row in made.items() if "error" not in row}
     rate = sound.get("rates", {})
     if rate:
-        print(f"bf16 {rate['bf16_flop_per_second'] / 1e12:.4g} TFLOP/s, FP8 {rate['fp8_flop_per_second'] / 1e12:.4g} "
-              f"TFLOP/s, copy {rate['copy_bytes_per_second'] / 1e12:.3g} TB/s\n")  # fmt: skip
+        print(
+            f"bf16 {rate['bf16_flop_per_second'] / 1e12:.4g} TFLOP/s, FP8 {rate['fp8_flop_per_second'] / 1e12:.4g} "
+            f"TFLOP/s, copy {rate['copy_bytes_per_second'] / 1e12:.3g} TB/s\n"
+        )
     steps, optimizers, ends = [], [], []
     for name, row in made.items():
         if "error" in row:
@@ -276,12 +284,18 @@ def show(made):
             model, batch, _ = name.split("-")
             base = sound.get(f"{model}-{batch}-bf16_compile")
             share = row["flop_per_second"] / rate["bf16_flop_per_second"] if rate else None
-            steps.append([
-                name, f"{1000 * row['step_seconds_median']:.1f}", f"{row['samples_per_second_median']:.1f}",
-                f"{base['step_seconds_median'] / row['step_seconds_median']:.2f}x" if base else "",
-                f"{row['flop_per_second'] / 1e12:.3g}", f"{share:.0%}" if share else "",
-                f"{row['peak_memory_bytes'] / 2**30:.2f}", f"{row['loss']:.4f}",
-            ])  # fmt: skip
+            steps.append(
+                [
+                    name,
+                    f"{1000 * row['step_seconds_median']:.1f}",
+                    f"{row['samples_per_second_median']:.1f}",
+                    f"{base['step_seconds_median'] / row['step_seconds_median']:.2f}x" if base else "",
+                    f"{row['flop_per_second'] / 1e12:.3g}",
+                    f"{share:.0%}" if share else "",
+                    f"{row['peak_memory_bytes'] / 2**30:.2f}",
+                    f"{row['loss']:.4f}",
+                ]
+            )
         elif name.startswith("optimizer"):
             share = f"{row['bytes_per_second'] / rate['copy_bytes_per_second']:.0%}" if rate else ""
             speed = f"{row['bytes_per_second'] / 1e12:.3g}"
@@ -291,10 +305,21 @@ def show(made):
         elif name.startswith("digits"):
             cells = [f"{row[device]['eval_loss']:.4f}" if device in row else "not run" for device in ("gpu", "cpu")]
             ends.append([name, *cells])
-    heads = ["case", "step, ms", "samples/s", "against bf16_compile", "TFLOP/s", "of the bf16 product's rate",
-             "peak, GiB", "loss"]  # fmt: skip
-    for head, rows in ((heads, steps), (["case", "step, ms", "GB moved", "TB/s", "of the copy rate"], optimizers),
-                       (["case", "held-out loss on the GPU", "on the CPU"], ends)):  # fmt: skip
+    heads = [
+        "case",
+        "step, ms",
+        "samples/s",
+        "against bf16_compile",
+        "TFLOP/s",
+        "of the bf16 product's rate",
+        "peak, GiB",
+        "loss",
+    ]
+    for head, rows in (
+        (heads, steps),
+        (["case", "step, ms", "GB moved", "TB/s", "of the copy rate"], optimizers),
+        (["case", "held-out loss on the GPU", "on the CPU"], ends),
+    ):
         if rows:
             print(table(head, rows), end="\n\n")
 

@@ -75,13 +75,28 @@ def page(about, rate, rows):
         figures = [""] * 6
         if "step_seconds" in row:
             share = f"{row['flop_per_second'] / rate:.0%}" if rate else ""
-            figures = [f"{1000 * row['step_seconds']:.1f}", f"{row['samples_per_second']:.1f}",
-                       f"{row['flop_per_second'] / 1e12:.3g}", share, f"{row['peak_memory_bytes'] / 2**30:.2f}",
-                       f"{row['loss']:.4f}"]  # fmt: skip
+            figures = [
+                f"{1000 * row['step_seconds']:.1f}",
+                f"{row['samples_per_second']:.1f}",
+                f"{row['flop_per_second'] / 1e12:.3g}",
+                share,
+                f"{row['peak_memory_bytes'] / 2**30:.2f}",
+                f"{row['loss']:.4f}",
+            ]
         cells.append([f"`{config}`", row["outcome"], *figures])
     truths = [f"- `{config}`: {row['truth']}" for config, row in rows.items() if "truth" in row]
-    parts = ["# What the configs do on this machine", "", *(f"- {key}: {value}" for key, value in about.items()), "",
-             table(HEADS, cells), "", "What was counted in each run:", "", *truths, ""]  # fmt: skip
+    parts = [
+        "# What the configs do on this machine",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        table(HEADS, cells),
+        "",
+        "What was counted in each run:",
+        "",
+        *truths,
+        "",
+    ]
     return "\n".join(parts)
 
 

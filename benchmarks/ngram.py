@@ -79,9 +79,12 @@ def main():
             "training_bytes": len(train.tokens),
             "held_out_bytes": int(held_out.counts.sum()),
             "ngram_loss": losses,
-            "gpt": {"loss": loss, "args": {key: record["args"][key] for key in ("model", "max_steps", "learning_rate")},
-                    "train_seconds_about": record["throughput"]["step_seconds_median"] * record["args"]["max_steps"]},
-        }  # fmt: skip
+            "gpt": {
+                "loss": loss,
+                "args": {key: record["args"][key] for key in ("model", "max_steps", "learning_rate")},
+                "train_seconds_about": record["throughput"]["step_seconds_median"] * record["args"]["max_steps"],
+            },
+        }
         save(args.output, figures, run=record)
 
 

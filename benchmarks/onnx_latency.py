@@ -37,8 +37,14 @@ def in_onnxruntime(model, inputs, path):
     """Exports `model` to `path` and returns a function that computes a batch with onnxruntime."""
     import onnxruntime
 
-    torch.onnx.export(model, (inputs[:2],), dynamo=True, input_names=["inputs"], verbose=False,
-                      dynamic_shapes=({0: torch.export.Dim("batch")},)).save(path)  # fmt: skip
+    torch.onnx.export(
+        model,
+        (inputs[:2],),
+        dynamo=True,
+        input_names=["inputs"],
+        verbose=False,
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+    ).save(path)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -57,9 +63,13 @@ def measure(run, batches, calls):
             path = Path(folder, "model.onnx")
             engines = {"torch": model, "onnxruntime": in_onnxruntime(model, cast, path)}
             for engine, call in engines.items():
-                row = {"model": record["args"]["model"], "engine": engine, "dtype": str(dtype)[6:],
-                       "bytes": weights if engine == "torch" else path.stat().st_size,
-                       "apart": (call(cast).float() - wanted).abs().max().item()}  # fmt: skip
+                row = {
+                    "model": record["args"]["model"],
+                    "engine": engine,
+                    "dtype": str(dtype)[6:],
+                    "bytes": weights if engine == "torch" else path.stat().st_size,
+                    "apart": (call(cast).float() - wanted).abs().max().item(),
+                }
                 row |= {f"milliseconds_batch_{n}": milliseconds(call, cast[:n].contiguous(), calls) for n in batches}
                 print(row, flush=True)
                 yield row

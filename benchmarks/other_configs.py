@@ -119,9 +119,16 @@ def launched(config, script, words, work, out):
     command = ["accelerate", "launch", "--config_file", str(config), "--main_process_port", "0", "-m", "faithful"]
     command += [str(script), *(word.replace("OUT", str(out / "run")) for word in words)]
     paths = [ROOT / "benchmarks/witness", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
-           "PYTHONPATH": ":".join(map(str, paths)), "WITNESS": str(out / "witness"), "TOKENIZERS_PARALLELISM": "false",
-           "FAITHFUL_PROJECT_DIR": str(out / "run"), "HF_DATASETS_CACHE": str(work / "cache")}  # fmt: skip
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": ":".join(map(str, paths)),
+        "WITNESS": str(out / "witness"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "FAITHFUL_PROJECT_DIR": str(out / "run"),
+        "HF_DATASETS_CACHE": str(work / "cache"),
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, cwd=work)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "refused" in line or "rror" in line] or ["?"]
@@ -218,8 +225,11 @@ def write(args, table, made):
     for script in ("gpt", "clm"):
         runs = [scripts[script] for scripts in made.values() if script in scripts]
         apart = [run["apart"] for run in runs if "apart" in run]
-        figures[script] = {"launched": len(runs), "equal_to_ours": sum(run.get("equal", False) for run in runs),
-                           "largest_apart": max(apart, default=None)}  # fmt: skip
+        figures[script] = {
+            "launched": len(runs),
+            "equal_to_ours": sum(run.get("equal", False) for run in runs),
+            "largest_apart": max(apart, default=None),
+        }
     if args.checkouts:
         figures["script_of_others"] = others.origin("clm", args.checkouts)
     save(args.output, figures | {"table": table, "launches": made}, ("accelerate", "trl", "transformers", "deepspeed"))

@@ -103,8 +103,9 @@ def fabric(model, precision, steps):
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     strategy = {"strategy": "ddp"} if world > 1 else {}
-    made = Fabric(accelerator="cpu", devices=world, precision={"bf16": "bf16-mixed", "fp32": "32-true"}[precision],
-                  **strategy)  # fmt: skip
+    made = Fabric(
+        accelerator="cpu", devices=world, precision={"bf16": "bf16-mixed", "fp32": "32-true"}[precision], **strategy
+    )
     made.launch()
     net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     net, optimizer = made.setup(net, optimizer)
@@ -141,10 +142,20 @@ def trainer(model, precision, steps):
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=steps, per_device_train_batch_size=BATCH // world, logging_steps=10, save_strategy="no",
-            report_to=[], bf16=precision == "bf16", use_cpu=True, remove_unused_columns=False, max_grad_norm=1.0,
-            seed=SEED, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
-        )  # fmt: skip
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH // world,
+            logging_steps=10,
+            save_strategy="no",
+            report_to=[],
+            bf16=precision == "bf16",
+            use_cpu=True,
+            remove_unused_columns=False,
+            max_grad_norm=1.0,
+            seed=SEED,
+            dataloader_pin_memory=False,
+            ddp_find_unused_parameters=False,
+        )
         optimizers = (optimizer, lr_scheduler)
         made = Images(net, arguments, data_collator=as_is, train_dataset=train_set, optimizers=optimizers)
         made.train()
@@ -239,10 +250,18 @@ def start_up(args):
         "by hand": ("hand", lambda n: None),
         "recipe, python or torchrun": ("recipe", lambda n: None),
         "recipe, ./launch.sh": ("recipe", lambda n: ["./launch.sh", config[n]]),
-        "recipe, accelerate launch": ("recipe", lambda n: [
-            sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file",
-            f"accelerate_configs/{config[n]}.yml"]),
-    }  # fmt: skip
+        "recipe, accelerate launch": (
+            "recipe",
+            lambda n: [
+                sys.executable,
+                "-m",
+                "accelerate.commands.accelerate_cli",
+                "launch",
+                "--config_file",
+                f"accelerate_configs/{config[n]}.yml",
+            ],
+        ),
+    }
     rows = []
     for processes in args.processes:
         turns = [
@@ -251,8 +270,16 @@ def start_up(args):
         ]
         for name in ways:
             times, of_hand = [t[name] for t in turns], [t[name] / t["by hand"] for t in turns]
-            rows.append({"way": name, "processes": processes, "seconds": statistics.median(times),
-                         "of_hand": statistics.median(of_hand), "min": min(of_hand), "max": max(of_hand)})  # fmt: skip
+            rows.append(
+                {
+                    "way": name,
+                    "processes": processes,
+                    "seconds": statistics.median(times),
+                    "of_hand": statistics.median(of_hand),
+                    "min": min(of_hand),
+                    "max": max(of_hand),
+                }
+            )
     return rows
 
 

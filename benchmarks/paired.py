@@ -84,8 +84,13 @@ def rates(pairs, resolution, margin, times, generator):
         if resolution:
             base, values = drawn(generator, pairs, count, 2 * resolution)
             found += paired.judge(base, values, 0)["kind"] == "higher"
-    made = {"pairs": count, "comparisons": times, "wrong": wrong / times, "misses_zero": beside / times,
-            "wrong_fewest": fewest / times}  # fmt: skip
+    made = {
+        "pairs": count,
+        "comparisons": times,
+        "wrong": wrong / times,
+        "misses_zero": beside / times,
+        "wrong_fewest": fewest / times,
+    }
     made |= {"wrong_several_looks": several / times, "resolution": resolution}
     return made | {"planted_found": found / times if resolution else None}
 
@@ -108,8 +113,12 @@ def main():
         key: float(np.mean([row[key] for row in rows]))
         for key in ("wrong", "misses_zero", "wrong_fewest", "wrong_several_looks")
     }
-    total |= {"planted_found": float(np.mean(planted)), "comparisons": args.times * len(rows), "fewest": paired.FEWEST,
-              "looks": paired.looks(16)}  # fmt: skip
+    total |= {
+        "planted_found": float(np.mean(planted)),
+        "comparisons": args.times * len(rows),
+        "fewest": paired.FEWEST,
+        "looks": paired.looks(16),
+    }
     print(total)
     if args.output:
         save(args.output, {"total": total, "rows": rows}, packages=("numpy", "scipy"))

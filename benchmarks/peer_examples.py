@@ -39,8 +39,13 @@ def prepare(repository, folder):
     vocabulary = {word: at for at, word in enumerate(dict.fromkeys([*special, *words]))}
     split = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    small = {"vocab_size": len(vocabulary), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "intermediate_size": 64}  # fmt: skip
+    small = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     torch.manual_seed(0)
     bert = transformers.BertForSequenceClassification(transformers.BertConfig(**small))
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))

@@ -224,8 +224,11 @@ def main():
     if args.only and args.output.exists():  # what did not run again stays
         before, again = json.loads(args.output.read_text()), {part_of(name) for name in rows}
         rows |= {name: both for name, both in before["rows"].items() if part_of(name) not in again}
-        lost += [row | {"reason": REASONS.get(row["test"])} for row in before["differences"]
-                 if part_of(row["test"]) not in again]  # fmt: skip
+        lost += [
+            row | {"reason": REASONS.get(row["test"])}
+            for row in before["differences"]
+            if part_of(row["test"]) not in again
+        ]
         said = f"{before['command']} and {said}"
     rows, lost = dict(sorted(rows.items())), sorted(lost, key=lambda row: row["test"])
     passed = {"tests": [both for name, both in rows.items() if "::" in name and both[0]]}

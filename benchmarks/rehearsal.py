@@ -35,7 +35,7 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE
 MODELS = {"vit_tiny": ("vit", 8), "llama_nano": ("gpt", 8)}  # model: (recipe, global batch); FP8 refuses gpt_nano
 CONFIGS = """single_bf16 single_fp16 single_fp8 single_fp8_ao_rowwise single_fp8_te single_fp8_te_current
     single_fp8_te_block single_fp8_msamp_o1 single_fp8_msamp_o2 single_fp8_msamp_o3 ddp_bf16 fsdp_bf16
-    fsdp_fp8""".split()  # fmt: skip
+    fsdp_fp8""".split()
 
 
 def base(config):

@@ -31,10 +31,13 @@ def run(config, steps, folder):
     made = json.loads((out / "run.json").read_text())
     evidence = made["evidence"]
     row = {
-        "command": " ".join(command), "processes": made["plan"]["num_processes"],
-        "bytes_per_parameter": evidence["bytes_per_parameter"], "share_per_process": evidence.get("share_per_process"),
-        "wire_bytes_per_step": evidence["wire_bytes_per_step"], "final": made["final"],
-    }  # fmt: skip
+        "command": " ".join(command),
+        "processes": made["plan"]["num_processes"],
+        "bytes_per_parameter": evidence["bytes_per_parameter"],
+        "share_per_process": evidence.get("share_per_process"),
+        "wire_bytes_per_step": evidence["wire_bytes_per_step"],
+        "final": made["final"],
+    }
     return row, made
 
 
@@ -48,9 +51,12 @@ def main():
             rows[config], record = run(config, args.max_steps, Path(folder))
             made = rows[config]
             each = made["share_per_process"] or {"optimizer": 1}
-            print(f"| `{config}` | {made['processes']} | {made['bytes_per_parameter']['total']:.1f} | "
-                  f"{each['optimizer']:.2f} | {made['wire_bytes_per_step'] / 2**20:.2f} | "
-                  f"{made['final']['metrics']['eval_loss']:.3f} |", flush=True)  # fmt: skip
+            print(
+                f"| `{config}` | {made['processes']} | {made['bytes_per_parameter']['total']:.1f} | "
+                f"{each['optimizer']:.2f} | {made['wire_bytes_per_step'] / 2**20:.2f} | "
+                f"{made['final']['metrics']['eval_loss']:.3f} |",
+                flush=True,
+            )
     save(ROOT / "results" / "strategies.json", {"git_commit": record["git_commit"], "runs": rows}, run=record)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from tools import page, report  # noqa: E402
+from tools import drawings, page, paired, report  # noqa: E402
 
 COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
 KILLS = ("orphans", "failed_starts", "lost", "unequal")
@@ -44,7 +44,7 @@ def comparison(file, made):
         m, found = row["measures"], row["measures"][name]
         rows.append([
             f"`{row['config']}`", f"{row['linear_converted']} of {row['linear_total']}", report.number(found["mean"]),
-            report.difference(found), found.get("verdict", "baseline"), report.paired.needs(found, made["margin"]),
+            report.difference(found), found.get("verdict", "baseline"), paired.needs(found, made["margin"]),
             *(report.number(m[key]["mean"]) for key in others), f"{row['bytes_per_parameter']['total']:.1f}",
         ])  # fmt: skip
     seeds, apart = len(made["rows"][0]["seeds"]), report.chance(made, name)
@@ -448,7 +448,7 @@ PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in 
 
 def picture(made):
     """The paired differences of a comparison as an SVG file that follows the reader's light or dark mode."""
-    rows = report.interval_rows(made, made["measure"])
+    rows = drawings.interval_rows(made, made["measure"])
     return page.alone(page.intervals(rows, 100 * made["margin"]), f"Difference in {made['measure']}")
 
 

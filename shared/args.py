@@ -43,8 +43,9 @@ class Parser(argparse.ArgumentParser):
     """All ranks parse the same line; only rank 0 prints what is wrong with it."""
 
     def __init__(self, description=None):
-        super().__init__(description=description, allow_abbrev=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        super().__init__(
+            description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
 
     def error(self, message):
         if int(os.environ.get("RANK", 0)) == 0:

@@ -118,10 +118,15 @@ class HubImages(torch.utils.data.Dataset):
         self.mean, self.std = (tuple(config.get(key, (0.5,) * 3)) for key in ("mean", "std"))
         self.interpolation, self.crop_pct = config.get("interpolation", "bicubic"), config.get("crop_pct", 1.0)
         self.transform = create_transform(
-            (3, image_size, image_size), is_training=train, color_jitter=None, mean=self.mean, std=self.std,
-            interpolation=self.interpolation, crop_pct=self.crop_pct,
+            (3, image_size, image_size),
+            is_training=train,
+            color_jitter=None,
+            mean=self.mean,
+            std=self.std,
+            interpolation=self.interpolation,
+            crop_pct=self.crop_pct,
             scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # 8% of a 32 x 32 image shows nothing
-        )  # fmt: skip
+        )
 
     def __len__(self):
         return len(self.split)

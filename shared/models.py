@@ -60,12 +60,20 @@ def te_block(dim, num_heads, mlp_ratio=4.0, drop_path=0.0, device=None, dtype=No
     if not torch.cuda.is_available():
         raise Refused("TransformerEngine's blocks compute on an NVIDIA GPU, and here is none: train without them")
     return te.TransformerLayer(
-        dim, int(dim * mlp_ratio), num_heads,
-        attn_input_format="bshd", self_attn_mask_type="no_mask", layernorm_epsilon=1e-6,
-        hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=drop_path,
-        fuse_qkv_params=True, qkv_weight_interleaved=False,
-        params_dtype=dtype or torch.get_default_dtype(), device=device or torch.get_default_device(),
-    )  # fmt: skip
+        dim,
+        int(dim * mlp_ratio),
+        num_heads,
+        attn_input_format="bshd",
+        self_attn_mask_type="no_mask",
+        layernorm_epsilon=1e-6,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        drop_path_rate=drop_path,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        params_dtype=dtype or torch.get_default_dtype(),
+        device=device or torch.get_default_device(),
+    )
 
 
 def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, te_blocks=False):
@@ -83,12 +91,18 @@ def vit(name, image_size, in_chans, num_classes, pretrained=False, dropout=0.0, 
         if image_size % patch_size:
             raise Refused(f"image size {image_size} is not a multiple of the patch size {patch_size}")
         model = VisionTransformer(
-            img_size=image_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes,
-            embed_dim=embed_dim, depth=depth, num_heads=num_heads, weight_init="jax",
+            img_size=image_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            weight_init="jax",
             # a class token does not help with the four patches of a digit
             **({"class_token": False, "global_pool": "avg", "fc_norm": False} if name == "vit_nano" else {}),
             **({"block_fn": te_block} if te_blocks else {}),
-        )  # fmt: skip
+        )
     else:
         kwargs = {"img_size": image_size} if "vit" in name else {}
         model = of_timm(name, pretrained, VIT_SIZES, in_chans=in_chans, num_classes=num_classes, **kwargs)
@@ -193,9 +207,14 @@ def sized(name, sizes, vocab_size, sequence_length, **options):
     if kind == "llama":
         options["num_key_value_heads"] = max(heads // 4, 2)
     return transformers.AutoConfig.for_model(
-        kind, vocab_size=vocab_size, max_position_embeddings=sequence_length, hidden_size=width,
-        num_hidden_layers=depth, num_attention_heads=heads, **options,
-    )  # fmt: skip
+        kind,
+        vocab_size=vocab_size,
+        max_position_embeddings=sequence_length,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        **options,
+    )
 
 
 def published(kind, name, sequence_length, **options):

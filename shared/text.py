@@ -205,8 +205,10 @@ def files(path):
         try:
             texts.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            raise Refused(f"{file} is not UTF-8 text: byte {error.object[error.start]:#x} at {error.start}; "
-                          "convert it, or remove it from the folder") from None  # fmt: skip
+            raise Refused(
+                f"{file} is not UTF-8 text: byte {error.object[error.start]:#x} at {error.start}; "
+                "convert it, or remove it from the folder"
+            ) from None
         except OSError as error:
             raise Refused(f"{file} cannot be read: {error.strerror}") from None
     if not any(texts):
@@ -225,8 +227,13 @@ def train_tokenizer(documents, vocab_size):
             f"--vocab_size {vocab_size} is too small: 0 means bytes, a BPE vocabulary has more than {smallest}"
         )
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(documents if vocab_size else [], vocab_size or smallest, min_frequency=1,
-                                show_progress=False, special_tokens=[END])  # fmt: skip
+    trained.train_from_iterator(
+        documents if vocab_size else [],
+        vocab_size or smallest,
+        min_frequency=1,
+        show_progress=False,
+        special_tokens=[END],
+    )
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained.to_str()), eos_token=END)
 
 

@@ -322,34 +322,6 @@ def test_every_config_gets_the_baselines_global_batch():
         compare.batches(configs, ["--num_processes=3", *words], 0)
 
 
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        (["single_bf16", "--", "vit", "--seed", "3"], "--seed: not here"),
-        (["single_bf17", "--", "vit"], "no config single_bf17"),
-        (["single_bf16", "--", "vitt"], "no recipe vitt"),
-        (["single_bf16", "--"], "which recipe"),
-        (["runs/nowhere"], "runs/nowhere is no folder of a run"),
-        (["single_bf16", "--seeds", "0", "--", "vit"], "argument --seeds: 0 is not a whole number, 1 or more"),
-        (["single_bf16", "--baseline", "x", "--", "vit"], "--baseline: not here"),
-        (["single_bf16", "--", "vit", "--max_step", "4"],
-         "vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help"),
-        (["single_bf16", "--", "--num_processes", "two", "vit"], "--num_processes two: write the number"),
-        (["ddp_bf16", "--", "--num_processes", "two", "vit"], "--num_processes two: write the number"),
-        (["single_bf16", "--assert-close", "single_fp32", "--", "vit"], "--assert-close single_fp32: there is no such row"),
-        (["single_bf16", "BAD", "--", "vit"], "bad.yml: mixed_precison is a key that Accelerate does not have"),
-        (["single_bf16", "--report", "FILE/report", "--", "vit"], "nothing can be written to"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line_before_anything_is_launched(tmp_path, argv, why):
-    (tmp_path / "file").touch()
-    (tmp_path / "bad.yml").write_text((ROOT / "accelerate_configs/ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
-    argv = [word.replace("BAD", f"{tmp_path}/bad.yml").replace("FILE", f"{tmp_path}/file") for word in argv]
-    with pytest.raises(Refused, match=re.escape(why)):
-        compare.main(["--output_dir", str(tmp_path / "runs"), *argv])
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
-
-
 def start(folder):
     env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
     words = ["./launch.sh", "compare", "single_fp32", "single_bf16", "fsdp_fp16", "--seeds", "1", "--no-twin",

@@ -4,9 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CONFIGS, ROOT, launched, record
+from conftest import ROOT, launched, record
 
-from shared.args import Refused
 from tools import copy_recipe as tool
 
 
@@ -69,19 +68,3 @@ def test_a_zero_config_brings_its_engine(tmp_path):
     for config, there in (("zero2_bf16", True), ("ddp_bf16", False)):
         tool.copy("vit", config, tmp_path / config)
         assert ("deepspeed>=" in (tmp_path / config / "requirements.txt").read_text()) == there
-
-
-def test_what_it_refuses(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    bad = tmp_path / "bad.yml"
-    bad.write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
-    for recipe, config, folder, reason in (
-        ("vitt", "ddp_bf16", "new", "no recipe vitt: did you mean vit[?]"),
-        ("vit", "ddp_bf17", "new", "no config ddp_bf17: did you mean ddp_bf16[?]"),
-        ("vit", "ddp_bf16", "full", "not empty"),
-        ("vit", str(bad), "new", "did you mean mixed_precision"),
-    ):
-        with pytest.raises(Refused, match=reason):
-            tool.copy(recipe, config, tmp_path / folder)
-    assert not (tmp_path / "new").exists()

@@ -138,24 +138,6 @@ def test_a_script_of_ones_own_that_evaluates_on_its_way(tmp_path, monkeypatch):
     assert "refused: the script ended after 6 steps and 0 pairs" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("config", "words", "why"),  # before anything is launched
-    [
-        ("single_bf16", ["vit"], "asks for no FP8"),
-        ("single_fp9", ["vit"], "no config single_fp9"),
-        ("single_fp8", ["wit"], "no recipe wit"),
-        ("fsdp_fp8", ["vit"], "diagnose needs whole weights on every process, fsdp splits them: use ddp"),
-        ("single_fp8_compile", ["vit"], "which a compiled block hides"),
-        ("single_fp8", ["recipes/vit.py", "--max_steps", "20"], "--max_steps: not here"),
-        ("single_fp8", ["vit", "--learning_rat", "1"], "vit: unrecognized arguments: --learning_rat 1"),
-        ("single_fp8", ["benchmarks/faults.py", "--max_steps", "8"], "--max_steps 8: diagnose takes 22 steps or more"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(tmp_path, config, words, why):
-    said = run(config, tmp_path / "out", *words, code=2)
-    assert why in said and len(said.splitlines()) == 1 and not (tmp_path / "out").exists()
-
-
 def test_costs_and_the_line_for_the_config():
     pairs = [
         {"none": 1.0, "again": 1.0, "a": 0.99 - i / 1000, "b": 1.0 + (-1) ** i / 100, "all": 0.98} for i in range(8)

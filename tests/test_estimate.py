@@ -174,19 +174,6 @@ def test_what_fits(monkeypatch, capsys, vit):
         assert guess["fits"] == (guess["total"] * guess["num_processes"] <= made["memory"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        (["single_bf16"], "which recipe"),
-        (["single_bf17", "--", "vit"], "no config single_bf17: did you mean single_bf16?"),
-        (["single_bf16", "--memory", "lots", "--", "vit"], "write it as 80GB"),
-    ],
-)
-def test_mistakes_are_one_line(argv, why):
-    with pytest.raises(Refused, match=why):
-        estimate.main(argv)
-
-
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80e9), ("24GiB", 24 * 2**30), ("512 mb", 512e6), ("1000", 1000)])
 def test_sizes(text, size):
     assert estimate.in_bytes(text) == size

@@ -198,11 +198,18 @@ def main(argv):
             unable[name] = str(sizes)
             continue
         parameters = count
-        able.append({
-            "name": name, "asked": wanted[name], "total": sizes["total"], "states": sizes["states"],
-            "fits": sizes["fits"], "loss": known_loss(comparison, name), "speed": measured_speed(comparison, name),
-            "sent": sent(wanted[name], count),
-        })  # fmt: skip
+        able.append(
+            {
+                "name": name,
+                "asked": wanted[name],
+                "total": sizes["total"],
+                "states": sizes["states"],
+                "fits": sizes["fits"],
+                "loss": known_loss(comparison, name),
+                "speed": measured_speed(comparison, name),
+                "sent": sent(wanted[name], count),
+            }
+        )
     return advise(able, unable, parameters, words, devices, memory / devices if cpu else memory, comparison)
 
 
@@ -234,8 +241,9 @@ def advise(able, unable, parameters, words, devices, memory, comparison):
 def unknown(best, able, comparison, words):
     """What nobody has measured, one line each."""
     if comparison:
-        options = {key: comparison["args"][key] for key in ("model", "dataset", "max_steps")
-                   if key in comparison["args"]}  # fmt: skip
+        options = {
+            key: comparison["args"][key] for key in ("model", "dataset", "max_steps") if key in comparison["args"]
+        }
         what = ", ".join([str(comparison["recipe"]), *(f"{key} {value}" for key, value in options.items())])
         yield f"The comparison was of {what}, on {comparison['device']}; of any other training it is a hint."
     fp8 = [config["name"] for config in able if config["asked"]["precision"] == "fp8" and config["loss"][0] is None]

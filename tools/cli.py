@@ -15,8 +15,12 @@ class Parser(argparse.ArgumentParser):
 def parser(name, description):
     """A parser whose help begins with `./launch.sh <name>` and keeps the lines of the description. A bad option raises
     Refused."""
-    return Parser(prog=f"./launch.sh {name}", description=description, allow_abbrev=False,
-                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    return Parser(
+        prog=f"./launch.sh {name}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def count(text):

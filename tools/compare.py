@@ -328,8 +328,10 @@ def refuse_options(args, words, file):
     if taken:
         raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
     if once(file, words) and args.seeds not in (None, 1):
-        raise Refused(f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
-                      f"in {file.name} --seed {{seed}}")  # fmt: skip
+        raise Refused(
+            f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
+            f"in {file.name} --seed {{seed}}"
+        )
 
 
 def once(file, words):
@@ -389,8 +391,9 @@ def main(argv):
 def without_folders(argv):
     """The command line for the report, without the options that say where files go."""
     hidden = ("--output_dir", "--output-dir", "--report")
-    return [word for before, word in zip(["", *argv], argv, strict=False)
-            if word not in hidden and before not in hidden]  # fmt: skip
+    return [
+        word for before, word in zip(["", *argv], argv, strict=False) if word not in hidden and before not in hidden
+    ]
 
 
 if __name__ == "__main__":

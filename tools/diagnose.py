@@ -82,8 +82,10 @@ def diagnosis_of(watched, command):
     if not sure:
         least = statistics.median((row["high"] - row["low"]) / 2 for row in rows)
         together = f"{everything['mean']:+.2g}% ({everything['low']:+.2g}% to {everything['high']:+.2g}%)"
-        answer.append(f"no layer's cost can be told from 0 by {len(watched['pairs'])} pairs, which show about "
-                      f"{least:.2g}% of the loss; all FP8 layers together: {together}")  # fmt: skip
+        answer.append(
+            f"no layer's cost can be told from 0 by {len(watched['pairs'])} pairs, which show about "
+            f"{least:.2g}% of the loss; all FP8 layers together: {together}"
+        )
     apart = max(abs(100 * (pair["none"] - pair["again"]) / pair["none"]) for pair in watched["pairs"])
     if apart:
         answer.append(f"the same steps taken again differ by up to {apart:.2g}%: no smaller cost is one")
@@ -206,15 +208,19 @@ def refuse_unfit(name, mapping):
         raise Refused(f"{name} asks for no FP8: there is nothing to diagnose")
     if asked["strategy"] not in ("single", "ddp"):
         whole = "ddp" if asked["num_processes"] > 1 else "single"
-        raise Refused(f"diagnose needs whole weights on every process, {asked['strategy']} splits them: use {whole} "
-                      "with the same backend")  # fmt: skip
+        raise Refused(
+            f"diagnose needs whole weights on every process, {asked['strategy']} splits them: use {whole} "
+            "with the same backend"
+        )
     if asked["compile"]:
         raise Refused(
             "diagnose looks inside layers, which a compiled block hides: use the config without dynamo_config"
         )
     if asked["backend"] != "msamp" and (here["capability"] or (0, 0)) >= (8, 9):
-        raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside the kernels "
-                      f"for {here['name']}: run it on a CPU")  # fmt: skip
+        raise Refused(
+            f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside the kernels "
+            f"for {here['name']}: run it on a CPU"
+        )
 
 
 def with_length(script, options, args):
@@ -222,16 +228,20 @@ def with_length(script, options, args):
     if script.parent == ROOT / "recipes":
         taken = [name for name in LENGTH if option(options, name) is not None]
         if taken:
-            raise Refused(f"--{taken[0]}: not here; diagnose trains {script.stem} for as long as it takes: --look, "
-                          "--pairs and --after say how many steps it looks at")  # fmt: skip
+            raise Refused(
+                f"--{taken[0]}: not here; diagnose trains {script.stem} for as long as it takes: --look, "
+                "--pairs and --after say how many steps it looks at"
+            )
         find.parsed(script, options)
         enough = args.look + args.pairs * args.after * 400
         return [*options, "--max_steps", str(enough), "--eval_steps", "0", "--save_steps", "0"]
     told = option(options, "max_steps") or ""
     least = args.look + args.pairs * args.after * 4  # a pair: as the config says, again, without one layer, without all
     if told.isdigit() and int(told) < least:
-        raise Refused(f"--max_steps {told}: diagnose takes {least} steps or more (--look {args.look}, --pairs "
-                      f"{args.pairs}, --after {args.after}): raise it, or look at fewer")  # fmt: skip
+        raise Refused(
+            f"--max_steps {told}: diagnose takes {least} steps or more (--look {args.look}, --pairs "
+            f"{args.pairs}, --after {args.after}): raise it, or look at fewer"
+        )
     return options
 
 

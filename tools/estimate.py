@@ -78,8 +78,13 @@ def tracings(asked):
     plain = high | {"split": split}
     if precision == "fp8":
         options = asked["fp8_options"] if asked["backend"] in ("te", "msamp") else {}
-        plain |= {"precision": "fp8", "backend": asked["backend"], "level": asked["level"],
-                  "skip": tuple(asked["skip"]), "fp8_options": tuple(options.items())}  # fmt: skip
+        plain |= {
+            "precision": "fp8",
+            "backend": asked["backend"],
+            "level": asked["level"],
+            "skip": tuple(asked["skip"]),
+            "fp8_options": tuple(options.items()),
+        }
     return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
 
 

@@ -226,8 +226,10 @@ def load(run, step=None):
     record_of(run)
     record = models.own_run(run)
     if record is None:
-        raise Refused(f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
-                      "alone. ./launch.sh export RUN writes the weights as safetensors")  # fmt: skip
+        raise Refused(
+            f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
+            "alone. ./launch.sh export RUN writes the weights as safetensors"
+        )
     files, source = source_of(run, step)
     tensors = plain_state_dict(files)
     try:
@@ -291,9 +293,14 @@ def to_onnx(run, output=None, step=None, samples=16):
         sizes[1], shorter = torch.export.Dim("tokens", max=length), length // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     program = torch.onnx.export(
-        model, tuple(tensor[:2] for tensor in inputs.values()), dynamo=True, verbose=False, input_names=list(inputs),
-        dynamic_shapes=(sizes,) * len(inputs), output_names=["logits"],
-    )  # fmt: skip
+        model,
+        tuple(tensor[:2] for tensor in inputs.values()),
+        dynamo=True,
+        verbose=False,
+        input_names=list(inputs),
+        dynamic_shapes=(sizes,) * len(inputs),
+        output_names=["logits"],
+    )
     with written_whole(output) as file:
         program.save(file, include_initializers=True)
         onnx.checker.check_model(file)

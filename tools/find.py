@@ -90,8 +90,10 @@ def listed():
         group = [name for name in names("config") if name.startswith(first)]
         group.sort(key=lambda name: (name.split("_")[0], PRECISIONS.index(name.split("_")[1])))
         yield from block(title, {name: about(name) for name in group})
-    yield from block("Recipes", {name: ast.get_docstring(ast.parse(recipe(name).read_text())).splitlines()[0]
-                                 for name in names("recipe")})  # fmt: skip
+    yield from block(
+        "Recipes",
+        {name: ast.get_docstring(ast.parse(recipe(name).read_text())).splitlines()[0] for name in names("recipe")},
+    )
     yield "./launch.sh CONFIG RECIPE launches one. docs/configs.md says what each config needs."
 
 

@@ -73,8 +73,16 @@ def judge(baseline, values, margin=0.01, confidence=0.95):
     pairs, mean = len(values), statistics.fmean(baseline)
     differences = [value - before for value, before in zip(values, baseline, strict=True)]
     difference, low, high = interval(differences, confidence)
-    result = {"pairs": pairs, "difference": difference, "relative": None, "interval": None, "deviation": None,
-             "resolution": None, "more_seeds": None, "kind": "unknown"}  # fmt: skip
+    result = {
+        "pairs": pairs,
+        "difference": difference,
+        "relative": None,
+        "interval": None,
+        "deviation": None,
+        "resolution": None,
+        "more_seeds": None,
+        "kind": "unknown",
+    }
     if not mean or not math.isfinite(mean):
         return result | {"verdict": "cannot tell: the baseline is zero" if not mean else "cannot tell: not finite"}
     scale = abs(mean)

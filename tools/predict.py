@@ -85,8 +85,9 @@ def classes(model, record, paths, precision="evaluated", batch_size=64, device="
     model, rows = model.to(device), []
     for first in range(0, len(paths), batch_size):
         part = paths[first : first + batch_size]
-        pixels = torch.stack([transform(data.read_image({"path": str(path), "bytes": None}, i))
-                              for i, path in enumerate(part, first)])  # fmt: skip
+        pixels = torch.stack(
+            [transform(data.read_image({"path": str(path), "bytes": None}, i)) for i, path in enumerate(part, first)]
+        )
         with torch.no_grad(), context:
             probabilities = model(pixels.to(device)).float().softmax(-1)
         for path, row in zip(part, probabilities, strict=True):
@@ -134,7 +135,7 @@ def main(argv):
     parser.add_argument("--seed", type=int, default=0, help="of the tokens drawn")
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()

@@ -1,14 +1,14 @@
 """Writes a comparison as a text table, Markdown, CSV, JSON and one HTML file that needs no network.
 
 The tables are made once, as lists of strings, and written in each format, so the files cannot differ. The answer comes
-first, with one line per config. tools/page.py draws the pictures.
+first, with one line per config. tools/drawings.py adds the pictures.
 """
 
 import csv
 import json
 from pathlib import Path
 
-from tools import page, paired
+from tools import paired
 from tools.judge import COSTS
 
 CLASSES = ("weight", "gradient", "master", "optimizer")
@@ -52,10 +52,20 @@ def judged(measure):
     return measure["verdict"] if measure.get("relative") is None else f"{difference(measure)}, {measure['verdict']}"
 
 
+def spread(comparison, name):
+    """What the seed alone does to a result: {} or {"values", "deviation", "interval"}."""
+    return comparison["chance"].get(name) or {}
+
+
 def chance(comparison, name):
     """How much the seed alone changes a result: `21%`."""
-    spread = comparison["chance"].get(name) or {}
-    return paired.percent(spread["deviation"]) if spread.get("deviation") is not None else "-"
+    deviation = spread(comparison, name).get("deviation")
+    return "-" if deviation is None else paired.percent(deviation)
+
+
+def level(comparison):
+    """Of the intervals: `95%`."""
+    return f"{100 * comparison['confidence']:.3g}%"
 
 
 def answer(comparison):
@@ -87,64 +97,71 @@ def classes(comparison):
 
 def tables(comparison):
     """[(title, heads, rows)]: all numbers of the report except the curves."""
-    names = metric_names(comparison)
     sound = [row for row in comparison["rows"] if not row["error"]]
-    several = f"{100 * comparison['confidence']:.3g}%"
-    heads = ["config", "seeds", "Linear in FP8"]
+    truths = [[shown(row), row["truth"]] for row in sound if not row["control"]]
+    yield "Results", *results(comparison)
+    yield "Speed", *speeds(comparison, sound)
+    yield "Memory and wire, per process", *memories(comparison, sound)
+    yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "truth"], truths
+
+
+def results(comparison):
+    names, heads, rows = metric_names(comparison), ["config", "seeds", "Linear in FP8"], []
     for name in names:
-        heads += [name, f"difference, {several} interval", "verdict", "resolution"]
-    results = []
+        heads += [name, f"difference, {level(comparison)} interval", "verdict", "resolution"]
     for row in comparison["rows"]:
         cells = [shown(row), " ".join(map(str, row["seeds"]))]
         if row["error"]:
-            results.append([*cells, f"no numbers: {row['error']}", *[""] * (len(heads) - 3)])
+            rows.append([*cells, f"no numbers: {row['error']}", *[""] * (len(heads) - 3)])
             continue
         cells.append(f"{row['linear_converted']} of {row['linear_total']}")
         for name in names:
             measure = row["measures"].get(name)
-            shows = paired.needs(measure or {}, comparison["margin"])
-            verdict = measure.get("verdict", "baseline") if measure else "-"
-            cells += [number(measure["mean"]), difference(measure), verdict, shows] if measure else ["-"] * 4
-        results.append(cells)
-        if row is comparison["rows"][0]:  # the other control
-            cells = [f"{row['config']}, other seeds (control)", "", ""]
-            for name in names:
-                ends = (comparison["chance"].get(name) or {}).get("interval")
-                without = f"without pairs: {paired.percent(ends[1])}" if ends else "-"
-                cells += ["", f"one seed to the next: {chance(comparison, name)}", "control", without]
-            results.append(cells)
-    yield "Results", heads, results
+            if not measure:
+                cells += ["-"] * 4
+                continue
+            shows = paired.needs(measure, comparison["margin"])
+            cells += [number(measure["mean"]), difference(measure), measure.get("verdict", "baseline"), shows]
+        rows.append(cells)
+        if row is comparison["rows"][0]:
+            rows.append(other_seeds(comparison, names))
+    return heads, rows
 
+
+def other_seeds(comparison, names):
+    """The row of the other control: what chance alone does."""
+    cells = [f"{comparison['rows'][0]['config']}, other seeds (control)", "", ""]
+    for name in names:
+        ends = spread(comparison, name).get("interval")
+        without = f"without pairs: {paired.percent(ends[1])}" if ends else "-"
+        cells += ["", f"one seed to the next: {chance(comparison, name)}", "control", without]
+    return cells
+
+
+def speeds(comparison, sound):
     heads = ["config", "step, ms", "90%, ms", "samples/s", "against the baseline", "GPU utilisation"]
     heads += ["samples per unit of price"] if comparison["price_per_hour"] else []
-    costs = []
+    rows = []
     for row in sound:
-        measures = row["measures"]
+        step, rate = row["measures"]["step_seconds"], row["measures"]["samples_per_second"]
         p90, gpu = row.get("step_seconds_p90"), row["gpu_utilization"]
-        cells = [shown(row), number(1000 * measures["step_seconds"]["mean"]), number(p90 and 1000 * p90)]
-        cells += [number(measures["samples_per_second"]["mean"]), judged(measures["samples_per_second"])]
-        cells += ["-" if gpu is None else f"{gpu:.0f}%"]
+        cells = [shown(row), number(1000 * step["mean"]), number(p90 and 1000 * p90)]
+        cells += [number(rate["mean"]), judged(rate), "-" if gpu is None else f"{gpu:.0f}%"]
         cells += [number(row.get("samples_per_unit_of_price"))] if comparison["price_per_hour"] else []
-        costs.append(cells)
-    yield "Speed", heads, costs
+        rows.append(cells)
+    return heads, rows
 
-    heads = ["config", *(f"{name}, B/param" for name in classes(comparison)), "total, B/param", "peak memory, MiB"]
+
+def memories(comparison, sound):
+    names, rows = classes(comparison), []
+    heads = ["config", *(f"{name}, B/param" for name in names), "total, B/param", "peak memory, MiB"]
     heads += ["against the baseline", "estimated peak, MiB", "wire, bytes/step"]
-    memory = []
     for row in sound:
-        sizes, peak = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"]
-        estimate = row["estimate"] and mebibytes(row["estimate"]["total"])
-        cells = [
-            shown(row),
-            *(f"{sizes.get(name, 0):.2f}" for name in classes(comparison)),
-            f"{sizes['total']:.2f}",
-            mebibytes(peak["mean"]),
-        ]
-        memory.append([*cells, judged(peak), estimate or "-", number(row["wire_bytes_per_step"])])
-    yield "Memory and wire, per process", heads, memory
-
-    rows = [[shown(row), row["truth"]] for row in sound if not row["control"]]
-    yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "truth"], rows
+        sizes, peak, estimate = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"], row["estimate"]
+        cells = [shown(row), *(f"{sizes.get(name, 0):.2f}" for name in names), f"{sizes['total']:.2f}"]
+        cells += [mebibytes(peak["mean"]), judged(peak), mebibytes(estimate and estimate["total"])]
+        rows.append([*cells, number(row["wire_bytes_per_step"])])
+    return heads, rows
 
 
 def notes(comparison):
@@ -239,8 +256,17 @@ def spreadsheet(comparison, file):
     lines = []
     for row in comparison["rows"]:
         line = {key: row[key] for key in ("config", "control", "error")} | {"seeds": " ".join(map(str, row["seeds"]))}
-        for key in ("truth", "emulated", "num_processes", "linear_converted", "linear_total", "wire_bytes_per_step",
-                    "step_seconds_p90", "gpu_utilization", "samples_per_unit_of_price"):  # fmt: skip
+        for key in (
+            "truth",
+            "emulated",
+            "num_processes",
+            "linear_converted",
+            "linear_total",
+            "wire_bytes_per_step",
+            "step_seconds_p90",
+            "gpu_utilization",
+            "samples_per_unit_of_price",
+        ):
             line[key] = row.get(key)
         for name, measure in row.get("measures", {}).items():
             keys = ("mean", "spread", "difference", "relative", "resolution", "more_seeds", "verdict")
@@ -255,140 +281,15 @@ def spreadsheet(comparison, file):
     writer.writerows(lines)
 
 
-# ------------------------------------------------------------------------------------------------------------- pictures
-
-
-def colours(comparison):
-    """{config: its colour in every picture}; controls are grey."""
-    rows = [row["config"] for row in comparison["rows"] if not row["control"]]
-    return {name: page.colour(i) for i, name in enumerate(rows)}
-
-
-def interval_rows(comparison, name):
-    """The rows of page.intervals for a measure, in percent."""
-    rows, colour_of = [], colours(comparison)
-    if ends := (comparison["chance"].get(name) or {}).get("interval"):
-        rows.append(("other seeds, not in pairs*", 0, 100 * ends[0], 100 * ends[1], page.DIM))
-    for row in comparison["rows"][1:]:
-        measure = row.get("measures", {}).get(name, {})
-        if measure.get("interval"):
-            ends = [100 * end for end in (measure["relative"], *measure["interval"])]
-            rows.append((shown(row), *ends, page.DIM if row["control"] else colour_of[row["config"]]))
-    return rows
-
-
-def drawn_intervals(comparison):
-    """One section per metric, the main one first, with the paired differences and the margin."""
-    level, margin = f"{100 * comparison['confidence']:.3g}%", comparison["margin"]
-    for name in sorted(metric_names(comparison), key=lambda name: name != comparison["measure"]):
-        if rows := interval_rows(comparison, name):
-            caption = (
-                f"{name}: mean difference to {comparison['baseline']} over pairs of one seed, with its {level} "
-                f"interval. Shaded: the margin, {paired.percent(margin)}."
-            )
-            drawn = page.picture(page.intervals(rows, 100 * margin), caption, command=comparison["command"])
-            yield page.section(f"Difference in {name}", drawn)
-
-
-def difference_curves(comparison, name):
-    """({config: its differences to the baseline over the steps, in percent}, the same of the twin or None)."""
-    curves, twin = {}, None
-    for row in comparison["rows"]:
-        points = (row.get("difference_curves") or {}).get(name)
-        if not points:
-            continue
-        shares = [[step, *(100 * value for value in values)] for step, *values in points]
-        if row["control"]:
-            twin = shares
-        else:
-            curves[row["config"]] = shares
-    return curves, twin
-
-
-def drawn_differences(comparison):
-    """Pictures of the difference to the baseline over the steps, for the main measure and the training loss."""
-    colour_of, baseline = colours(comparison), comparison["baseline"]
-    for name in dict.fromkeys([comparison["measure"], "loss"]):
-        curves, twin = difference_curves(comparison, name)
-        if not curves:
-            continue
-        title = "training loss" if name == "loss" else name
-        level = f"{100 * comparison['confidence']:.3g}%"
-        caption = f"{title}: mean difference to {baseline} over pairs, and its {level} interval."
-        caption += " Grey: the twin." if twin else ""
-        draw = page.panels([(key, colour_of[key], points) for key, points in curves.items()], twin)
-        drawn = page.picture(draw, caption, command=comparison["command"])
-        series = curves | ({f"{baseline}, twin": twin} if twin else {})
-        yield page.section(f"Difference over the steps: {title}", drawn, in_numbers(series, "{:+.2f}%".format))
-
-
-def in_numbers(series, form):
-    """A collapsed table of {name: [[step, mean, low, high]]}."""
-    heads = ["step", *(word for name in series for word in (name, "from", "to"))]
-    values_at = [{step: values for step, *values in points} for points in series.values()]
-    rows = []
-    for step in sorted({step for values in values_at for step in values}):
-        cells = [value for values in values_at for value in values.get(step, [None] * 3)]
-        rows.append([step, *("-" if value is None else form(value) for value in cells)])
-    return page.details("The same in numbers", page.table(heads, rows))
-
-
-def drawn_curves(comparison):
-    """A picture and a table of the training loss and of each held-out metric over the steps."""
-    colour_of = colours(comparison)
-    plain = [row for row in comparison["rows"] if not row["error"] and not row["control"]]
-    names = dict.fromkeys(name for row in plain for name in row["curves"])
-    for name in sorted(names, key=lambda name: name != "loss"):
-        series = {row["config"]: row["curves"][name] for row in plain if row["curves"].get(name)}
-        if not any(series.values()):
-            continue
-        title = "Training loss" if name == "loss" else name
-        caption = f"{title}: mean over the seeds; the band is from their minimum to their maximum."
-        key = page.legend([(config, colour_of[config]) for config in series])
-        draw = page.lines([(config, colour_of[config], points) for config, points in series.items()])
-        yield page.section(title, page.picture(draw, caption, key, comparison["command"]), in_numbers(series, number))
-
-
-def drawn_speed(comparison):
-    rows = []
-    for row in comparison["rows"]:
-        if not row["error"]:
-            rate = row["measures"]["samples_per_second"]["mean"]
-            behind = number(rate) + (", emulated" if row["emulated"] else "")
-            rows.append((shown(row), [(rate, page.colour(0))], behind, row["emulated"]))
-    caption = "Speed. Pale bars are emulated and not ranked."
-    return page.picture(page.bars(rows, "samples per second, median step"), caption, command=comparison["command"])
-
-
-def drawn_memory(comparison):
-    rows = []
-    for row in comparison["rows"]:
-        if not row["error"] and not row["control"]:
-            per = row["bytes_per_parameter"]
-            pieces = [(per.get(key, 0), page.colour(i)) for i, key in enumerate(classes(comparison))]
-            rows.append((row["config"], pieces, f"{per['total']:.2f}", False))
-    key = page.legend([(name, page.colour(i)) for i, name in enumerate(classes(comparison))])
-    draw = page.bars(rows, "bytes per parameter, over all processes")
-    return page.picture(draw, "Model states, counted on live tensors.", key, comparison["command"])
-
-
-def whole_page(comparison):
-    """The whole report as one HTML file."""
-    parts = [*drawn_intervals(comparison), *drawn_differences(comparison)]
-    for title, heads, rows in tables(comparison):
-        drawn = {"Speed": drawn_speed, "Memory and wire, per process": drawn_memory}.get(title)
-        parts += drawn_curves(comparison) if title == "Speed" else []  # behind the results
-        parts.append(page.section(title, *([drawn(comparison)] if drawn else []), page.table(heads, rows)))
-    return page.whole(title_of(comparison), comparison["command"], answer(comparison), parts, list(notes(comparison)))
-
-
 def write(comparison, folder):
     """Writes all four files and prints the tables."""
+    from tools import drawings  # imports matplotlib
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(comparison, indent=1) + "\n")
     (folder / "report.md").write_text(markdown(comparison))
-    (folder / "report.html").write_text(whole_page(comparison))
+    (folder / "report.html").write_text(drawings.whole_page(comparison))
     with (folder / "report.csv").open("w", newline="") as file:
         spreadsheet(comparison, file)
     print(text(comparison))

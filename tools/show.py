@@ -55,7 +55,7 @@ def curves(record, logged):
 
 def drawn_curves(points_of):
     """One picture with all losses, then one picture for each other measure."""
-    from tools import page, report
+    from tools import drawings, page, report
 
     losses = [name for name in points_of if "loss" in name]
     others = sorted(points_of.keys() - set(losses))
@@ -66,7 +66,7 @@ def drawn_curves(points_of):
         key = page.legend([(name, at) for name, at, _ in series])
         drawn = page.picture(page.lines(series), caption, key)
         numbers = {name: points_of[name] for name in group if name != "loss"}  # of each step the loss is too long
-        yield page.section(group[0].capitalize(), drawn, report.in_numbers(numbers, report.number) if numbers else "")
+        yield page.section(group[0].capitalize(), drawn, drawings.in_numbers(numbers, report.number) if numbers else "")
 
 
 def drawn_memory(record):
@@ -115,12 +115,20 @@ def in_words(record):
     yield "how", parts[0] + (": a rehearsal on a CPU" if plan["rehearsal"] else "")
     yield "precision", parts[1]
     if plan["precision"] == "fp8":
-        yield "in FP8", (f"{evidence['linear_converted']} of {evidence['linear_total']} Linear layers, which hold "
-                         f"{evidence['share_converted']:.0%} of the parameters")  # fmt: skip
+        yield (
+            "in FP8",
+            (
+                f"{evidence['linear_converted']} of {evidence['linear_total']} Linear layers, which hold "
+                f"{evidence['share_converted']:.0%} of the parameters"
+            ),
+        )
         yield "evaluation", evidence["eval_precision"]
     kinds = evidence["dtypes"]
-    for name, counts in (("parameters", kinds["parameters"]), ("gradients", kinds["gradients"]),
-                         *kinds["optimizer_state"].items()):  # fmt: skip
+    for name, counts in (
+        ("parameters", kinds["parameters"]),
+        ("gradients", kinds["gradients"]),
+        *kinds["optimizer_state"].items(),
+    ):
         yield name, ", ".join(f"{count:,} elements in {kind}" for kind, count in counts.items())
     owned = "updates every trainable parameter" if evidence["optimizer_owns_all"] else "does not update all parameters"
     yield "optimizer", f"{record['seen']['optimizer']['class']}, {owned}"

@@ -1,0 +1,128 @@
+"""The page of a comparison: its tables, from tools/report.py, with pictures."""
+
+from tools import page, paired, report
+
+
+def colours(comparison):
+    """{config: its colour in every picture}; controls are grey."""
+    rows = [row["config"] for row in comparison["rows"] if not row["control"]]
+    return {name: page.colour(i) for i, name in enumerate(rows)}
+
+
+def interval_rows(comparison, name):
+    """The rows of page.intervals for a measure, in percent."""
+    rows, colour_of = [], colours(comparison)
+    if ends := report.spread(comparison, name).get("interval"):
+        rows.append(("other seeds, not in pairs*", 0, 100 * ends[0], 100 * ends[1], page.DIM))
+    for row in comparison["rows"][1:]:
+        measure = row.get("measures", {}).get(name, {})
+        if measure.get("interval"):
+            ends = [100 * end for end in (measure["relative"], *measure["interval"])]
+            rows.append((report.shown(row), *ends, page.DIM if row["control"] else colour_of[row["config"]]))
+    return rows
+
+
+def drawn_intervals(comparison):
+    """One section per metric, the main one first, with the paired differences and the margin."""
+    margin = comparison["margin"]
+    for name in sorted(report.metric_names(comparison), key=lambda name: name != comparison["measure"]):
+        if rows := interval_rows(comparison, name):
+            caption = (
+                f"{name}: mean difference to {comparison['baseline']} over pairs of one seed, with its "
+                f"{report.level(comparison)} interval. Shaded: the margin, {paired.percent(margin)}."
+            )
+            drawn = page.picture(page.intervals(rows, 100 * margin), caption, command=comparison["command"])
+            yield page.section(f"Difference in {name}", drawn)
+
+
+def difference_curves(comparison, name):
+    """({config: its differences to the baseline over the steps, in percent}, the same of the twin or None)."""
+    curves, twin = {}, None
+    for row in comparison["rows"]:
+        points = (row.get("difference_curves") or {}).get(name)
+        if not points:
+            continue
+        shares = [[step, *(100 * value for value in values)] for step, *values in points]
+        if row["control"]:
+            twin = shares
+        else:
+            curves[row["config"]] = shares
+    return curves, twin
+
+
+def drawn_differences(comparison):
+    """Pictures of the difference to the baseline over the steps, for the main measure and the training loss."""
+    colour_of, baseline = colours(comparison), comparison["baseline"]
+    for name in dict.fromkeys([comparison["measure"], "loss"]):
+        curves, twin = difference_curves(comparison, name)
+        if not curves:
+            continue
+        title = "training loss" if name == "loss" else name
+        caption = f"{title}: mean difference to {baseline} over pairs, and its {report.level(comparison)} interval."
+        caption += " Grey: the twin." if twin else ""
+        draw = page.panels([(key, colour_of[key], points) for key, points in curves.items()], twin)
+        drawn = page.picture(draw, caption, command=comparison["command"])
+        series = curves | ({f"{baseline}, twin": twin} if twin else {})
+        yield page.section(f"Difference over the steps: {title}", drawn, in_numbers(series, "{:+.2f}%".format))
+
+
+def in_numbers(series, form):
+    """A collapsed table of {name: [[step, mean, low, high]]}."""
+    heads = ["step", *(word for name in series for word in (name, "from", "to"))]
+    values_at = [{step: values for step, *values in points} for points in series.values()]
+    rows = []
+    for step in sorted({step for values in values_at for step in values}):
+        cells = [value for values in values_at for value in values.get(step, [None] * 3)]
+        rows.append([step, *("-" if value is None else form(value) for value in cells)])
+    return page.details("The same in numbers", page.table(heads, rows))
+
+
+def drawn_curves(comparison):
+    """A picture and a table of the training loss and of each held-out metric over the steps."""
+    colour_of = colours(comparison)
+    plain = [row for row in comparison["rows"] if not row["error"] and not row["control"]]
+    names = dict.fromkeys(name for row in plain for name in row["curves"])
+    for name in sorted(names, key=lambda name: name != "loss"):
+        series = {row["config"]: row["curves"][name] for row in plain if row["curves"].get(name)}
+        if not any(series.values()):
+            continue
+        title = "Training loss" if name == "loss" else name
+        caption = f"{title}: mean over the seeds; the band is from their minimum to their maximum."
+        key = page.legend([(config, colour_of[config]) for config in series])
+        draw = page.lines([(config, colour_of[config], points) for config, points in series.items()])
+        drawn = page.picture(draw, caption, key, comparison["command"])
+        yield page.section(title, drawn, in_numbers(series, report.number))
+
+
+def drawn_speed(comparison):
+    rows = []
+    for row in comparison["rows"]:
+        if not row["error"]:
+            rate = row["measures"]["samples_per_second"]["mean"]
+            behind = report.number(rate) + (", emulated" if row["emulated"] else "")
+            rows.append((report.shown(row), [(rate, page.colour(0))], behind, row["emulated"]))
+    caption = "Speed. Pale bars are emulated and not ranked."
+    return page.picture(page.bars(rows, "samples per second, median step"), caption, command=comparison["command"])
+
+
+def drawn_memory(comparison):
+    rows = []
+    for row in comparison["rows"]:
+        if not row["error"] and not row["control"]:
+            per = row["bytes_per_parameter"]
+            pieces = [(per.get(key, 0), page.colour(i)) for i, key in enumerate(report.classes(comparison))]
+            rows.append((row["config"], pieces, f"{per['total']:.2f}", False))
+    key = page.legend([(name, page.colour(i)) for i, name in enumerate(report.classes(comparison))])
+    draw = page.bars(rows, "bytes per parameter, over all processes")
+    return page.picture(draw, "Model states, counted on live tensors.", key, comparison["command"])
+
+
+def whole_page(comparison):
+    """The whole report as one HTML file."""
+    parts = [*drawn_intervals(comparison), *drawn_differences(comparison)]
+    for title, heads, rows in report.tables(comparison):
+        drawn = {"Speed": drawn_speed, "Memory and wire, per process": drawn_memory}.get(title)
+        parts += drawn_curves(comparison) if title == "Speed" else []  # behind the results
+        parts.append(page.section(title, *([drawn(comparison)] if drawn else []), page.table(heads, rows)))
+    title, notes = report.title_of(comparison), list(report.notes(comparison))
+    return page.whole(title, comparison["command"], report.answer(comparison), parts, notes)
