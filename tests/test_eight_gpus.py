@@ -270,16 +270,16 @@ def test_only_processes_that_store_tensors_copy_them_to_the_host(tmp_path, confi
     """Under DDP all processes hold the same, and the main one stores it: 12 bytes per parameter are copied once."""
 
     def count(rank):
-        from faithful.strategies import plain
+        from faithful.strategies.base import Strategy
 
-        copy = plain.tensors
+        copy = Strategy.tensors
 
         def counted(*rest):
             with open(tmp_path / f"copies{rank}", "a") as file:
                 file.write("x")
             return copy(*rest)
 
-        plain.tensors = counted
+        Strategy.tensors = counted
 
     train(config, tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, before=count)
     counts = [tmp_path / f"copies{rank}" for rank in (0, 1)]
