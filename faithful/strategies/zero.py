@@ -66,9 +66,11 @@ def arguments(plan, scaling):
         "reduce_bucket_size": BUCKET,
         "stage3_param_persistence_threshold": PERSISTENT,
     } | told
-    for what in ("offload_optimizer", "offload_param") if plan.rehearsal else ():
-        if told.get(what):
+    for what in ("offload_optimizer", "offload_param"):
+        if told.get(what) and plan.rehearsal:
             told[what].pop("pin_memory", None)  # it needs an accelerator
+        elif told.get(what):
+            told[what].setdefault("pin_memory", True)  # DeepSpeed's default is slow, and Accelerate's YAML has no key
     if plan.precision == "fp16" and (scaling or "fp16" not in config):
         scaling = scaling or GradScalerKwargs()
         power = math.log2(scaling.init_scale)
