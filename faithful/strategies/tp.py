@@ -59,9 +59,32 @@ def before_prepare(accelerator, plan, model, optimizer):
     now = {id(whole[name]): part for name, part in model.named_parameters()}
     for group in optimizer.param_groups:
         group["params"] = [now[id(parameter)] for parameter in group["params"]]
-        group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
+        if plan.device == "cpu":
+            group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
+    if plan.device != "cpu":
+        step_in_turn(optimizer)
     [seed] = broadcast_object_list([torch.initial_seed()])
     torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
+
+
+def step_in_turn(optimizer):
+    """Makes the optimizer step its DTensors and its tensors in turn, each with a kernel for lists, fused or foreach,
+    which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order."""
+    whole = []
+
+    def split(*_):
+        whole[:] = optimizer.param_groups
+        optimizer.param_groups = []
+        for group in whole:
+            parts = [one for one in group["params"] if isinstance(one, DTensor)]
+            rest = [one for one in group["params"] if not isinstance(one, DTensor)]
+            optimizer.param_groups += [group | {"params": each} for each in (parts, rest) if each]
+
+    def join(*_):
+        optimizer.param_groups = list(whole)
+
+    optimizer.register_step_pre_hook(split)
+    optimizer.register_step_post_hook(join)
 
 
 def counted(parameters, accelerator):
