@@ -155,7 +155,7 @@ launch() {
         [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # else c10d always uses port 29400
     fi
     missing=$("$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config") || exit $?
-    [ -z "$missing" ] || options+=($missing)  # --num_processes: the GPUs there are, if nobody says it
+    [ -z "$missing" ] || options+=($missing)  # the GPUs there are, the threads of offloaded steps: if nobody says them
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*"
     # A wrapper of accelerate's launcher: it exits with the workers' code and prints no traceback of its own.
     exec "$python" "$root/tools/accelerate_launch.py" --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \

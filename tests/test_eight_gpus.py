@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import CONFIGS, Ranks, distance, launched, record, train
+from conftest import CONFIGS, ROOT, Ranks, distance, launched, record, train
 from torch.distributed.tensor import DTensor
 
 from faithful import __main__, checkpoint, machine
@@ -52,6 +53,26 @@ def test_other_files_run_on_all_cards_that_are_visible(node):
     assert added(node, "ddp_bf16", CUDA_VISIBLE_DEVICES="0,1,5") == "--num_processes 3"
     assert added(node, "ddp_bf16", CUDA_VISIBLE_DEVICES="") == ""  # a rehearsal with the file's own number
     assert added(node, "single_bf16") == ""
+
+
+def test_a_process_that_computes_on_the_host_has_its_share_of_the_cores(node):
+    """The optimizer step of offloaded state is the CPU's: Accelerate gives it one thread of all."""
+    cores = len(os.sched_getaffinity(0))
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | node
+    line = [sys.executable, "tools/check.py", "--quiet"]
+
+    def added(config, *words, **more):
+        done = subprocess.run([*line, *words, config], cwd=ROOT, env=env | more, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    one = ["--num_processes", "1"]
+    wanted = [*one, "--num_cpu_threads_per_process", str(cores)] if cores > 1 else one
+    assert added("fsdp_bf16_offload", CUDA_VISIBLE_DEVICES="0") == wanted
+    assert added("fsdp_bf16_offload", "--num_cpu_threads_per_process", "3", CUDA_VISIBLE_DEVICES="0") == one
+    assert added("fsdp_bf16_offload", CUDA_VISIBLE_DEVICES="0", OMP_NUM_THREADS="4") == one
+    assert added("fsdp_bf16", CUDA_VISIBLE_DEVICES="0") == one
+    assert added("fsdp_bf16_offload", CUDA_VISIBLE_DEVICES="") == []  # a rehearsal
 
 
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="needs CUDA's torch, and no GPU")

@@ -148,6 +148,14 @@ def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
     assert record(gpu.train("single_fp32", tmp_path / "slice", *short))["gpu_utilization_mean"] is None
 
 
+def test_tensor_parallel_steps_lists_of_parameters(gpu, tmp_path):
+    """DTensors and tensors each in lists, by a fused kernel: tensor by tensor each takes launches of its own."""
+    run = gpu.train("tp_bf16", tmp_path / "run", *SHORT, *GPT, "--save_steps", 0, name="gpt", processes=2)
+    single = gpu.train("single_bf16", tmp_path / "single", *SHORT, *GPT, "--save_steps", 0, name="gpt")
+    taken, other = (json.loads(Path(f"{one}.rank0.json").read_text())[3]["launches"] for one in (run, single))
+    assert taken < 1.1 * other, (taken, other)  # tensor by tensor: 1.36
+
+
 TF32 = """
 import sys
 import torch

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_run import poison
 
 from faithful import checkpoint, rules
 from faithful.config import read_env, to_env
+from faithful.strategies import zero as zero_strategy
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # once, not once in every forked rank
@@ -247,3 +249,15 @@ def test_accelerate_launch_itself(whole, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert distance(tmp_path / "run", whole("zero2_bf16")) == 0
     assert record(tmp_path / "run")["evidence"] == record(whole("zero2_bf16"))["evidence"]
+
+
+def test_what_is_offloaded_from_a_gpu_is_in_pinned_memory(monkeypatch):
+    """DeepSpeed copies from and to the host asynchronously then. On a CPU there is no memory to pin."""
+    mapping = yaml.safe_load((CONFIGS / "zero3_bf16_offload.yml").read_text())
+    for name, value in to_env(mapping).items():
+        monkeypatch.setenv(name, value)
+    for rehearsal, pinned in ((False, True), (True, None)):
+        plan = SimpleNamespace(strategy="zero3", precision="bf16", rehearsal=rehearsal, clip=None)
+        made = zero_strategy.ZeRO(plan).arguments(None)["deepspeed_plugin"].deepspeed_config["zero_optimization"]
+        assert made["offload_optimizer"] == made["offload_param"]
+        assert made["offload_optimizer"].get("pin_memory") is pinned and made["offload_param"]["device"] == "cpu"

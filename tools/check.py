@@ -69,6 +69,14 @@ def missing(path, here, overrides):
     return f"--num_processes {here['devices'] if ours else files.default_processes(mapping, here['devices'])}"
 
 
+def threads(wanted, here):
+    """The threads of each process where its CPU computes the optimizer step, beside GPUs: its share of the cores.
+    Accelerate's own default for several processes is 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = cores // min(here["devices"], wanted["num_processes"]) if here["devices"] and wanted["offload"] else 1
+    return 1 if "OMP_NUM_THREADS" in os.environ else share
+
+
 def main(argv):
     parser = cli.parser("check", __doc__)
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
@@ -89,6 +97,9 @@ def main(argv):
             overrides["num_processes"] = int(option.split()[1])
             print(option)
         problems, not_here, notes, wanted = check(path, here, overrides)
+        said = any(option.replace("-", "_").startswith("__num_cpu_threads_per_process") for option in others)
+        if args.quiet and wanted and not said and (count := threads(wanted, here)) > 1:
+            print(f"--num_cpu_threads_per_process {count}")
         failed |= bool(problems) or (bool(args.configs) and bool(not_here))
         if not (problems or not_here or args.quiet):
             print(f"{path.name}: ok ({described(wanted)})")

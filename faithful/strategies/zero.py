@@ -272,8 +272,11 @@ def complete(config, plan, scaling):
     defaults = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
     config["zero_optimization"] = defaults | deepspeed_file.explicit(config["zero_optimization"])
     for key in ("offload_optimizer", "offload_param"):
-        if plan.rehearsal and config["zero_optimization"].get(key):
-            config["zero_optimization"][key].pop("pin_memory", None)  # it needs an accelerator
+        offloaded = config["zero_optimization"].get(key)
+        if offloaded and plan.rehearsal:
+            offloaded.pop("pin_memory", None)  # it needs an accelerator
+        elif offloaded:
+            offloaded.setdefault("pin_memory", True)  # DeepSpeed's default is slow, and Accelerate's YAML has no key
     if plan.precision != "fp16" or ("fp16" in config and not scaling):
         return
     scaling = scaling or GradScalerKwargs()
