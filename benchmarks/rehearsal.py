@@ -95,7 +95,7 @@ def losses(model, seed, products, perturbed=False):
         line += ["--forced", "bf16" if products else "", ROOT / "recipes" / f"{recipe}.py", "--model", model]
         line += ["--seed", seed, "--max_steps", 50, "--logging_steps", 1, "--save_steps", 0, "--eval_steps", 0]
         line += ["--per_device_train_batch_size", batch, "--output_dir", Path(folder, "run")]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAITHFUL_TWIN": "1"} if perturbed else {})
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAITHFUL_PERTURBED": "1"} if perturbed else {})
         subprocess.run(list(map(str, line)), cwd=ROOT, env=env, check=True, capture_output=True)
         rows = [json.loads(row) for row in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     found = [row["loss"] for row in rows if "loss" in row]

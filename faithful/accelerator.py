@@ -35,7 +35,7 @@ from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
 from faithful.communication import OneStep
 from faithful.errors import Refused
-from faithful.evidence import Layers, notes
+from faithful.evidence import Layers, notes, refuse_unaveraged
 from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer
@@ -118,6 +118,8 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         if self.plan.rehearsal and any(products.of(one) for one in args if isinstance(one, nn.Module)):
             products.start()
+        if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
+            self.perturb(filter(trains, args))
         converted = {at: self.convert(model, optimizers) for at, model in enumerate(args) if trains(model)}
         prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
         for at, one in enumerate(prepared):
@@ -133,16 +135,20 @@ class Accelerator(accelerate.Accelerator):
         self.looked = False
         return prepared if len(args) > 1 else prepared[0]
 
+    def perturb(self, models):
+        """Changes every weight to the next larger number."""
+        for model in models:
+            nudge(model)
+            self.record.seen["nudged"] = True
+
     def convert(self, model, optimizers):
         """Converts `model` in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
-        optimizer = next((one for one in optimizers if owns(one, model)), None)
+        of_model = set(map(id, model.parameters()))
+        optimizer = next((one for one in optimizers if parameter_ids(one) & of_model), None)
         dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
         if dtype != torch.float32 and self.plan.precision != "fp32":
             raise Refused(f"the model's parameters are in {str(dtype)[6:]}, and {self.plan.precision} needs them in "
                           "fp32: build the model in fp32, or use an fp32 config")  # fmt: skip
-        if os.environ.get("FAITHFUL_TWIN"):  # compare's control run: how much does a change in the last bit matter?
-            nudge(model)
-            self.record.seen["nudged"] = True
         layers = Layers(self.backend, model, set().union(*map(parameter_ids, optimizers)))
         self.strategy.before_prepare(self, model, optimizer)
         skipped = self.backend.convert(self, model, optimizer)
@@ -207,6 +213,7 @@ class Accelerator(accelerate.Accelerator):
         if not self.evidence:
             self.train_without_evidence()
         refuse_unknown(self.plan.skip, [name for one in self.models if one.layers for name in one.layers.names])
+        refuse_unaveraged(self)
         for line in notes(self):
             self.note(line)
         self.record.seen["through_fp32"] = dict(products.active)
@@ -253,16 +260,7 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
-        keeper, parameters = clipping.keeper(self), clipping.listed(parameters)
-        if keeper is None:
-            self.unscale_gradients()
-        elif norm_type != 2:
-            raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {keeper.gradients_elsewhere} are clipped by their "
-                          "2-norm, leave norm_type out")  # fmt: skip
-        norm = (keeper or self.strategy).clip_grad_norm_(self, parameters, max_norm, norm_type)
-        norm = clipping.whole(norm)
-        self.norms.keep(parameters, norm)
-        return norm
+        return clipping.clip(self, clipping.listed(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters, clip_value):
         clipping.refuse_by_value(self)
@@ -409,8 +407,3 @@ class Accelerator(accelerate.Accelerator):
         """Writes the final record, however the process ends. error: one line, or None. code: the exit code so far.
         Returns the exit code."""
         return ending.close(self, error, code)
-
-
-def owns(optimizer, model):
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in ids for parameter in model.parameters())

@@ -19,6 +19,20 @@ def keeper(accelerator):
     return next((one for one in both if one.gradients_elsewhere), None)
 
 
+def clip(accelerator, parameters, max_norm, norm_type):
+    """Clips the gradients of a list of parameters, and returns their norm over all processes before."""
+    elsewhere = keeper(accelerator)
+    if elsewhere is None:
+        accelerator.unscale_gradients()
+    elif norm_type != 2:
+        raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {elsewhere.gradients_elsewhere} are clipped by their "
+                      "2-norm, leave norm_type out")  # fmt: skip
+    norm = (elsewhere or accelerator.strategy).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
+    norm = whole(norm)
+    accelerator.norms.keep(parameters, norm)
+    return norm
+
+
 class Norms:
     """The norms of the gradients that a script has clipped. Each step needs to know that all gradients of its optimizer
     are finite, whatever was clipped: those of another model alone, a part of them, or none."""

@@ -231,20 +231,25 @@ def some(words):
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
+def refuse_unaveraged(accelerator):
+    """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
+    if accelerator.num_processes == 1:
+        return
+    strategy, prepared = accelerator.strategy, accelerator.prepared_parameters()
+    strangers = sum(len(strategy.not_averaged(optimizer, prepared)) for optimizer in accelerator._optimizers)
+    if strangers:
+        raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
+                      "change them in its own way. Prepare their model, too")  # fmt: skip
+
+
 def notes(accelerator):
-    """Yields notes about the prepared objects, one line each. Raises Refused if processes would train apart."""
-    processes, prepared = accelerator.num_processes, accelerator._optimizers
-    for one in accelerator.models:
-        if one.evidence and (names := one.evidence.left_out()):
+    """Yields notes about the prepared objects, one line each."""
+    for prepared in accelerator.models:
+        if prepared.evidence and (names := prepared.evidence.left_out()):
             yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
-        elif one.layers and not one.evidence and accelerator.evidence:
-            yield f"{type(one.model).__name__} was prepared, but no prepared optimizer updates it"
-    if processes > 1:
-        of_models = accelerator.prepared_parameters()
-        strangers = sum(len(accelerator.strategy.not_averaged(optimizer, of_models)) for optimizer in prepared)
-        if strangers:
-            raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
-                          "change them in its own way. Prepare their model, too")  # fmt: skip
+        elif prepared.layers and not prepared.evidence and accelerator.evidence:
+            yield f"{type(prepared.model).__name__} was prepared, but no prepared optimizer updates it"
+    processes = accelerator.num_processes
     per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
     if processes > 1 and per_process and accelerator.strategy.schedulers(accelerator):
         yield (f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "

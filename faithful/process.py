@@ -192,39 +192,13 @@ HANDLED = (
 
 def leave(problem, run, print_error=traceback.print_exception):
     """Prints a message for `problem`, if any, closes the record and returns the exit code. print_error: prints what has
-    no message of one line."""
+    no message of one line; None prints nothing."""
     global ended
-    error, code = None, 0
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
-    if isinstance(problem, Unseen):
-        if not (run and run.stopping):
-            error, code = "the script ended before accelerator.end_training(), and its exit code is not known here", 1
-    elif isinstance(problem, SystemExit):
-        code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
-        error = f"the script exited with {code}" if code not in (0, 143) else None
-    elif not isinstance(problem, Refused) and (words := what_the_strategy_lacks(str(problem), run)):
-        return leave(Refused(words), run)
-    elif hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
-        # An error of a loader's worker has a traceback in front.
-        error, code = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
-        own = getattr(problem, "of_one_process", False)  # whether only this process has it
-        for line in error.splitlines() if print_error and (own or may_speak()) else ():
-            print(f"{'refused' if code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
-    elif isinstance(problem, KeyboardInterrupt) or (interrupted and problem is not None):
-        if print_error and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
-        error, code = None if run and run.stopping else "interrupted", 130
-        if error and config.rank() == 0:
-            print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
-    elif problem is not None:
-        error, code = f"{type(problem).__name__}: {problem}", 1
-        lost = lost_peer(problem, error)
-        if lost is None and print_error:
-            print_error(problem)
-        elif lost and os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
-            print(f"error: {lost}", file=sys.stderr, flush=True)
-        error = lost or error
+    if not isinstance(problem, Refused | SystemExit) and (words := what_the_strategy_lacks(str(problem), run)):
+        problem = Refused(words)
+    error, code = tell(problem, run, print_error)
     try:
         code = run.close(error, code) if run else code
     except Exception:
@@ -234,6 +208,40 @@ def leave(problem, run, print_error=traceback.print_exception):
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def tell(problem, run, print_error):
+    """Prints the message for `problem`. Returns (what the record says of it, or None; the exit code)."""
+    stopped = run is not None and run.stopping  # with a checkpoint
+    if problem is None:
+        return None, 0
+    if isinstance(problem, Unseen):
+        unknown = "the script ended before accelerator.end_training(), and its exit code is not known here"
+        return (None, 0) if stopped else (unknown, 1)
+    if isinstance(problem, SystemExit):
+        code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
+        return (None if code in (0, 143) else f"the script exited with {code}"), code
+    if hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
+        # An error of a loader's worker has a traceback in front.
+        error = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip()
+        here_alone = getattr(problem, "of_one_process", False)
+        if print_error and (here_alone or may_speak()):
+            for line in error.splitlines():
+                print(f"{'refused' if problem.exit_code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
+        return error, problem.exit_code
+    if isinstance(problem, KeyboardInterrupt) or interrupted:
+        if print_error and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
+        if not stopped and config.rank() == 0:
+            print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
+        return None if stopped else "interrupted", 130
+    error = f"{type(problem).__name__}: {problem}"
+    lost = lost_peer(problem, error)
+    if lost is None and print_error:
+        print_error(problem)
+    elif lost and os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+        print(f"error: {lost}", file=sys.stderr, flush=True)
+    return lost or error, 1
 
 
 def lost_peer(problem, error):

@@ -104,16 +104,24 @@ class Record:
         with self.writing("run.json"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.claim()
-            for stale in self.folder.glob("checkpoint-*.tmp"):
-                shutil.rmtree(stale, ignore_errors=True)
-            for stale in self.folder.glob("error-rank*.json"):
-                stale.unlink(missing_ok=True)
+            self.clear_leftovers()
             if not resumed:
                 self.set_aside()
         with self.writing("metrics.jsonl"):
-            rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
-            rows = [row for row in rows if row.endswith("}") and stays(json.loads(row), step)]
-            self.metrics_file.write_text("".join(row + "\n" for row in rows + self.early))
+            self.begin_metrics(step)
+
+    def clear_leftovers(self):
+        """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
+        for unfinished in self.folder.glob("checkpoint-*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        for error in self.folder.glob("error-rank*.json"):
+            error.unlink(missing_ok=True)
+
+    def begin_metrics(self, step):
+        """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
+        rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
+        rows = [row for row in rows if row.endswith("}") and stays(json.loads(row), step)]
+        self.metrics_file.write_text("".join(row + "\n" for row in rows + self.early))
         self.early.clear()
 
     def set_aside(self):

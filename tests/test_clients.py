@@ -126,7 +126,7 @@ def test_transformers_trainer_under_zero_ends_where_ddp_ends(tmp_path):
     bare = ("num_labels=2)", "num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)")
     loose = ("max_grad_norm=1.0", "max_grad_norm=100.0")
     for name, config, env, changes in (("ddp", "ddp_fp32", {}, []), ("zero", tmp_path / "zero2_fp32.yml", {}, []),
-                                    ("twin", "ddp_fp32", {"FAITHFUL_TWIN": "1"}, []),
+                                    ("twin", "ddp_fp32", {"FAITHFUL_PERTURBED": "1"}, []),
                                     ("loose", "ddp_fp32", {}, [loose])):  # fmt: skip
         script = changed("classifier", tmp_path / name, *sgd, bare, *changes)
         run("classifier", config, tmp_path / name, script=script, more=env)

@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
     a learning rate ten times too high."""
     folder = tmp_path_factory.mktemp("runs")
     train("single_bf16", folder / "real", *SHORT)
-    train("single_bf16", folder / "twin-0", *SHORT, env={"FAITHFUL_TWIN": "1"})
+    train("single_bf16", folder / "twin-0", *SHORT, env={"FAITHFUL_PERTURBED": "1"})
     train("single_fp8_msamp_o2", folder / "real-o2", *SHORT)
     for seed in range(6):
         luck = 1 + 0.2 * (-1) ** seed * (1 + seed / 9)

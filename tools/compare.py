@@ -181,9 +181,9 @@ def execute(launch, config, words, per_device):
         launch.folder.rename(launch.folder.with_name(f"{launch.folder.name}.old-{time.time():.0f}"))
     command = [str(ROOT / "launch.sh"), str(config), *options, str(find.recipe(recipe))]
     env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env.pop("FAITHFUL_TWIN", None)
+    env.pop("FAITHFUL_PERTURBED", None)
     if launch.twin:
-        env["FAITHFUL_TWIN"] = "1"
+        env["FAITHFUL_PERTURBED"] = "1"
     if per_device is None:
         command += [word.replace("{seed}", str(launch.seed)) for word in rest]
         env["FAITHFUL_PROJECT_DIR"] = str(launch.folder)
