@@ -102,6 +102,10 @@ def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_report, "launched", fails)
     assert gpu_report.tried("ddp_bf16", True, 5)["outcome"] == "failed: KeyError: 'a key that is gone'"
+    monkeypatch.undo()
+    assert gpu_report.tried("single_bf16", True, 5, limit=0.5)["outcome"] == "failed: not done after 0.5 s"
+    rates = gpu_report.measured("rates", True, 100, gpu_report.gpu.__file__)
+    assert rates["bf16_flop_per_second"] > 0, rates
 
 
 @pytest.mark.slow
