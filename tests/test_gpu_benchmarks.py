@@ -108,6 +108,17 @@ def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
     assert rates["bf16_flop_per_second"] > 0, rates
 
 
+def test_the_first_minutes_write_a_page_whatever_fails(tmp_path):
+    """Each item is a section of the page as soon as it ends: one that is too slow for its limit, too."""
+    page, words = tmp_path / "page.md", ("--only", "machine", "races-ddp", "memory", "--minutes", "0.8")
+    done = launched("./launch.sh", "gpu-first", "--rehearse", *words, "--output", str(page), timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert f"- torch: {torch.__version__}" in text and "## machine" in text and "- compiler: " in text
+    assert text.count("## ") + text.count("Not begun: ") >= 2, text
+    assert len([line for line in done.stdout.splitlines() if line.startswith("[")]) == text.count("## ")
+
+
 @pytest.mark.slow
 def test_the_report_on_a_pretended_gpu(everywhere, tmp_path):
     page = tmp_path / "page.md"
