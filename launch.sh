@@ -21,6 +21,7 @@
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
 #   ./launch.sh copy RECIPE CONFIG DEST    a recipe with all it needs in a folder of its own
 #   ./launch.sh gpu-report                 what every config does on this machine's GPUs, as one page to send
+#   ./launch.sh gpu-first                  the first ten minutes on a GPU: what tells most first, as one page to send
 #   ./launch.sh CONFIG RECIPE --help       the options of a recipe
 #   ./launch.sh ls                         the configs and recipes there are
 #   ./launch.sh completion                 bash completion: source <(./launch.sh completion)
@@ -97,7 +98,7 @@ _launch_sh() {
             advise | compare | diagnose | estimate)
                 if [[ " \${COMP_WORDS[*]:0:COMP_CWORD} " == *" -- "* ]]; then found=\$recipes; else found="\$configs --"; fi ;;
             copy) if [ "\$COMP_CWORD" -eq 2 ]; then found=\$recipes; else found=\$configs; fi ;;
-            demo | setup | show | export | predict | gpu-report | ls | completion | test) ;;
+            demo | setup | show | export | predict | gpu-first | gpu-report | ls | completion | test) ;;
             *) found=\$recipes ;;
         esac
     fi
@@ -176,6 +177,7 @@ case ${1-} in
     advise | compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would shadow Python's module
+    gpu-first) need_python; exec "$python" "$root/benchmarks/gpu_first.py" "${@:2}" ;;
     gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;
     show | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls) find_name ls ;;

@@ -218,12 +218,16 @@ def digits(config, steps):
     return found | {"command": record["command"]}
 
 
-def launched(config, words, env=None):
-    """Launches a run and returns its record. Raises SystemExit with the reason if it fails."""
+def launched(config, words, env=None, limit=None):
+    """Launches a run and returns its record. Raises SystemExit with the reason: it fails, or takes over `limit` s."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         line = ["./launch.sh", config, *words, "--save_steps", "0", "--output_dir", str(out)]
-        done = subprocess.run(line, cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True)
+        env = os.environ | (env or {})
+        try:
+            done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:  # its processes end with their launcher
+            raise SystemExit(f"not done after {limit} s") from None
         if done.returncode:
             lines = (done.stderr + done.stdout).splitlines()
             said = [line for line in lines if line.startswith(("refused", "error"))]
@@ -247,12 +251,12 @@ def as_found():
     return dict(zip(NVIDIA.split(","), (part.strip() for part in said.split(",")), strict=True))
 
 
-def measured(name, rehearse, limit):
-    """Runs a case and returns its row. Kills the case's whole process group at the end."""
+def measured(name, rehearse, limit, file=__file__):
+    """Runs a case of a script and returns its row. Kills the case's whole process group at the end."""
     row = {"date": datetime.datetime.now().isoformat(timespec="seconds"), "card": as_found()}
     row |= {"device": row["card"]["name"] if row["card"] else device_name()}
     row |= {"versions": versions(["accelerate", "timm", "transformers"])}
-    line = [sys.executable, __file__, "--one", name, *(["--rehearse"] if rehearse else [])]
+    line = [sys.executable, file, "--one", name, *(["--rehearse"] if rehearse else [])]
     child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     began = time.monotonic()
     try:

@@ -15,8 +15,9 @@ import platform
 import time
 from pathlib import Path
 
+import gpu
 import torch
-from gpu import as_found, forward_flop, launched, rates
+from gpu import as_found, forward_flop, launched, measured
 from provenance import ROOT, command, device_name
 
 from faithful.steps import WARMUP_STEPS
@@ -36,15 +37,16 @@ def workload(config, rehearse):
         return model, [*words, "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "32"]
     model, size, batch = ("vit_nano", 32, 16) if rehearse else ("vit_base", 224, 64)
     words = ["vit", "--model", model, "--dataset", "synthetic", "--image_size", str(size)]
+    words += ["--dataloader_num_workers", "2"]  # else a batch is copied and pinned between two steps
     return model, [*words, "--per_device_train_batch_size", str(batch), "--per_device_eval_batch_size", str(batch)]
 
 
-def tried(config, rehearse, steps):
-    """Runs a config and returns its row: the outcome and the figures."""
+def tried(config, rehearse, steps, limit=None):
+    """Runs a config for at most `limit` seconds and returns its row: the outcome and the figures."""
     model, words = workload(config, rehearse)
     words += ["--max_steps", str(steps), "--logging_steps", str(steps), "--eval_steps", "0"]
     try:
-        record = launched(config, words)
+        record = launched(config, words, {"COLLECTIVE_TIMEOUT": "60"}, limit)
         return figures(model, record)
     except SystemExit as problem:
         why = str(problem)
@@ -104,6 +106,7 @@ def main(argv):
     parser = cli.parser("gpu-report", __doc__)
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="configs whose name has one of these")
     parser.add_argument("--steps", type=int, default=20, help=f"at least {LEAST} (default: 20)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one config")
     parser.add_argument("--rehearse", action="store_true", help="nano models")
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
     args = parser.parse_args(argv)
@@ -116,22 +119,23 @@ def main(argv):
     if not names:
         raise Refused(f"--only {' '.join(args.only)}: no such config, ./launch.sh ls lists them")
     cli.make_folder(args.output.parent)
-    found, rows = rates(args.rehearse), {}
+    row, rows = measured("rates", args.rehearse, args.limit, gpu.__file__), {}  # a process that leaves the GPU free
+    found = {key: value for key, value in row.items() if key.endswith("per_second")}
     about = {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{torch.cuda.device_count()} x {device_name()}" if torch.cuda.is_available() else device_name(),
         "as found": json.dumps(as_found()),
         "system": platform.platform(),
-        "rates": ", ".join(f"{key} {value:.4g}" for key, value in found.items()),
+        "rates": row.get("error") or ", ".join(f"{key} {value:.4g}" for key, value in found.items()),
     }
     for at, config in enumerate(names, 1):
         print(f"[{at}/{len(names)}] {config}", flush=True)
-        rows[config] = tried(config, args.rehearse, args.steps)
+        rows[config] = tried(config, args.rehearse, args.steps, args.limit)
         print(f"  {rows[config]['outcome']}", flush=True)
         if "versions" in rows[config]:
             about["versions"] = json.dumps(rows[config]["versions"])
-        args.output.write_text(page(about, found["bf16_flop_per_second"], rows))
+        args.output.write_text(page(about, found.get("bf16_flop_per_second"), rows))
     print(f"wrote {args.output}: this is the page to send")
 
 

@@ -29,6 +29,7 @@ class Steps:
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
+        self.told = None  # whether any rank was told to stop, as asked last in an evaluation
         self.checked = 0  # updates of all optimizers; taken and tried count the first one's
         self.next_exchange = 0  # the value of `checked` from which a backward pass exchanges again
         self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
@@ -122,12 +123,15 @@ class Steps:
             self.clock = time.perf_counter()
 
     def anyone_told_to_stop(self, device):
-        """Whether any rank was told to stop. Every rank must call it."""
-        if not self.stopping and self.num_processes > 1:
-            told = torch.tensor([float(process.told_to_stop())], device=device)
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            self.stopping = bool(told.item())
-        self.stopping = self.stopping or process.told_to_stop()
+        """Whether any rank was told to stop when this was asked last. Every rank must call it. The answer of this
+        call is read in the next one, so that the device has work while the host waits for it."""
+        if self.num_processes == 1:
+            self.stopping = self.stopping or process.told_to_stop()
+        elif not self.stopping:
+            before, told = self.told, torch.tensor([float(process.told_to_stop())])
+            self.told = to_device(told, device)
+            dist.all_reduce(self.told, dist.ReduceOp.MAX)
+            self.stopping = before is not None and bool(before.item())
         return self.stopping
 
 

@@ -103,6 +103,21 @@ def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_report, "launched", fails)
     assert gpu_report.tried("ddp_bf16", True, 5)["outcome"] == "failed: KeyError: 'a key that is gone'"
+    monkeypatch.undo()
+    assert gpu_report.tried("single_bf16", True, 5, limit=0.5)["outcome"] == "failed: not done after 0.5 s"
+    rates = gpu_report.measured("rates", True, 100, gpu_report.gpu.__file__)
+    assert rates["bf16_flop_per_second"] > 0, rates
+
+
+def test_the_first_minutes_write_a_page_whatever_fails(tmp_path):
+    """Each item is a section of the page as soon as it ends: one that is too slow for its limit, too."""
+    page, words = tmp_path / "page.md", ("--only", "machine", "races-ddp", "memory", "--minutes", "0.8")
+    done = launched("./launch.sh", "gpu-first", "--rehearse", *words, "--output", str(page), timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = page.read_text()
+    assert f"- torch: {torch.__version__}" in text and "## machine" in text and "- compiler: " in text
+    assert text.count("## ") + text.count("Not begun: ") >= 2, text
+    assert len([line for line in done.stdout.splitlines() if line.startswith("[")]) == text.count("## ")
 
 
 def test_a_row_of_the_report_is_of_the_run_s_own_record(tmp_path, monkeypatch):

@@ -148,6 +148,21 @@ def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
     assert record(gpu.train("single_fp32", tmp_path / "slice", *short))["gpu_utilization_mean"] is None
 
 
+def test_an_evaluated_batch_waits_once_and_for_the_batch_before(gpu, tmp_path):
+    argv = (
+        *SHORT,
+        "--save_steps",
+        0,
+        "--max_steps",
+        2,
+        "--per_device_eval_batch_size",
+        36,
+    )  # five batches for each rank
+    run = gpu.train("ddp_bf16", tmp_path / "run", *argv, processes=2)
+    found = json.loads(Path(f"{run}.rank1.json").read_text())[-1]["waits"]
+    assert len([place for _, place in found if str(place).startswith("faithful/steps.py")]) <= 4, found
+
+
 def test_tensor_parallel_steps_lists_of_parameters(gpu, tmp_path):
     """DTensors and tensors each in lists, by a fused kernel: tensor by tensor each takes launches of its own."""
     run = gpu.train("tp_bf16", tmp_path / "run", *SHORT, *GPT, "--save_steps", 0, name="gpt", processes=2)
