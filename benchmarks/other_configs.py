@@ -77,7 +77,7 @@ def judged(path, here):
         problems, not_here, notes, wanted = check.check(path, here, {})
     finally:
         os.chdir(before)
-    row = {"is": check.described(wanted) if wanted and not problems else None, "problems": problems, "notes": notes}
+    row = {"is": check.description(wanted) if wanted and not problems else None, "problems": problems, "notes": notes}
     verdict = "refused" if problems else "noted" if notes else "accepted"
     return {"verdict": verdict} | row | {"not_on_this_machine": not_here}, wanted
 
