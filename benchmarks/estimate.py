@@ -96,13 +96,13 @@ def measured(config, model, dataset, batch, folder, give_back=True):
 
 
 def estimated(configs, model, dataset, batch):
-    module, seen, found = load(ROOT / "recipes" / "vit.py"), {}, {}
+    module, seen, estimates = load(ROOT / "recipes" / "vit.py"), {}, {}
     for config in configs:
         asked = read_config(ROOT / "accelerate_configs" / f"{config}.yml")
         traces = tracings_of(module, options(model, dataset, batch), asked, seen)
-        found[config] = estimate(asked, *traces, cpu=True)
-        found[config]["total"] -= found[config]["runtime"]  # measured here
-    return found
+        estimates[config] = estimate(asked, *traces, cpu=True)
+        estimates[config]["total"] -= estimates[config]["runtime"]  # measured here
+    return estimates
 
 
 def main():

@@ -109,14 +109,14 @@ def main(argv):
     if not names:
         raise Refused(f"--only {' '.join(args.only)}: no such config, ./launch.sh ls lists them")
     cli.make_folder(args.output.parent)
-    found, rows = rates(args.rehearse), {}
+    device_rates, rows = rates(args.rehearse), {}
     about = {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{torch.cuda.device_count()} x {device_name()}" if torch.cuda.is_available() else device_name(),
         "as found": json.dumps(as_found()),
         "system": platform.platform(),
-        "rates": ", ".join(f"{key} {value:.4g}" for key, value in found.items()),
+        "rates": ", ".join(f"{key} {value:.4g}" for key, value in device_rates.items()),
     }
     for at, config in enumerate(names, 1):
         print(f"[{at}/{len(names)}] {config}", flush=True)
@@ -124,7 +124,7 @@ def main(argv):
         print(f"  {rows[config]['outcome']}", flush=True)
         if "versions" in rows[config]:
             about["versions"] = json.dumps(rows[config]["versions"])
-        args.output.write_text(page(about, found["bf16_flop_per_second"], rows))
+        args.output.write_text(page(about, device_rates["bf16_flop_per_second"], rows))
     print(f"wrote {args.output}: this is the page to send")
 
 
