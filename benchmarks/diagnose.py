@@ -40,9 +40,9 @@ def diagnosed(config, folder, *words, pairs=8):
     command = [sys.executable, "tools/diagnose.py", str(config), "--pairs", str(pairs), "--output", str(folder), "--"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run([*command, *words], cwd=ROOT, check=True, preexec_fn=ends_with_this, **quiet)
-    made = json.loads((folder / "diagnose.json").read_text())
-    made["command"] = f"./launch.sh diagnose {Path(config).stem} --pairs {pairs} -- {' '.join(words)}"
-    return made
+    diagnosis = json.loads((folder / "diagnose.json").read_text())
+    diagnosis["command"] = f"./launch.sh diagnose {Path(config).stem} --pairs {pairs} -- {' '.join(words)}"
+    return diagnosis
 
 
 def losses(config, fault, folder):
@@ -54,14 +54,16 @@ def losses(config, fault, folder):
     return json.loads(out.read_text())
 
 
-def short(made):
+def short(diagnosis):
     """The part of a diagnosis that goes into the results."""
-    layers = {row["name"]: made["layers"].get(made["groups"][row["name"]][0]) for row in made["costs"][:3]}
+    layers = {
+        row["name"]: diagnosis["layers"].get(diagnosis["groups"][row["name"]][0]) for row in diagnosis["costs"][:3]
+    }
     for layer in layers.values():
         for key in [key for key in layer if key.endswith(("_amax", "_reach"))]:
             layer[key] = layer[key][:8]
     keys = ("command", "truth", "answer", "skip_line", "costs", "all", "look", "after")
-    return {key: made[key] for key in keys} | {"worst_layers": layers}
+    return {key: diagnosis[key] for key in keys} | {"worst_layers": layers}
 
 
 def main():
@@ -76,8 +78,8 @@ def main():
         folder = Path(folder)
         for fault, (name, changes, layer) in FAULTS.items() if args.only != "recipes" else ():
             sick = config_of(name, changes, folder / f"{fault}.yml")
-            made = diagnosed(sick, folder / fault, "benchmarks/faults.py", fault)
-            line = yaml.safe_load(made["skip_line"] or "{}")
+            figures = diagnosed(sick, folder / fault, "benchmarks/faults.py", fault)
+            line = yaml.safe_load(figures["skip_line"] or "{}")
             before = losses(sick, fault, folder)
             after = losses(config_of(name, changes | line, folder / f"{fault}_cured.yml"), fault, folder)
             mean, low, high = interval([100 * (b - a) / b for b, a in zip(before, after, strict=True)])
@@ -85,25 +87,25 @@ def main():
                 "config": name,
                 "changes": changes,
                 "planted": layer,
-                "named_first": made["costs"][0]["name"],
+                "named_first": figures["costs"][0]["name"],
                 "seeds": SEEDS,
                 "steps": STEPS,
                 "loss_before": before,
                 "loss_after": after,
                 "paired_gain_percent": {"mean": mean, "low": low, "high": high},
-                "diagnosis": short(made),
+                "diagnosis": short(figures),
             }
             print(
-                f"{fault}: planted {layer}, {made['answer'][0]}; {made['skip_line']}: loss {mean:+.1f}% lower "
+                f"{fault}: planted {layer}, {figures['answer'][0]}; {figures['skip_line']}: loss {mean:+.1f}% lower "
                 f"({low:+.1f} to {high:+.1f})",
                 flush=True,
             )
         for config, recipe in RECIPES if args.only != "faults" else ():
             if any(one["config"] == config and one["recipe"] == recipe for one in results["recipes"]):
                 continue  # of an earlier call
-            made = diagnosed(config, folder / f"{config}-{recipe}", recipe)
-            results["recipes"].append({"config": config, "recipe": recipe} | short(made))
-            print(f"{config} {recipe}: {made['answer']} {made['skip_line']}", flush=True)
+            figures = diagnosed(config, folder / f"{config}-{recipe}", recipe)
+            results["recipes"].append({"config": config, "recipe": recipe} | short(figures))
+            print(f"{config} {recipe}: {figures['answer']} {figures['skip_line']}", flush=True)
             if args.output:
                 save(args.output, results)
     if args.output:

@@ -26,7 +26,7 @@ from provenance import save
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from tools.compare import die_with_me  # noqa: E402
-from tools.estimate import estimate, of_config, traced  # noqa: E402
+from tools.estimate import estimate, read_config, tracings_of  # noqa: E402
 from tools.tracing import load  # noqa: E402
 
 LIMITS = {"states": 0.10, "total": 0.25}
@@ -96,13 +96,13 @@ def measured(config, model, dataset, batch, folder, give_back=True):
 
 
 def estimated(configs, model, dataset, batch):
-    module, seen, found = load(ROOT / "recipes" / "vit.py"), {}, {}
+    module, seen, estimates = load(ROOT / "recipes" / "vit.py"), {}, {}
     for config in configs:
-        asked = of_config(ROOT / "accelerate_configs" / f"{config}.yml")
-        traces = traced(module, options(model, dataset, batch), asked, seen)
-        found[config] = estimate(asked, *traces, cpu=True)
-        found[config]["total"] -= found[config]["runtime"]  # measured here
-    return found
+        asked = read_config(ROOT / "accelerate_configs" / f"{config}.yml")
+        traces = tracings_of(module, options(model, dataset, batch), asked, seen)
+        estimates[config] = estimate(asked, *traces, cpu=True)
+        estimates[config]["total"] -= estimates[config]["runtime"]  # measured here
+    return estimates
 
 
 def main():

@@ -58,16 +58,16 @@ def cases(rehearse):
     """{name: (function, its arguments)}, the most important first."""
     batches = {"vit_nano": (8,), "llama_nano": (4,)} if rehearse else BATCHES
     steps = 8 if rehearse else STEPS
-    made = {"rates": (rates, rehearse)}
-    made |= {f"optimizer-{level}": (optimizer_step, level, rehearse) for level in LEVELS}
+    calls = {"rates": (rates, rehearse)}
+    calls |= {f"optimizer-{level}": (optimizer_step, level, rehearse) for level in LEVELS}
     for turn in range(3):  # first every model at one batch
         for model, sizes in batches.items():
             for batch in sizes[turn : turn + 1]:
                 for config in CONFIGS:
-                    made[f"{model}-{batch}-{config}"] = (train, model, batch, config, steps)
-    made |= {"products": (products,)} | {f"level-{level}": (level_on_both, level) for level in LEVELS[1:]}
-    made |= {f"digits-{config}": (digits, config, 20 if rehearse else 200) for config in CONFIGS}
-    return made
+                    calls[f"{model}-{batch}-{config}"] = (train, model, batch, config, steps)
+    calls |= {"products": (products,)} | {f"level-{level}": (level_on_both, level) for level in LEVELS[1:]}
+    calls |= {f"digits-{config}": (digits, config, 20 if rehearse else 200) for config in CONFIGS}
+    return calls
 
 
 # -------------------------------------------------------------------------------------------------------------- a case
@@ -77,16 +77,16 @@ def rates(rehearse):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n, copied = (256, 2**22) if rehearse else (8192, 2**32)
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=device)
+    a8, b8, unit_scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=device)
     source = torch.empty(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    product = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    found = {
+    product = functools.partial(torch._scaled_mm, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16)
+    figures = {
         "bf16_flop_per_second": 2 * n**3 / seconds(lambda: a @ b),
         "fp8_flop_per_second": 2 * n**3 / seconds(lambda: product(a8, b8, use_fast_accum=True)),
         "copy_bytes_per_second": 2 * copied / seconds(lambda: target.copy_(source)),  # read and written
     }
-    return found
+    return figures
 
 
 def seconds(function):
@@ -169,7 +169,8 @@ def products():
     """{formats and kind of scaling: largest difference divided by the largest exact value} of FP8 products."""
     from amp8 import scaling
 
-    device, generator, found = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(0), {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator, differences = torch.Generator().manual_seed(0), {}
     for one, other in ((scaling.E4M3, scaling.E4M3), (scaling.E5M2, scaling.E4M3)):
         for dims, how in (((None, None), "one scale"), ((1, 0), "a scale per row")):
             codes, scales = [], []
@@ -180,8 +181,9 @@ def products():
             exact = scaling.product(*codes, *scales, torch.float32, exact=True)
             there = (tensor.to(device) for tensor in (*codes, *scales))
             apart = scaling.product(*there, torch.bfloat16).cpu().float() - exact
-            found[f"{one} x {other}, {how}".replace("torch.", "")] = (apart.abs().max() / exact.abs().max()).item()
-    return {"relative_difference": found, "rounding_of_bfloat16": torch.finfo(torch.bfloat16).eps / 2}
+            case = f"{one} x {other}, {how}".replace("torch.", "")
+            differences[case] = (apart.abs().max() / exact.abs().max()).item()
+    return {"relative_difference": differences, "rounding_of_bfloat16": torch.finfo(torch.bfloat16).eps / 2}
 
 
 def level_on_both(level):
@@ -202,7 +204,7 @@ def level_on_both(level):
             optimizer.zero_grad()
             trace.append((torch.stack([layer.weight_scale, *layer.scale]).cpu(), y.detach().float().cpu()))
         sides.append(trace)
-    pairs = [(*here, *there) for here, there in zip(*sides, strict=True)]
+    pairs = [(*on_cpu, *on_gpu) for on_cpu, on_gpu in zip(*sides, strict=True)]
     equal = [torch.equal(scales, scales_there) for scales, _, scales_there, _ in pairs]
     apart = [((y - y_there).abs().max() / y.abs().max()).item() for _, y, _, y_there in pairs]
     return {"steps": len(equal), "steps_with_equal_scales": sum(equal), "relative_difference": apart}
@@ -211,11 +213,11 @@ def level_on_both(level):
 def digits(config, steps):
     """The final losses by device; only the CPU's on a machine without a GPU."""
     words = ["vit", "--dataset", "digits", "--max_steps", str(steps), "--eval_steps", "0"]
-    found = {}
+    metrics = {}
     for hidden in (False, True) if torch.cuda.is_available() else (True,):
         record = launched(f"single_{config}", words, {"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
-        found["cpu" if hidden else "gpu"] = record["final"]["metrics"] | {"truth": record["evidence"]["truth"]}
-    return found | {"command": record["command"]}
+        metrics["cpu" if hidden else "gpu"] = record["final"]["metrics"] | {"truth": record["evidence"]["truth"]}
+    return metrics | {"command": record["command"]}
 
 
 def launched(config, words, env=None, limit=None):
@@ -271,9 +273,9 @@ def measured(name, rehearse, limit, file=__file__):
     return row | {"wall_seconds": round(time.monotonic() - began, 1)}
 
 
-def show(made):
+def show(figures):
     """Prints Markdown tables of everything in the file."""
-    sound = {name: row for name, row in made.items() if "error" not in row}
+    sound = {name: row for name, row in figures.items() if "error" not in row}
     rate = sound.get("rates", {})
     if rate:
         print(
@@ -281,7 +283,7 @@ def show(made):
             f"TFLOP/s, copy {rate['copy_bytes_per_second'] / 1e12:.3g} TB/s\n"
         )
     steps, optimizers, ends = [], [], []
-    for name, row in made.items():
+    for name, row in figures.items():
         if "error" in row:
             steps.append([name, f"no result: {row['error']}", *[""] * 6])
         elif "flop_per_second" in row:
@@ -346,7 +348,7 @@ def main():
     chosen = [name for name in known if any(word in name for word in args.only)]
     if not chosen:
         raise SystemExit(f"error: --only {' '.join(args.only)}: no such case, there are {', '.join(known)}")
-    made = json.loads(args.output.read_text())["cases"] if args.output.exists() else {}
+    figures = json.loads(args.output.read_text())["cases"] if args.output.exists() else {}
     until = time.monotonic() + 60 * args.minutes
     for at, name in enumerate(chosen, 1):
         left = until - time.monotonic()
@@ -355,13 +357,13 @@ def main():
             break
         print(f"[{at}/{len(chosen)}] {name}", flush=True)
         row = measured(name, args.rehearse, min(args.limit, left))
-        if "error" in row and "error" not in made.get(name, row):
+        if "error" in row and "error" not in figures.get(name, row):
             print(f"  {row['error']}; its earlier result stays", flush=True)
         else:
-            made[name] = row
+            figures[name] = row
             print(f"  {row.get('error', 'done')}", flush=True)
-        write_json(args.output, {"command": command(), "rehearsal": args.rehearse, "cases": made})
-    show(made)
+        write_json(args.output, {"command": command(), "rehearsal": args.rehearse, "cases": figures})
+    show(figures)
 
 
 if __name__ == "__main__":

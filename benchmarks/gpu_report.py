@@ -120,14 +120,14 @@ def main(argv):
         raise Refused(f"--only {' '.join(args.only)}: no such config, ./launch.sh ls lists them")
     cli.make_folder(args.output.parent)
     row, rows = measured("rates", args.rehearse, args.limit, gpu.__file__), {}  # a process that leaves the GPU free
-    found = {key: value for key, value in row.items() if key.endswith("per_second")}
+    device_rates = {key: value for key, value in row.items() if key.endswith("per_second")}
     about = {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{torch.cuda.device_count()} x {device_name()}" if torch.cuda.is_available() else device_name(),
         "as found": json.dumps(as_found()),
         "system": platform.platform(),
-        "rates": row.get("error") or ", ".join(f"{key} {value:.4g}" for key, value in found.items()),
+        "rates": row.get("error") or ", ".join(f"{key} {value:.4g}" for key, value in device_rates.items()),
     }
     for at, config in enumerate(names, 1):
         print(f"[{at}/{len(names)}] {config}", flush=True)
@@ -135,7 +135,7 @@ def main(argv):
         print(f"  {rows[config]['outcome']}", flush=True)
         if "versions" in rows[config]:
             about["versions"] = json.dumps(rows[config]["versions"])
-        args.output.write_text(page(about, found.get("bf16_flop_per_second"), rows))
+        args.output.write_text(page(about, device_rates.get("bf16_flop_per_second"), rows))
     print(f"wrote {args.output}: this is the page to send")
 
 

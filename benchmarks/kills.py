@@ -69,14 +69,14 @@ class Launch:
 
     def processes(self):
         """The ids of all processes of this launch, including the launcher."""
-        found = []
+        pids = []
         for file in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if self.mark.encode() in file.read_bytes().split(b"\0"):
-                    found.append(int(file.parent.name))
+                    pids.append(int(file.parent.name))
             except OSError:  # it has just ended
                 pass
-        return found
+        return pids
 
     def workers(self):
         try:

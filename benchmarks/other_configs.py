@@ -63,10 +63,10 @@ def collected(folder, clones):
 def is_config(path):
     try:
         text = path.read_text()
-        made = yaml.safe_load(text) if "distributed_type" in text else None
+        mapping = yaml.safe_load(text) if "distributed_type" in text else None
     except (UnicodeDecodeError, yaml.YAMLError):
         return False
-    return isinstance(made, dict) and "distributed_type" in made
+    return isinstance(mapping, dict) and "distributed_type" in mapping
 
 
 def judged(path, here):
@@ -77,7 +77,7 @@ def judged(path, here):
         problems, not_here, notes, wanted = check.check(path, here, {})
     finally:
         os.chdir(before)
-    row = {"is": check.described(wanted) if wanted and not problems else None, "problems": problems, "notes": notes}
+    row = {"is": check.description(wanted) if wanted and not problems else None, "problems": problems, "notes": notes}
     verdict = "refused" if problems else "noted" if notes else "accepted"
     return {"verdict": verdict} | row | {"not_on_this_machine": not_here}, wanted
 
@@ -144,7 +144,7 @@ def launched(config, script, words, work, out):
 def launches(chosen, checkouts, folder):
     """Yields {name: {script: its run, our config of the same meaning and its losses, whether the first is equal, how
     far all are apart, relative to ours}}, growing. chosen: {name: (config, what it asks for)}."""
-    made, mine, work = {}, {}, folder / "work"
+    rows, mine, work = {}, {}, folder / "work"
     work.mkdir()
     tiny.language_models(work)
     tiny.texts(work)
@@ -155,7 +155,7 @@ def launches(chosen, checkouts, folder):
         steps = str(wanted["deepspeed"]["steps"] or accumulation(config))
         key = f"{wanted['strategy']}-{steps}-{wanted['clip']}"
         twin, called = own(wanted, folder / key)
-        made[name] = {}
+        rows[name] = {}
         for script, (path, words) in scripts.items():
             words = [*words, "--gradient_accumulation_steps", steps]
             run = launched(config, path, words, work, folder / f"{number}-{script}")
@@ -166,9 +166,9 @@ def launches(chosen, checkouts, folder):
                 run |= {"ours": called, "losses_of_ours": ours, "equal": run["losses"][0] == ours[0]}
                 pairs = list(zip(flat(run["losses"]), flat(ours), strict=True))
                 run["apart"] = max(abs(one - other) / abs(other) for one, other in pairs)
-            made[name][script] = run
+            rows[name][script] = run
             print(name, script, run, flush=True)
-            yield made
+            yield rows
 
 
 def accumulation(config):
@@ -214,8 +214,8 @@ def main():
         chosen = {name: one for name, one in in_turn if name in args.only} or dict(in_turn[: args.launch])
         before = json.loads(Path(args.output).read_text())["launches"] if args.only else {}
         write(args, table, before)
-        for made in launches(chosen, args.checkouts, folder):
-            write(args, table, before | made)
+        for figures in launches(chosen, args.checkouts, folder):
+            write(args, table, before | figures)
 
 
 def write(args, table, made):

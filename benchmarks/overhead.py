@@ -103,26 +103,26 @@ def fabric(model, precision, steps):
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     strategy = {"strategy": "ddp"} if world > 1 else {}
-    made = Fabric(
+    engine = Fabric(
         accelerator="cpu", devices=world, precision={"bf16": "bf16-mixed", "fp32": "32-true"}[precision], **strategy
     )
-    made.launch()
+    engine.launch()
     net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
-    net, optimizer = made.setup(net, optimizer)
-    samples = share(order(train_set, steps), made.global_rank, world)
+    net, optimizer = engine.setup(net, optimizer)
+    samples = share(order(train_set, steps), engine.global_rank, world)
     loader = DataLoader(train_set, BATCH // world, sampler=samples, collate_fn=as_is)
-    loader = made.setup_dataloaders(loader, use_distributed_sampler=False)
+    loader = engine.setup_dataloaders(loader, use_distributed_sampler=False)
     net.train()
     for step, batch in enumerate(loader, 1):
         logits = net(batch["pixel_values"])
         loss = F.cross_entropy(logits.float(), batch["labels"])
-        made.backward(loss)
-        made.clip_gradients(net, optimizer, max_norm=1.0)
+        engine.backward(loss)
+        engine.clip_gradients(net, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
         lr_scheduler.step()
         if step % 10 == 0:
-            made.print(f"step {step}: loss {loss.item():.6f}", flush=True)
+            engine.print(f"step {step}: loss {loss.item():.6f}", flush=True)
         if step == steps:
             return loss.item()
 
@@ -217,13 +217,13 @@ def main():
         for precision in args.precisions:
             for processes in args.processes:
                 setting = {"model": model, "precision": precision, "processes": processes}
-                found = in_turns(WAYS, int(turns), functools.partial(start, model, precision, processes))
-                by_hand = statistics.median(found["hand"]["wall"])
+                figures = in_turns(WAYS, int(turns), functools.partial(start, model, precision, processes))
+                by_hand = statistics.median(figures["hand"]["wall"])
                 row = setting | {"turns": int(turns), "steps_of_a_turn": TURN - WARMUP_STEPS}
                 row |= {"step_seconds_by_hand": by_hand}
                 for way in WAYS[1:]:
-                    row[way] = {key: ratio(found[way][key], found["hand"][key]) for key in KINDS}
-                ends = {way: found[way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
+                    row[way] = {key: ratio(figures[way][key], figures["hand"][key]) for key in KINDS}
+                ends = {way: figures[way]["losses"][-1] for way in WAYS[:3]}  # the Trainer logs means of 10 steps
                 if processes == 1 and precision == "fp32" and max(ends.values()) - min(ends.values()) > 1e-3:
                     raise SystemExit(f"not the same training: final losses {ends}")
                 result["rows"] = [r for r in result["rows"] if {k: r[k] for k in setting} != setting] + [row]

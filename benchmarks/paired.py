@@ -70,7 +70,7 @@ def first_verdict(base, values, margin, looks):
 
 def rates(pairs, resolution, margin, times, generator):
     """The rates over `times` comparisons."""
-    wrong = beside = fewest = several = found = 0
+    wrong = beside = fewest = several = detected = 0
     looks = paired.looks(16)
     count = max(paired.FEWEST, round(len(pairs) ** 0.5) if resolution is None else len(pairs))
     for _ in range(times):
@@ -83,16 +83,16 @@ def rates(pairs, resolution, margin, times, generator):
         several += first_verdict(base, values, margin, looks) in ("higher", "lower")
         if resolution:
             base, values = drawn(generator, pairs, count, 2 * resolution)
-            found += paired.judge(base, values, 0)["kind"] == "higher"
-    made = {
+            detected += paired.judge(base, values, 0)["kind"] == "higher"
+    figures = {
         "pairs": count,
         "comparisons": times,
         "wrong": wrong / times,
         "misses_zero": beside / times,
         "wrong_fewest": fewest / times,
     }
-    made |= {"wrong_several_looks": several / times, "resolution": resolution}
-    return made | {"planted_found": found / times if resolution else None}
+    figures |= {"wrong_several_looks": several / times, "resolution": resolution}
+    return figures | {"planted_found": detected / times if resolution else None}
 
 
 def main():
@@ -103,9 +103,9 @@ def main():
     args = parser.parse_args()
     generator, rows = np.random.default_rng(0), []
     for folder in args.reports:
-        made = json.loads((folder / "report.json").read_text())
-        for config, name, pairs, resolution in pools(made):
-            found = rates(pairs, resolution, made["margin"], args.times, generator)
+        figures = json.loads((folder / "report.json").read_text())
+        for config, name, pairs, resolution in pools(figures):
+            found = rates(pairs, resolution, figures["margin"], args.times, generator)
             rows.append({"comparison": folder.name, "config": config, "measure": name, **found})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     planted = [row["planted_found"] for row in rows if row["planted_found"] is not None]

@@ -22,8 +22,8 @@ def device_name():
 
 
 def versions(packages=()):
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {package: importlib.metadata.version(package) for package in packages}
+    of_packages = {"python": platform.python_version(), "torch": torch.__version__}
+    return of_packages | {package: importlib.metadata.version(package) for package in packages}
 
 
 def command():
@@ -37,12 +37,12 @@ def save(file, figures, packages=(), run=None):
 
     run: the run.json of a run that they are of, if another process computed; else `packages` are named beside torch.
     """
-    made = {"command": command(), "date": datetime.date.today().isoformat()}
+    origin = {"command": command(), "date": datetime.date.today().isoformat()}
     if run is None:
-        made |= {"device": device_name(), "versions": versions(packages)}
+        origin |= {"device": device_name(), "versions": versions(packages)}
     else:
-        made |= {"device": run["device_name"], "versions": run["versions"]}
+        origin |= {"device": run["device_name"], "versions": run["versions"]}
     file = pathlib.Path(file)
     file.parent.mkdir(exist_ok=True, parents=True)
-    file.write_text(json.dumps(made | figures, indent=1) + "\n")
+    file.write_text(json.dumps(origin | figures, indent=1) + "\n")
     print(f"wrote {file}")

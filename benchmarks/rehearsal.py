@@ -98,9 +98,9 @@ def losses(model, seed, products, perturbed=False):
         env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAITHFUL_PERTURBED": "1"} if perturbed else {})
         subprocess.run(list(map(str, line)), cwd=ROOT, env=env, check=True, capture_output=True)
         rows = [json.loads(row) for row in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    found = [row["loss"] for row in rows if "loss" in row]
-    assert len(found) == 50
-    return found
+    curve = [row["loss"] for row in rows if "loss" in row]
+    assert len(curve) == 50
+    return curve
 
 
 def forced(dtype, recipe, *words):

@@ -28,17 +28,17 @@ def run(config, steps, folder):
     done = subprocess.run([*command, "--output_dir", str(out)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{config}: {done.stderr[-2000:]}")
-    made = json.loads((out / "run.json").read_text())
-    evidence = made["evidence"]
+    record = json.loads((out / "run.json").read_text())
+    evidence = record["evidence"]
     row = {
         "command": " ".join(command),
-        "processes": made["plan"]["num_processes"],
+        "processes": record["plan"]["num_processes"],
         "bytes_per_parameter": evidence["bytes_per_parameter"],
         "share_per_process": evidence.get("share_per_process"),
         "wire_bytes_per_step": evidence["wire_bytes_per_step"],
-        "final": made["final"],
+        "final": record["final"],
     }
-    return row, made
+    return row, record
 
 
 def main():
@@ -49,12 +49,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for config in CONFIGS:
             rows[config], record = run(config, args.max_steps, Path(folder))
-            made = rows[config]
-            each = made["share_per_process"] or {"optimizer": 1}
+            figures = rows[config]
+            each = figures["share_per_process"] or {"optimizer": 1}
             print(
-                f"| `{config}` | {made['processes']} | {made['bytes_per_parameter']['total']:.1f} | "
-                f"{each['optimizer']:.2f} | {made['wire_bytes_per_step'] / 2**20:.2f} | "
-                f"{made['final']['metrics']['eval_loss']:.3f} |",
+                f"| `{config}` | {figures['processes']} | {figures['bytes_per_parameter']['total']:.1f} | "
+                f"{each['optimizer']:.2f} | {figures['wire_bytes_per_step'] / 2**20:.2f} | "
+                f"{figures['final']['metrics']['eval_loss']:.3f} |",
                 flush=True,
             )
     save(ROOT / "results" / "strategies.json", {"git_commit": record["git_commit"], "runs": rows}, run=record)

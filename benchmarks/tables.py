@@ -26,50 +26,52 @@ def read(name):
     return json.loads((ROOT / name).read_text())
 
 
-def came_from(made):
+def came_from(figures):
     """The command, the machine and the main versions; the file has all versions."""
-    versions = [f"{name} {version}" for name, version in made["versions"].items() if version and name != "cuda"]
+    versions = [f"{name} {version}" for name, version in figures["versions"].items() if version and name != "cuda"]
     shown = ", ".join(versions[:4])
-    return f"`{made['command']}` ({made['device']}; {shown}; {made['date']})"
+    return f"`{figures['command']}` ({figures['device']}; {shown}; {figures['date']})"
 
 
-def comparison(file, made):
+def comparison(file, figures):
     """The verdict on every config's loss, with its interval."""
-    name, folder = made["measure"], Path(file).parent
-    others = [key for key in report.metric_names(made) if key != name]
-    apart = f"against {made['baseline']}, {100 * made['confidence']:.3g}% interval"
+    name, folder = figures["measure"], Path(file).parent
+    others = [key for key in report.metric_names(figures) if key != name]
+    apart = f"against {figures['baseline']}, {100 * figures['confidence']:.3g}% interval"
     heads = ["config", "Linear in FP8", name, apart, "verdict", "resolution", *others, "B/param"]
     rows = []
-    for row in made["rows"]:
-        m, found = row["measures"], row["measures"][name]
+    for row in figures["rows"]:
+        m, measure = row["measures"], row["measures"][name]
         rows.append([
-            f"`{row['config']}`", f"{row['linear_converted']} of {row['linear_total']}", report.number(found["mean"]),
-            report.difference(found), found.get("verdict", "baseline"), paired.needs(found, made["margin"]),
+            f"`{row['config']}`", f"{row['linear_converted']} of {row['linear_total']}", report.number(measure["mean"]),
+            report.difference(measure), measure.get("verdict", "baseline"), paired.needs(measure, figures["margin"]),
             *(report.number(m[key]["mean"]) for key in others), f"{row['bytes_per_parameter']['total']:.1f}",
         ])  # fmt: skip
-    seeds, apart = len(made["rows"][0]["seeds"]), report.chance(made, name)
-    text = f"{came_from(made)}; {seeds} seeds; from one seed to the next {name} of the baseline differs by {apart} "
+    seeds, apart = len(figures["rows"][0]["seeds"]), report.chance(figures, name)
+    text = f"{came_from(figures)}; {seeds} seeds; from one seed to the next {name} of the baseline differs by {apart} "
     text += f"(standard deviation). All of it: [{folder}/report.html]({folder}/report.html), one file to open."
     picture = f"![{name}: mean paired difference of each config to the baseline, with its interval]({folder}/{PICTURE})"
     return f"{text}\n\n{picture}\n\n{report.table(heads, rows)}"
 
 
-def overhead(made):
+def overhead(figures):
     heads = ["model, precision, processes", "step by hand, ms", "recipe", "Lightning Fabric", "transformers' Trainer"]
     rows = []
-    for row in made["rows"]:
+    for row in figures["rows"]:
         cells = [f"{row['model']}, {row['precision']}, {row['processes']}", f"{1000 * row['step_seconds_by_hand']:.1f}"]
         for way in ("recipe", "fabric", "trainer"):
             cells.append(ratios(row[way]))
         rows.append(cells)
-    text = f"{came_from(made)}; step time over that of the loop by hand: median of the turns (quartiles), the same of "
+    text = (
+        f"{came_from(figures)}; step time over that of the loop by hand: median of the turns (quartiles), the same of "
+    )
     text += "CPU time, and of each turn's fastest step, which other work on the machine disturbs least:"
     text += "\n\n" + report.table(heads, rows)
-    if made.get("start"):
+    if figures.get("start"):
         text += "\n\nFrom the command to the end of the first step:\n\n"
         starts = [
             [row["way"], str(row["processes"]), f"{row['seconds']:.1f}", f"{row['of_hand']:.2f}"]
-            for row in made["start"]
+            for row in figures["start"]
         ]
         text += report.table(["started by", "processes", "seconds", "over by hand"], starts)
     return text
@@ -80,60 +82,60 @@ def ratios(found):
     return f"{found['wall']['median']:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f}, fastest {fastest:.2f}"
 
 
-def launches(made):
+def launches(figures):
     rows = []
-    for case, counts in made["cases"].items():
+    for case, counts in figures["cases"].items():
         recipe, config = case.split()
         compiled = f" + {counts['compiled_calls']} compiled" if counts["compiled_calls"] else ""
         by_hand = f"{counts['by_hand']}, {counts['ratio']:.2f}x" if "by_hand" in counts else ""
         rows.append([f"`{config}`, `{recipe}`", f"{counts['launches']}{compiled}", by_hand, str(counts["waits"])])
     heads = ["config, recipe", "kernels launched", "by hand, ratio", "waits for the device"]
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def estimates(made):
+def estimates(figures):
     heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off",
              "peak as glibc leaves it"]  # fmt: skip
     keys = ("states_estimated", "states_measured", "total_estimated", "peak_measured", "peak_by_default")
     rows = []
-    for row in made["rows"]:
+    for row in figures["rows"]:
         what = f"{row['model']}, {row['dataset']}, {row['per_device_train_batch_size']}"
         states, counted, total, peak, by_default = (f"{row[key] / 2**20:,.0f}" for key in keys)
         rows.append([f"`{row['config']}`", what, f"{states}, {counted}", f"{row['states_off']:+.1%}",
                      f"{total}, {peak}", f"{row['total_off']:+.1%}", by_default])  # fmt: skip
-    within = sum(row["within"] for row in made["rows"])
-    text = f"{came_from(made)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all:"
+    within = sum(row["within"] for row in figures["rows"])
+    text = f"{came_from(figures)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all:"
     return f"{text}\n\n{report.table(heads, rows)}"
 
 
-def emulation(made):
+def emulation(figures):
     rows = [
         [f"`{row['kind']}`" + (", its own CPU path" if ":" in row["kind"] else ""), f"{row['median_ratio']:.2f}x"]
-        for row in made["rows"]
+        for row in figures["rows"]
         if row["kind"] != "bf16"
     ]
-    return f"{came_from(made)}:\n\n{report.table(['recipe', 'step, relative to bf16'], rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(['recipe', 'step, relative to bf16'], rows)}"
 
 
-def fp8_digits(made):
+def fp8_digits(figures):
     rows = [
         [f"`{row['config']}`", f"{row['mean']:.4f}", f"{row['spread']:.4f}", f"{row['accuracy']:.4f}",
          str(row["linear_converted"]), f"{row['bytes_per_parameter']:.1f}"]
-        for row in made["rows"]
+        for row in figures["rows"]
     ]  # fmt: skip
     heads = ["config", "loss, mean", "max - min", "accuracy", "Linear in FP8", "B/param"]
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def amp8_memory(made):
+def amp8_memory(figures):
     rows = [[row["level"], f"{row['peak'] / 1e9:.2f}", f"{row['ratio']:.2f}x", f"{row['bytes_per_parameter']:.1f}"]
-            for row in made["rows"]]  # fmt: skip
+            for row in figures["rows"]]  # fmt: skip
     heads = ["level", "peak, GB", "of bf16 AMP with fp32 masters", "B/param"]
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def amp8_parity(made):
-    vit, gpt = (made["tasks"][task]["levels"] for task in ("digits_vit", "byte_gpt"))
+def amp8_parity(figures):
+    vit, gpt = (figures["tasks"][task]["levels"] for task in ("digits_vit", "byte_gpt"))
     rows = [
         [level, f"{vit[level]['mean']:.4f}", f"{row['mean']:.4f}", f"{row['difference_percent']:+.2f}%"]
         for level, row in gpt.items()
@@ -141,224 +143,226 @@ def amp8_parity(made):
     spread = (f"bf16's own seeds are spread by {vit['bf16']['spread_percent']:.0f}% on the ViT and "
               f"{gpt['bf16']['spread_percent']:.2f}% on the GPT.")  # fmt: skip
     heads = ["level", "digits ViT", "byte-level GPT", "GPT against bf16"]
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}\n\n{spread}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\n{spread}"
 
 
-def amp8_comm(made):
+def amp8_comm(figures):
     names = {"amp8": "amp8", "msamp": "MS-AMP's FP8 sum, 1/sqrt(N)", "floor": "rounding once", "bf16": "bf16 sum"}
-    errors, wire = made["simulated_8"], made["wire_4"]
+    errors, wire = figures["simulated_8"], figures["wire_4"]
     rows = [[name, *(f"{errors[key][at]:.1%}" for at in ("0.0", "0.9", "1.0"))] for key, name in names.items()]
-    rest = (f"On 4 gloo processes {made['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
+    rest = (f"On 4 gloo processes {figures['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
             f"{wire['of_bf16_hook']:.2f}x of a bf16 hook, {wire['of_fp32_ddp']:.2f}x of fp32 DDP.")  # fmt: skip
-    return f"{came_from(made)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
+    return f"{came_from(figures)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
 
 
-def amp8_drift(made):
-    marks = list(made["rows"][0]["moved"][0])
+def amp8_drift(figures):
+    marks = list(figures["rows"][0]["moved"][0])
     rows = [[f"{row['betas'][0]}, {row['betas'][1]}", row["way"],
              *(f"{statistics.mean(one[mark] for one in row['moved']):,.1f}" for mark in marks)]
-            for row in made["rows"]]  # fmt: skip
+            for row in figures["rows"]]  # fmt: skip
     heads = ["betas", "way", *(f"step {int(mark):,}" for mark in marks)]
-    text = f"{came_from(made)}:\n\n{report.table(heads, rows)}"
-    if made["words"]:
+    text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+    if figures["words"]:
         rows = [[row["way"], f"{statistics.mean(row['losses']):.4f}", f"{max(row['losses']) - min(row['losses']):.4f}",
-                 f"{statistics.mean(row['rare_words_moved']):.1f}"] for row in made["words"]]  # fmt: skip
+                 f"{statistics.mean(row['rare_words_moved']):.1f}"] for row in figures["words"]]  # fmt: skip
         heads = ["way", "held-out loss, mean", "max - min", "rare words moved"]
-        text += (f"\n\nA word-level language model after {made['word_steps']} steps at betas (0.9, 0.95), "
-                 f"{len(made['words'][0]['losses'])} seeds:\n\n{report.table(heads, rows)}")  # fmt: skip
-    times = made["seconds_per_step_of_2_million"]
+        text += (f"\n\nA word-level language model after {figures['word_steps']} steps at betas (0.9, 0.95), "
+                 f"{len(figures['words'][0]['losses'])} seeds:\n\n{report.table(heads, rows)}")  # fmt: skip
+    times = figures["seconds_per_step_of_2_million"]
     return text + "\n\nAn optimizer step of 2 million parameters on this CPU: " + ", ".join(
         f"{way} {1000 * seconds:.0f} ms" for way, seconds in times.items()) + "."  # fmt: skip
 
 
-def amp8_finetune(made):
+def amp8_finetune(figures):
     rows = [[f"{row['lr']:g}", row["way"], f"{statistics.mean(row['gains']):.4f}",
              f"{statistics.mean(row['shares_of_fp32']):.1%}", f"{min(row['shares_of_fp32']):.1%}"]
-            for row in made["rows"]]  # fmt: skip
+            for row in figures["rows"]]  # fmt: skip
     heads = ["learning rate", "way", "gain in held-out loss", "of fp32's, mean", "smallest of the seeds"]
-    seeds = len(made["rows"][0]["gains"])
-    return f"{came_from(made)}; {made['steps']} steps, {seeds} seeds:\n\n{report.table(heads, rows)}"
+    seeds = len(figures["rows"][0]["gains"])
+    return f"{came_from(figures)}; {figures['steps']} steps, {seeds} seeds:\n\n{report.table(heads, rows)}"
 
 
-def amp8_accumulation(made):
+def amp8_accumulation(figures):
     def worst(data, n, way):
-        runs = next(row["runs"] for row in made["rows"]
+        runs = next(row["runs"] for row in figures["rows"]
                     if (row["data"], row["micro_batches"], row["way"]) == (data, n, way))  # fmt: skip
         return f"{max(run['error'] for run in runs):.1%}"
 
-    kinds = list(dict.fromkeys(row["data"] for row in made["rows"]))
-    ways = list(dict.fromkeys(row["way"] for row in made["rows"]))
-    counts = list(dict.fromkeys(row["micro_batches"] for row in made["rows"]))
+    kinds = list(dict.fromkeys(row["data"] for row in figures["rows"]))
+    ways = list(dict.fromkeys(row["way"] for row in figures["rows"]))
+    counts = list(dict.fromkeys(row["micro_batches"] for row in figures["rows"]))
     rows = [[data, way, *(worst(data, n, way) for n in counts)] for data in kinds for way in ways]
     heads = ["data", "sums", *(f"{n} backward passes" for n in counts)]
-    return (
-        f"{came_from(made)}; the largest error of {len(made['rows'][0]['runs'])} seeds:\n\n{report.table(heads, rows)}"
-    )
+    seeds = len(figures["rows"][0]["runs"])
+    return f"{came_from(figures)}; the largest error of {seeds} seeds:\n\n{report.table(heads, rows)}"
 
 
-def amp8_fsdp(made):
-    errors = [[name, *(f"{row[at]:.1%}" for at in ("0.0", "0.5", "0.9", "1.0"))] for name, row in made["error"].items()]
+def amp8_fsdp(figures):
+    errors = [
+        [name, *(f"{row[at]:.1%}" for at in ("0.0", "0.5", "0.9", "1.0"))] for name, row in figures["error"].items()
+    ]
     rows = [
         [ranks, f"FSDP2 {way}" if way in ("fp32", "bf16") else f"amp8 {way}", f"{row['bytes']:.2f}",
          f"{row['wire'] / 1e6:.2f}", f"{row['wire_of_fp32']:.2f}x",
          f"{row['converted_of_fp32']:.2f}x" if row["converted"] else ""]
-        for ranks, ways in made["ways"].items() for way, row in ways.items()
+        for ranks, ways in figures["ways"].items() for way, row in ways.items()
     ]  # fmt: skip
     heads = ["ranks", "way", "B per Linear parameter", "sent per step, MB", "of fp32", "converted layers"]
     text = "Relative error of the mean gradient, by correlation between ranks:"
-    return (f"{came_from(made)}, per rank:\n\n{report.table(heads, rows)}\n\n{text}\n\n"
+    return (f"{came_from(figures)}, per rank:\n\n{report.table(heads, rows)}\n\n{text}\n\n"
             + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
 
 
-def fsdp_levels(made):
+def fsdp_levels(figures):
     rows = []
-    for task, found in made["parity"].items():
+    for task, found in figures["parity"].items():
         for other, apart in found["against"].items():
             percent = 100 / (apart["difference"] / apart["of_loss"]) if apart["of_loss"] else 0
             middle, half = apart["difference"] * percent, apart["half_interval"] * percent
             rows.append([task, f"`{other}`", f"{middle:+.2f}% ({middle - half:+.2f} to {middle + half:+.2f})"])
     heads = ["recipe", "held-out loss of `fsdp_fp8_msamp_o2` against", "mean paired difference, 95% interval"]
-    text = f"{came_from(made)}; two processes, {len(made['seeds'])} seeds:\n\n{report.table(heads, rows)}\n\n"
+    text = f"{came_from(figures)}; two processes, {len(figures['seeds'])} seeds:\n\n{report.table(heads, rows)}\n\n"
     text += "`vit_large` on two processes, four steps; a CPU's peak includes the activations:\n\n"
     heads = ["config", "B/param in each process", "sent per step and process, MB", "peak of a process, GiB"]
     rows = [
         [f"`{row['config']}`", f"{row['bytes_per_parameter_in_each_process']:.2f}",
          f"{row['wire_bytes_per_step'] / 1e6:,.0f}", f"{row['peak'] / 2**30:.2f}"]
-        for row in made["vit_large"]
+        for row in figures["vit_large"]
     ]  # fmt: skip
     return text + report.table(heads, rows)
 
 
-def clients(made):
+def clients(figures):
     """One line per script, one column per config."""
-    rows, configs = {}, list(dict.fromkeys(row["config"] for row in made["rows"]))
-    for row in made["rows"]:
+    rows, configs = {}, list(dict.fromkeys(row["config"] for row in figures["rows"]))
+    for row in figures["rows"]:
         cell = row["outcome"]
         if cell == "ran":
             cell = f"{row['processes']}{' sharded' * row['sharded']}, {row['linear_converted']}/{row['linear_total']}, "
             cell += f"{row['bytes_per_parameter']:.1f}"
         rows.setdefault(row["client"], {})[row["config"]] = cell
     table = [[f"`{client}`", *(cells.get(config, "-") for config in configs)] for client, cells in rows.items()]
-    refused = [f"- `{row['client']}`, `{row['config']}`: {row['why']}" for row in made["rows"] if "why" in row]
-    text = f"{came_from(made)}. A cell: processes, Linear layers in FP8, bytes per parameter:\n\n"
+    refused = [f"- `{row['client']}`, `{row['config']}`: {row['why']}" for row in figures["rows"] if "why" in row]
+    text = f"{came_from(figures)}. A cell: processes, Linear layers in FP8, bytes per parameter:\n\n"
     text += report.table(["script", *(f"`{config}`" for config in configs)], table)
     return text + ("\n\n" + "\n".join(refused) if refused else "")
 
 
-def other_configs(made):
+def other_configs(figures):
     """What became of config files of others, and the losses of those that were launched."""
     rows = []
-    for name, scripts in made["launches"].items():
+    for name, scripts in figures["launches"].items():
         for script, run in scripts.items():
             says = run.get("failed", "equal" if run.get("equal") else "not equal")
             far = f"{run['apart']:.1g}" if run.get("apart") else "0" if "apart" in run else "-"
             rows.append([name, script, f"`{run['ours']}`" if "ours" in run else "-", says, far])
     heads = ["file", "script", "our config", "first loss", "both losses apart"]
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(made["verdicts"].items()))
-    refused = [f"- `{name}`: {row['problems'][0]}" for name, row in made["table"].items() if row["problems"]]
-    text = f"{came_from(made)}. {made['files']} files: {counts}. {made['launched']} of them launched:\n\n"
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(figures["verdicts"].items()))
+    refused = [f"- `{name}`: {row['problems'][0]}" for name, row in figures["table"].items() if row["problems"]]
+    text = f"{came_from(figures)}. {figures['files']} files: {counts}. {figures['launched']} of them launched:\n\n"
     return text + report.table(heads, rows) + "\n\nRefused:\n\n" + "\n".join(refused)
 
 
-def peers(made):
+def peers(figures):
     """How many of Accelerate's tests pass, and why others do not."""
     heads = ["what", "pass, of those that pass with Accelerate's class"]
-    rows = [["tests", made["passed"]["tests"]], ["checks of its test scripts", made["passed"]["checks"]]]
-    text = f"{came_from(made)}:\n\n{report.table(heads, rows)}\n\nThe others:\n\n"
-    return text + "\n".join(f"- `{row['test']}`: {row['reason'] or row['why']}" for row in made["differences"])
+    rows = [["tests", figures["passed"]["tests"]], ["checks of its test scripts", figures["passed"]["checks"]]]
+    text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\nThe others:\n\n"
+    return text + "\n".join(f"- `{row['test']}`: {row['reason'] or row['why']}" for row in figures["differences"])
 
 
-def rehearsal(made):
+def rehearsal(figures):
     """The step time of each config over that of fp32, a column for each model, kind of CPU and code."""
     cells = {}
-    for row in made["rows"]:
+    for row in figures["rows"]:
         low, high = row["wall"]["quartiles"]
         column = f"{row['model']}, {row['instructions']}" + (", before" if row["code"] == "before" else "")
         cells.setdefault(column, {})[row["config"]] = f"{row['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
-    configs = dict.fromkeys(row["config"] for row in made["rows"])
+    configs = dict.fromkeys(row["config"] for row in figures["rows"])
     rows = [[f"`{config}`", *(cells[column].get(config, "-") for column in sorted(cells))] for config in configs]
-    text = f"{came_from(made)}; ratios as above:\n\n" + report.table(["config", *sorted(cells)], rows)
-    if made.get("start"):
+    text = f"{came_from(figures)}; ratios as above:\n\n" + report.table(["config", *sorted(cells)], rows)
+    if figures.get("start"):
         heads, rows = ["model", "config", "seconds to the first step, median", "before"], []
-        for row in made["start"]:
+        for row in figures["start"]:
             times = [f"{statistics.median(row[code]):.1f}" for code in ("now", "before")]
             rows.append([row["model"], f"`{row['config']}`", *times])
         text += f"\n\nFrom the command to the end of the first optimizer step:\n\n{report.table(heads, rows)}"
     return text
 
 
-def wrapper(made):
+def wrapper(figures):
     rows = []
-    for row in made["rows"]:
+    for row in figures["rows"]:
         cells = [row["size"], f"{1000 * row['step_seconds_plain']:.1f}", ratios(row["faithful"]), ratios(row["same"])]
         rows.append(cells)
     heads = ["model", "step under Accelerate, ms", "`-m faithful` over Accelerate", "Accelerate over itself"]
-    return f"{came_from(made)}; ratios as above:\n\n" + report.table(heads, rows)
+    return f"{came_from(figures)}; ratios as above:\n\n" + report.table(heads, rows)
 
 
-def diagnose(made):
+def diagnose(figures):
     """What was found first in each recipe, and whether the planted faults were found and fixed."""
     heads = ["planted", "config", "named first", "loss with the proposed `skip`, paired"]
     rows = []
-    for fault, found in made["faults"].items():
-        gain = found["paired_gain_percent"]
-        rows.append([f"{fault}: layer `{found['planted']}`", f"`{found['config']}`", f"`{found['named_first']}`",
-                     f"{-gain['mean']:+.1f}% ({-gain['high']:+.1f} to {-gain['low']:+.1f})"])  # fmt: skip
-    text = f"{came_from(made)}:\n\n{report.table(heads, rows)}\n\nThe shipped recipes:\n\n"
-    rows = [[row["recipe"], f"`{row['config']}`", row["answer"][0]] for row in made["recipes"]]
+    for fault, diagnosis in figures["faults"].items():
+        gain = diagnosis["paired_gain_percent"]
+        share = f"{-gain['mean']:+.1f}% ({-gain['high']:+.1f} to {-gain['low']:+.1f})"
+        planted = f"{fault}: layer `{diagnosis['planted']}`"
+        rows.append([planted, f"`{diagnosis['config']}`", f"`{diagnosis['named_first']}`", share])
+    text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\nThe shipped recipes:\n\n"
+    rows = [[row["recipe"], f"`{row['config']}`", row["answer"][0]] for row in figures["recipes"]]
     return text + report.table(["recipe", "config", "found first"], rows)
 
 
-def amp8_optimizers(made):
+def amp8_optimizers(figures):
     rows = [
         [name, f"{row['bytes_per_parameter']['total']:.1f}", f"{row['seconds']['median_step'] * 1e3:.0f}",
          f"{row['validation_loss']:.4f}"]
-        for name, row in made["rows"].items()
+        for name, row in figures["rows"].items()
     ]  # fmt: skip
     heads = ["optimizer", "B/param", "median step, ms", "validation loss"]
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def demo(made):
+def demo(figures):
     rows = [[f"`{row['command']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['seconds']:.1f}"]
-            for row in made["rows"]]  # fmt: skip
+            for row in figures["rows"]]  # fmt: skip
     heads = ["command", "steps", "held-out accuracy", "seconds, from command to end"]
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def photos(made):
+def photos(figures):
     rows = [
         [f"`{row['recipe']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['balanced_accuracy']:.4f}",
          f"{row['seconds']:.0f}"]
-        for row in made["rows"]
+        for row in figures["rows"]
     ]  # fmt: skip
     heads = ["recipe", "steps", "accuracy", "mean of the classes' accuracies", "seconds"]
-    return f"`photos`, held-out patches: {came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"`photos`, held-out patches: {came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def gpt(made):
-    order, loss = max(made["ngram_loss"].items(), key=lambda item: int(item[0]))
-    return (f"`gpt`, {made['gpt']['args']['max_steps']} steps on `{made['dataset']}`: held-out loss "
-            f"{made['gpt']['loss']:.4f} nats per byte; a {order}-gram with back-off on the same split {loss:.4f}. "
-            + came_from(made))  # fmt: skip
+def gpt(figures):
+    order, loss = max(figures["ngram_loss"].items(), key=lambda item: int(item[0]))
+    return (f"`gpt`, {figures['gpt']['args']['max_steps']} steps on `{figures['dataset']}`: held-out loss "
+            f"{figures['gpt']['loss']:.4f} nats per byte; a {order}-gram with back-off on the same split {loss:.4f}. "
+            + came_from(figures))  # fmt: skip
 
 
-def finetune(made):
-    rows = [[row["start"], f"{row['mean']:.4f}", f"{row['spread']:.4f}"] for row in made["rows"]]
+def finetune(figures):
+    rows = [[row["start"], f"{row['mean']:.4f}", f"{row['spread']:.4f}"] for row in figures["rows"]]
     picture = "![Held-out accuracy over the steps, each start, three seeds](results/finetune_textures.svg)"
-    text = f"Fine-tuning: `textures` from a `vit_nano` trained on `photos`, {made['steps']} steps, three seeds: "
-    text += f"{came_from(made)}:\n\n{report.table(['start', 'accuracy, mean', 'max - min'], rows)}"
+    text = f"Fine-tuning: `textures` from a `vit_nano` trained on `photos`, {figures['steps']} steps, three seeds: "
+    text += f"{came_from(figures)}:\n\n{report.table(['start', 'accuracy, mean', 'max - min'], rows)}"
     return f"{text}\n\n{picture}"
 
 
-def onnx_latency(made):
+def onnx_latency(figures):
     rows = [
         [f"`{row['model']}`", row["engine"], row["dtype"], f"{row['bytes'] / 1e6:.2f}", f"{row['apart']:.0e}",
          f"{row['milliseconds_batch_1']:.2f}", f"{row['milliseconds_batch_32']:.1f}"]
-        for row in made["rows"]
+        for row in figures["rows"]
     ]  # fmt: skip
     heads = ["model", "engine", "dtype", "MB", "logits apart from torch's fp32", "ms, batch 1", "ms, batch 32"]
-    text = f"Exported models, fastest of 50 calls: {came_from(made)}:"
+    text = f"Exported models, fastest of 50 calls: {came_from(figures)}:"
     return f"{text}\n\n{report.table(heads, rows)}"
 
 
@@ -384,31 +388,31 @@ TECHNIQUES = (  # what it was called, and the config that it is here
 )
 
 
-def strategies(made):
+def strategies(figures):
     heads = ["technique", "config", "processes", "bytes per parameter, all processes", "optimizer state per process",
              "MiB sent per step and process", "held-out loss"]  # fmt: skip
     rows = []
     for technique, config in TECHNIQUES:
-        row = made["runs"].get(config)
+        row = figures["runs"].get(config)
         cells = ["-"] * 5  # on this machine it could not run
         if row:
             share, loss = row["share_per_process"] or {"optimizer": 1}, row["final"]["metrics"]["eval_loss"]
             cells = [str(row["processes"]), f"{row['bytes_per_parameter']['total']:.1f}", f"{share['optimizer']:.2f}",
                      f"{row['wire_bytes_per_step'] / 2**20:.2f}", f"{loss:.3f}"]  # fmt: skip
         rows.append([technique, f"`{config}`", *cells])
-    return f"{came_from(made)}:\n\n{report.table(heads, rows)}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def kills(made):
+def kills(figures):
     """Counts of one campaign: in which phase of a run the kills hit, and what went wrong."""
     phases = (("launcher", "imports and rendezvous", "model and first step"), ("training", "end"), ("saving",))
     rows = []
-    for row in made["rows"]:
+    for row in figures["rows"]:
         cells = [row["kills"], *(sum(row["phase"].get(name, 0) for name in group) for group in phases)]
         rows.append([f"`{row['config']}`", *cells, *(row[key] for key in KILLS)])
     rows.append(["all", *map(sum, zip(*(row[1:] for row in rows), strict=True))])
     heads = ["config", "kills", "while starting", "training", "saving", *(key.replace("_", " ") for key in KILLS)]
-    return f"{came_from(made)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
+    return f"{came_from(figures)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
 
 
 TABLES = {
@@ -446,10 +450,10 @@ TABLES = {
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
 
-def picture(made):
+def picture(figures):
     """The paired differences of a comparison as an SVG file that follows the reader's light or dark mode."""
-    rows = drawings.interval_rows(made, made["measure"])
-    return page.alone(page.intervals(rows, 100 * made["margin"]), f"Difference in {made['measure']}")
+    rows = drawings.interval_rows(figures, figures["measure"])
+    return page.alone(page.intervals(rows, 100 * figures["margin"]), f"Difference in {figures['measure']}")
 
 
 def written(page, text=None):

@@ -7,7 +7,7 @@ from conftest import CONFIGS, ROOT
 
 from shared.args import Refused
 from tools import advise
-from tools.estimate import of_config
+from tools.estimate import read_config
 
 GB = 10**9
 WORDS = ["vit", "--model", "vit_huge"]
@@ -19,11 +19,11 @@ def test_what_it_says_is_sent_is_what_was_counted():
     checked = set()
     for name, run in runs.items():
         if (CONFIGS / f"{name}.yml").is_file():
-            said = advise.sent(of_config(CONFIGS / f"{name}.yml", run["processes"]), parameters)
+            said = advise.bytes_sent(read_config(CONFIGS / f"{name}.yml", run["processes"]), parameters)
             assert said == pytest.approx(run["wire_bytes_per_step"], rel=0.01), name
-            checked.add(advise.how(of_config(CONFIGS / f"{name}.yml", run["processes"])))
+            checked.add(advise.strategy_name(read_config(CONFIGS / f"{name}.yml", run["processes"])))
     assert checked == {"single", "ddp", "fsdp noreshard", "fsdp", "zero1", "zero2", "zero3", "hsdp"}
-    assert advise.sent(of_config(CONFIGS / "tp_bf16.yml"), 1e6) is None, "no rule, so no number"
+    assert advise.bytes_sent(read_config(CONFIGS / "tp_bf16.yml"), 1e6) is None, "no rule, so no number"
 
 
 def advised(monkeypatch, capsys, sizes, *argv, memory=80):

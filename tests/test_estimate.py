@@ -26,9 +26,9 @@ def vit():
 
 
 def of(vit, seen, config, *argv, processes=None, cpu=False):
-    asked = estimate.of_config(CONFIGS / f"{config}.yml", processes)
+    asked = estimate.read_config(CONFIGS / f"{config}.yml", processes)
     cache = seen.setdefault(argv, {})
-    return estimate.estimate(asked, *estimate.traced(vit, [str(word) for word in argv], asked, cache), cpu)
+    return estimate.estimate(asked, *estimate.tracings_of(vit, [str(word) for word in argv], asked, cache), cpu)
 
 
 def test_memory_knows_what_lives():
@@ -115,8 +115,8 @@ def test_more_processes_hold_less_of_what_is_sharded(vit, seen):
 
 @pytest.mark.parametrize(("stage", "weights", "gradients"), [("zero1", 2, 0.5), ("zero2", 2, 1), ("zero3", 0.5, 1)])
 def test_zero_by_rule(vit, seen, stage, weights, gradients):
-    asked = estimate.of_config(CONFIGS / "fsdp_bf16.yml", 4) | {"strategy": stage}
-    plain, checkpointed = estimate.traced(vit, [], asked, seen.setdefault((), {}))
+    asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 4) | {"strategy": stage}
+    plain, checkpointed = estimate.tracings_of(vit, [], asked, seen.setdefault((), {}))
     guess, elements = estimate.estimate(asked, plain, checkpointed, False), plain["parameters"]
     per = {name: guess[name] / elements for name in estimate.STATES}
     assert per == pytest.approx({"weights": weights, "gradients": gradients, "master": 1, "optimizer": 2}, rel=1e-3)
@@ -139,7 +139,7 @@ def test_fp8_of_a_large_model_is_not_computed_either(vit, seen):
 
 
 def test_a_tracing_is_made_once_for_all_configs_that_share_it():
-    wanted = {path.stem: estimate.tracings(estimate.of_config(path)) for path in CONFIGS.glob("*.yml")}
+    wanted = {path.stem: estimate.tracing_keys(estimate.read_config(path)) for path in CONFIGS.glob("*.yml")}
     assert wanted["ddp_bf16"] == wanted["single_fp16"] == wanted["single_bf16_compile"]
     assert wanted["zero3_fp8_te"] == wanted["fsdp_bf16"] and wanted["ddp_fp8_te"] == wanted["single_fp8_te"]
     assert wanted["single_fp8"] != wanted["single_fp8_te"] and wanted["tp_bf16"][0] != wanted["single_bf16"][0]
@@ -150,12 +150,12 @@ def test_a_skip_list_is_traced_with(vit, seen, tmp_path):
     path = tmp_path / "mine.yml"
     path.write_text((CONFIGS / "single_fp8_msamp_o2.yml").read_text() + "  skip: 'blocks.0.*'\n")
     plain = of(vit, seen, "single_fp8_msamp_o2")
-    skipped = estimate.estimate(*(lambda asked: (asked, *estimate.traced(vit, [], asked, {})))(
-        estimate.of_config(path)), False)  # fmt: skip
+    skipped = estimate.estimate(*(lambda asked: (asked, *estimate.tracings_of(vit, [], asked, {})))(
+        estimate.read_config(path)), False)  # fmt: skip
     assert skipped["weights"] > 1.1 * plain["weights"] and skipped["optimizer"] == plain["optimizer"]
     path.write_text(path.read_text().replace("blocks.0.*", "blocks.0"))
     with pytest.raises(Refused, match="no Linear layer of the model is called so"):
-        estimate.traced(vit, [], estimate.of_config(path), {})
+        estimate.tracings_of(vit, [], estimate.read_config(path), {})
 
 
 def test_what_fits(monkeypatch, capsys, vit):
@@ -176,7 +176,7 @@ def test_what_fits(monkeypatch, capsys, vit):
 
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80e9), ("24GiB", 24 * 2**30), ("512 mb", 512e6), ("1000", 1000)])
 def test_sizes(text, size):
-    assert estimate.in_bytes(text) == size
+    assert estimate.parse_bytes(text) == size
 
 
 OWN = """

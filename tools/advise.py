@@ -29,14 +29,14 @@ sys.path.append(str(ROOT))
 from faithful import machine, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, report  # noqa: E402
-from tools.estimate import estimates, of_config, recipe_of, room  # noqa: E402
+from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
 ORDER = ("single", "ddp", "fsdp noreshard", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
 HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
 
 
-def sent(asked, parameters):
+def bytes_sent(asked, parameters):
     """Bytes that each process sends in one optimizer step, or None if no rule here covers the config.
 
     A collective over N processes sends (N-1)/N of its tensor; an all-reduce sends twice that. A test compares these
@@ -62,7 +62,7 @@ def sent(asked, parameters):
     return whole
 
 
-def how(asked):
+def strategy_name(asked):
     """The strategy's name in ORDER."""
     return "fsdp noreshard" if asked["strategy"] == "fsdp" and asked["noreshard"] else asked["strategy"]
 
@@ -79,7 +79,7 @@ def known_loss(comparison, name):
     if row is comparison["rows"][0]:
         return "equal", "the baseline"
     measure = row["measures"].get(comparison["measure"]) or {}
-    return measure.get("kind"), f"{comparison['measure']} {report.judged(measure)}"
+    return measure.get("kind"), f"{comparison['measure']} {report.verdict_words(measure)}"
 
 
 def measured_speed(comparison, name):
@@ -103,10 +103,10 @@ def rank(config):
         return (4 if fine else 6, config["total"])
     group = 5 if asked["offload"] else 3 if asked["ckpt"] else 2
     precision = HIGH.index(asked["precision"])
-    return (group, asked["compile"], ORDER.index(how(asked)), precision)  # compiled: same loss, unknown speed
+    return (group, asked["compile"], ORDER.index(strategy_name(asked)), precision)  # compiled: same loss, unknown speed
 
 
-def amount(size):
+def readable_bytes(size):
     """Bytes in GB or MB."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:,.1f} {name}"
@@ -115,7 +115,7 @@ def amount(size):
 def reason(config, memory):
     """The reason for the recommendation, in one or two sentences."""
     group, asked = rank(config)[0], config["asked"]
-    fits = f"It needs about {amount(config['total'])} of {amount(memory)} per device"
+    fits = f"It needs about {readable_bytes(config['total'])} of {readable_bytes(memory)} per device"
     if group == 1:
         rate = f"{config['speed']:,.0f} samples per second"
         return f"{fits}, and of the configs that fit with an equal or lower loss it is the fastest measured: {rate}."
@@ -138,7 +138,7 @@ def reason(config, memory):
     return f"{fits}, nothing else fits, and its loss is known to be worse: {config['loss'][1]}."
 
 
-def read(folder):
+def read_comparison(folder):
     """The report.json of a comparison."""
     file = Path(folder) / "report.json" if Path(folder).is_dir() else Path(folder)
     if not file.is_file():
@@ -166,8 +166,8 @@ def asked_of(names, devices):
     files = {file.stem: file for file in sorted((ROOT / "accelerate_configs").glob("*.yml"))}
     for name in names:
         if name not in files:
-            raise Refused(f"no config {name}: {find.close(name, 'config')}")
-    asked = {name: of_config(files[name], devices) for name in names or files}
+            raise Refused(f"no config {name}: {find.suggestion(name, 'config')}")
+    asked = {name: read_config(files[name], devices) for name in names or files}
     if names:
         return asked
     return {name: config for name, config in asked.items() if (config["strategy"] != "single") == (devices > 1)}
@@ -177,7 +177,7 @@ def main(argv):
     left, words = cli.split(argv)
     args = arguments(left)
     recipe, options = recipe_of(words, "advise --memory 80GB --devices 8 -- vit --model vit_huge")
-    comparison = read(args.comparison) if args.comparison else None
+    comparison = read_comparison(args.comparison) if args.comparison else None
     here = machine.of_driver()
     devices = args.devices
     if devices is None:
@@ -191,7 +191,7 @@ def main(argv):
         if problems := rules.problems(asked | {"local_processes": asked["num_processes"]}, here):
             unable[name] = problems[0]
     wanted = {name: asked for name, asked in wanted.items() if name not in unable}
-    memory, _, cpu = room(args.memory)
+    memory, _, cpu = memory_of(args.memory)
     able, parameters = [], None
     for name, sizes, count in estimates(wanted, recipe, options, memory, cpu):
         if isinstance(sizes, Refused):
@@ -207,7 +207,7 @@ def main(argv):
                 "fits": sizes["fits"],
                 "loss": known_loss(comparison, name),
                 "speed": measured_speed(comparison, name),
-                "sent": sent(wanted[name], count),
+                "sent": bytes_sent(wanted[name], count),
             }
         )
     return advise(able, unable, parameters, words, devices, memory / devices if cpu else memory, comparison)
@@ -233,12 +233,12 @@ def advise(able, unable, parameters, words, devices, memory, comparison):
     if best not in spare:
         print(f"  It is tight: an estimate is off by up to {SPARE - 1:.0%}.")
     print(f"  {shlex.join(['./launch.sh', best['name'], *option, *words])}")
-    for line in unknown(best, able, comparison, [*option, *words]):
+    for line in unmeasured(best, able, comparison, [*option, *words]):
         print(f"  {line}")
     return 0
 
 
-def unknown(best, able, comparison, words):
+def unmeasured(best, able, comparison, words):
     """What nobody has measured, one line each."""
     if comparison:
         options = {
@@ -259,13 +259,13 @@ def unknown(best, able, comparison, words):
 
 def print_table(able, parameters, devices, memory, fitting, spare, words):
     size = f"{parameters / 1e6:,.1f}M parameters, " if parameters else ""
-    print(f"{words[0]}: {size}{devices} device{'s' * (devices > 1)} of {amount(memory)}")
+    print(f"{words[0]}: {size}{devices} device{'s' * (devices > 1)} of {readable_bytes(memory)}")
     rows = [["config", "fits", "memory per device", "state, B/param and device", "sent per step", "loss"]]
     for config in able:
         fits = "yes" if config in spare else "tight" if config in fitting else "no"
         per = f"{config['states'] / parameters:.2f}"
-        wire = "not known" if config["sent"] is None else amount(config["sent"])
-        rows.append([config["name"], fits, amount(config["total"]), per, wire, config["loss"][1]])
+        wire = "not known" if config["sent"] is None else readable_bytes(config["sent"])
+        rows.append([config["name"], fits, readable_bytes(config["total"]), per, wire, config["loss"][1]])
     for line in cli.columns(rows):
         print(f"  {line}")
 

@@ -43,7 +43,7 @@ def check(path, here, overrides):
     return lines + unsound, not_here, notes, wanted
 
 
-def described(wanted):
+def description(wanted):
     """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`."""
     words = [f"{wanted['strategy']} x{wanted['num_processes']}"]
     words.append(" ".join(wanted[key] for key in ("precision", "backend", "level") if wanted[key]))
@@ -57,7 +57,7 @@ def described(wanted):
     return ", ".join(words) + ("; as FSDP2" if wanted["wrap"] and wanted["fsdp"]["version"] == 1 else "")
 
 
-def missing(path, here, overrides):
+def missing_option(path, here, overrides):
     """The option for accelerate launch that a file leaves out: --num_processes, or "". A file of accelerate_configs/
     runs on all GPUs there are, unless it says the sizes of a device mesh, which are for so many processes."""
     mapping = files.read(path)[1] or {}
@@ -93,7 +93,7 @@ def main(argv):
     overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     failed = False
     for path in paths:
-        if args.quiet and (option := missing(path, here, overrides)):
+        if args.quiet and (option := missing_option(path, here, overrides)):
             overrides["num_processes"] = int(option.split()[1])
             print(option)
         problems, not_here, notes, wanted = check(path, here, overrides)
@@ -102,7 +102,7 @@ def main(argv):
             print(f"--num_cpu_threads_per_process {count}")
         failed |= bool(problems) or (bool(args.configs) and bool(not_here))
         if not (problems or not_here or args.quiet):
-            print(f"{path.name}: ok ({described(wanted)})")
+            print(f"{path.name}: ok ({description(wanted)})")
         for line in () if args.quiet else notes:
             print(f"{path.name}: note: {line}")
         for line in problems:

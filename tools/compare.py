@@ -86,7 +86,7 @@ def batches(configs, words, gpus):
     """{config: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
     recipe does not have."""
     options, recipe, rest = split_launch(words)
-    per_device = find.parsed(find.recipe(recipe), rest).per_device_train_batch_size
+    per_device = find.parse_options(find.recipe(recipe), rest).per_device_train_batch_size
     counts = {name: replicas(file, options, gpus) for name, file in configs.items()}
     total = per_device * next(iter(counts.values()))
     odd = [name for name, count in counts.items() if total % count]
@@ -160,7 +160,7 @@ def launch_all(configs, words, folder, seeds, twin):
         refuse_unread(launch, file, recipe, options)
         if run["record"] is None and launch == wanted[0]:
             log = f"{os.path.relpath(launch.folder)}.log"
-            raise Refused(f"the baseline's first run has no record: {why(run, code)} ({log})")
+            raise Refused(f"the baseline's first run has no record: {reason_of(run, code)} ({log})")
         remaining = (now - begun) / number * (len(missing) - number)
         until = f"; about {remaining / 60:.0f} min left" if remaining else ""
         row = f"{launch.config}{', twin' if launch.twin else ''} seed {launch.seed}"
@@ -168,7 +168,7 @@ def launch_all(configs, words, folder, seeds, twin):
     runs = [records.read(launch.folder, launch.seed) for launch in wanted]
     for run in runs:
         if run["record"] is None and log_of(run["folder"]).exists():
-            run["problem"] = why(run)
+            run["problem"] = reason_of(run)
     return runs
 
 
@@ -209,11 +209,11 @@ def refuse_unread(launch, file, recipe, options):
 def outcome(run, code):
     """A run's last metrics in words, or why it has none."""
     if run["problem"]:
-        return why(run, code)
+        return reason_of(run, code)
     return ", ".join(f"{key} {value:.4f}" for key, value in records.logged(run["record"]).items()) or "finished"
 
 
-def why(run, code=None):
+def reason_of(run, code=None):
     """Why a launch has no numbers: the error in its record, else the end of its output."""
     if run["record"] is not None:
         return run["problem"]
@@ -327,14 +327,14 @@ def refuse_options(args, words, file):
     taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
     if taken:
         raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
-    if once(file, words) and args.seeds not in (None, 1):
+    if runs_once(file, words) and args.seeds not in (None, 1):
         raise Refused(
             f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
             f"in {file.name} --seed {{seed}}"
         )
 
 
-def once(file, words):
+def runs_once(file, words):
     """Whether every config runs once, because nothing says where a script of one's own takes its seed."""
     return not find.is_recipe(file) and not any("{seed}" in word for word in words)
 
@@ -347,7 +347,7 @@ def over_launched(args, words, command):
     configs = {file.stem: file for file in files}
     if args.assert_close and args.assert_close not in configs:
         raise Refused(f"--assert-close {args.assert_close}: there is no such row, only {', '.join(configs)}")
-    alone = once(file, words)
+    alone = runs_once(file, words)
     if alone:
         reason = f"no {{seed}} among the arguments of {file.name}"
         print(f"{reason}: every config runs once, with the seed it has", flush=True)

@@ -232,7 +232,7 @@ def with_length(script, options, args):
                 f"--{taken[0]}: not here; diagnose trains {script.stem} for as long as it takes: --look, "
                 "--pairs and --after say how many steps it looks at"
             )
-        find.parsed(script, options)
+        find.parse_options(script, options)
         enough = args.look + args.pairs * args.after * 400
         return [*options, "--max_steps", str(enough), "--eval_steps", "0", "--save_steps", "0"]
     told = option(options, "max_steps") or ""

@@ -18,7 +18,7 @@ def interval_rows(comparison, name):
         measure = row.get("measures", {}).get(name, {})
         if measure.get("interval"):
             ends = [100 * end for end in (measure["relative"], *measure["interval"])]
-            rows.append((report.shown(row), *ends, page.DIM if row["control"] else colour_of[row["config"]]))
+            rows.append((report.row_title(row), *ends, page.DIM if row["control"] else colour_of[row["config"]]))
     return rows
 
 
@@ -100,7 +100,7 @@ def drawn_speed(comparison):
         if not row["error"]:
             rate = row["measures"]["samples_per_second"]["mean"]
             behind = report.number(rate) + (", emulated" if row["emulated"] else "")
-            rows.append((report.shown(row), [(rate, page.colour(0))], behind, row["emulated"]))
+            rows.append((report.row_title(row), [(rate, page.colour(0))], behind, row["emulated"]))
     caption = "Speed. Pale bars are emulated and not ranked."
     return page.picture(page.bars(rows, "samples per second, median step"), caption, command=comparison["command"])
 

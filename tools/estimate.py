@@ -54,7 +54,7 @@ RUNTIME = {"single": 191818004, "several": 210514924}
 LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
-def of_config(file, num_processes=None):
+def read_config(file, num_processes=None):
     """What a config asks for, and into how many parts it divides the state."""
     mapping = files.read(file)[1] or {}
     mapping.setdefault("num_processes", files.default_processes(mapping, 0))
@@ -65,7 +65,7 @@ def of_config(file, num_processes=None):
     return asked | {"shards": shards if asked["strategy"] != "single" else 1}
 
 
-def tracings(asked):
+def tracing_keys(asked):
     """The two tracings that a config needs, as it is and with checkpoints: `tracing.trace`'s arguments, hashable.
 
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
@@ -88,7 +88,7 @@ def tracings(asked):
     return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
 
 
-def traced_once(module, argv, key):
+def trace_or_reason(module, argv, key):
     """What `tracing.trace` finds, or the error that says why it finds nothing."""
     from tools.tracing import Script, trace
 
@@ -102,12 +102,12 @@ def traced_once(module, argv, key):
         return Refused(str(reason).splitlines()[0])
 
 
-def traced(module, argv, asked, known):
+def tracings_of(module, argv, asked, known):
     """The two tracings of a config. known: {key: its tracing} of those that were made before or are being made."""
     pair = []
-    for key in tracings(asked):
+    for key in tracing_keys(asked):
         if key not in known:
-            known[key] = traced_once(module, argv, key)
+            known[key] = trace_or_reason(module, argv, key)
         tracing = known[key].get() if hasattr(known[key], "ready") else known[key]  # of another process
         if isinstance(tracing, Refused):
             raise tracing
@@ -183,7 +183,7 @@ def estimate(asked, plain, checkpointed, cpu):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def in_bytes(text):
+def parse_bytes(text):
     match = re.fullmatch(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", text)
     if not match:
         raise Refused(f"--memory {text}: write it as 80GB or 24GiB")
@@ -202,10 +202,10 @@ def memory_here():
     return psutil.virtual_memory().available, "this machine's free memory"
 
 
-def room(memory):
+def memory_of(memory):
     """(bytes of one device, what it is, whether all processes share it). memory: as --memory gives it, or None."""
     if memory:
-        return in_bytes(memory), f"{memory} per device", False
+        return parse_bytes(memory), f"{memory} per device", False
     size, device = memory_here()
     return size, device, device.startswith("this machine")
 
@@ -228,12 +228,12 @@ def in_the_fork(key):
     import torch
 
     torch.set_num_threads(1)
-    return traced_once(of_the_fork["module"], of_the_fork["argv"], key)
+    return trace_or_reason(of_the_fork["module"], of_the_fork["argv"], key)
 
 
 def estimates(wanted, recipe, words, memory, cpu):
     """Yields (config, its sizes, the number of parameters) as soon as they are known; for a config that cannot be
-    estimated (config, the reason as Refused, None). wanted: {config: what it asks for}. memory, cpu: of `room`."""
+    estimated (config, the reason as Refused, None). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
     from tools.tracing import load  # imports torch
 
     reasons = {name: lines[0] for name, asked in wanted.items() if (lines := rules.problems_of_meshes(asked))}
@@ -241,11 +241,11 @@ def estimates(wanted, recipe, words, memory, cpu):
         yield name, Refused(reason), None
     wanted = {name: asked for name, asked in wanted.items() if name not in reasons}
     module = load(recipe)
-    keys = dict.fromkeys(key for asked in wanted.values() for key in tracings(asked))
+    keys = dict.fromkeys(key for asked in wanted.values() for key in tracing_keys(asked))
     with two_at_a_time(module, words, keys) as seen:
         for name, asked in wanted.items():
             try:
-                plain, checkpointed = traced(module, words, asked, seen)
+                plain, checkpointed = tracings_of(module, words, asked, seen)
             except Refused as reason:
                 yield name, reason, None
                 continue
@@ -262,11 +262,11 @@ def recipe_of(words, example):
         raise Refused(f"which recipe? ./launch.sh {example}")
     recipe = find.recipe(words[0])
     if find.is_recipe(recipe):
-        find.parsed(recipe, words[1:])
+        find.parse_options(recipe, words[1:])
     return recipe, words[1:]
 
 
-def shown(size, unit):
+def cell(size, unit):
     return f"{size / unit:,.2f}" if size else "-"
 
 
@@ -283,10 +283,10 @@ class Rows:
         if self.unit is None:
             large = sizes["total"] >= 2**30
             self.unit = 2 ** (30 if large else 20)
-            says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {shown(self.memory, self.unit)}"
+            says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {cell(self.memory, self.unit)}"
             print(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
             self.line(self.HEADS)
-        cells = [shown(sizes[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
+        cells = [cell(sizes[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
         self.line([name, str(sizes["num_processes"]), *cells, "yes" if sizes["fits"] else "no"])
 
     def line(self, cells):
@@ -306,8 +306,8 @@ def main(argv):
     args = parser.parse_args(left)
     files = [find.config(name) for name in args.configs] or sorted((ROOT / "accelerate_configs").glob("*.yml"))
     recipe, options = recipe_of(words, "estimate fsdp_bf16 -- vit --model vit_huge")
-    memory, device, cpu = room(args.memory)
-    wanted = {file.stem: of_config(file, args.num_processes) for file in files}
+    memory, device, cpu = memory_of(args.memory)
+    wanted = {file.stem: read_config(file, args.num_processes) for file in files}
     rows, known, refused = Rows(wanted, device, memory), {}, {}
     for name, sizes, parameters in estimates(wanted, recipe, options, memory, cpu):
         if isinstance(sizes, Refused):

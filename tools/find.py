@@ -39,7 +39,7 @@ def names(kind):
     return sorted(path.stem for path in folder.glob(f"*{suffix}"))
 
 
-def close(name, kind):
+def suggestion(name, kind):
     """The advice for a name that does not exist: the closest name, or where to look."""
     stem = Path(name).stem.lower().replace("-", "_")
     if closest := difflib.get_close_matches(stem, names(kind), n=1):
@@ -54,7 +54,7 @@ def file_of(name, kind):
     for file in (Path(name), folder / f"{name.removesuffix(suffix)}{suffix}"):
         if file.is_file():
             return file
-    raise args.Refused(f"no {kind} {name}: {close(name, kind)}")
+    raise args.Refused(f"no {kind} {name}: {suggestion(name, kind)}")
 
 
 def config(name):
@@ -77,19 +77,19 @@ def sound_config(name):
     return file, mapping
 
 
-def about(name):
+def description(name):
     """The description in a config's first line, without what the config needs and what its group's title says."""
     line = config(name).read_text().splitlines()[0].removeprefix("# ")
     sentence = line.split(". ")[0].rstrip(".").split("; ")[-1]
     return re.sub(r"^(One device|DistributedDataParallel|FSDP2|DeepSpeed ZeRO-\d)[,:] ", "", sentence)
 
 
-def listed():
+def listing():
     """Configs by strategy, each group in the order of PRECISIONS, then recipes; at most 100 columns."""
     for first, title in GROUPS.items():
         group = [name for name in names("config") if name.startswith(first)]
         group.sort(key=lambda name: (name.split("_")[0], PRECISIONS.index(name.split("_")[1])))
-        yield from block(title, {name: about(name) for name in group})
+        yield from block(title, {name: description(name) for name in group})
     yield from block(
         "Recipes",
         {name: ast.get_docstring(ast.parse(recipe(name).read_text())).splitlines()[0] for name in names("recipe")},
@@ -141,7 +141,7 @@ class Quiet(args.Parser):
         raise args.Refused(message)
 
 
-def parsed(file, words):
+def parse_options(file, words):
     """The options of a recipe from a command line, before anything is launched. Raises Refused for a bad one."""
     try:
         cls = arguments_of(file)
@@ -153,7 +153,7 @@ def parsed(file, words):
 
 def main(what, *rest):
     if what == "ls":
-        print("\n".join(listed()))
+        print("\n".join(listing()))
     elif what == "options":
         sys.argv[0] = Path(rest[0]).name
         args.parse(arguments_of(rest[0]), ["--help"])

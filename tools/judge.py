@@ -123,13 +123,13 @@ def judge(rows, margin, confidence):
     """Adds to every row its difference to the baseline (rows[0]) and the verdict on it."""
     baseline = rows[0]
     for row in rows[1:] if not baseline["error"] else ():
-        for name, here in row.get("measures", {}).items():
+        for name, measure in row.get("measures", {}).items():
             if name not in baseline["measures"]:
                 continue
-            here |= paired.judge(baseline["measures"][name]["values"], here["values"], margin, confidence)
+            measure |= paired.judge(baseline["measures"][name]["values"], measure["values"], margin, confidence)
             if row["emulated"] and name in TIMES:  # emulated FP8: its time says nothing about FP8
-                here |= dict.fromkeys(("difference", "relative", "interval", "resolution", "more_seeds"))
-                here |= {"kind": "emulated", "verdict": "emulated, not ranked"}
+                measure |= dict.fromkeys(("difference", "relative", "interval", "resolution", "more_seeds"))
+                measure |= {"kind": "emulated", "verdict": "emulated, not ranked"}
 
 
 def grouped(runs, vary):

@@ -156,8 +156,8 @@ def differing_starts(runs, vary):
 
 def is_seed(run, key):
     """Whether this option is the run's seed, whatever its name is."""
-    here = run["record"]["args"].get(key)
-    return here is not None and run["seed"] is not None and str(here) == str(run["seed"])
+    option = run["record"]["args"].get(key)
+    return option is not None and run["seed"] is not None and str(option) == str(run["seed"])
 
 
 def short(value):

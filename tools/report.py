@@ -33,7 +33,7 @@ def mebibytes(value):
     return "-" if value is None else f"{value / 2**20:,.0f}"
 
 
-def shown(row):
+def row_title(row):
     return f"{row['config']} (control)" if row["control"] else row["config"]
 
 
@@ -45,7 +45,7 @@ def difference(measure):
     return percent(measure["relative"]) + (f" ({percent(ends[0])} to {percent(ends[1])})" if ends else "")
 
 
-def judged(measure):
+def verdict_words(measure):
     """`+1.2% (-0.3% to +2.7%), cannot tell: ...`"""
     if "verdict" not in measure:
         return "baseline"
@@ -74,13 +74,13 @@ def answer(comparison):
     lines = []
     for row in comparison["rows"]:
         if row["error"]:
-            lines.append((shown(row), f"has no numbers: {row['error']}"))
+            lines.append((row_title(row), f"has no numbers: {row['error']}"))
         elif row is not baseline and not row["control"]:
             measure = row["measures"].get(name, {})
             said = f"{name} {difference(measure)}: {measure.get('verdict', 'cannot be compared')}"
             if measure.get("kind") == "unknown" and measure["more_seeds"]:
                 said += f"; {paired.more(measure['more_seeds'], comparison['margin'])}"
-            lines.append((shown(row), said))
+            lines.append((row_title(row), said))
     return lines
 
 
@@ -98,7 +98,7 @@ def classes(comparison):
 def tables(comparison):
     """[(title, heads, rows)]: all numbers of the report except the curves."""
     sound = [row for row in comparison["rows"] if not row["error"]]
-    truths = [[shown(row), row["truth"]] for row in sound if not row["control"]]
+    truths = [[row_title(row), row["truth"]] for row in sound if not row["control"]]
     yield "Results", *results(comparison)
     yield "Speed", *speeds(comparison, sound)
     yield "Memory and wire, per process", *memories(comparison, sound)
@@ -110,7 +110,7 @@ def results(comparison):
     for name in names:
         heads += [name, f"difference, {level(comparison)} interval", "verdict", "resolution"]
     for row in comparison["rows"]:
-        cells = [shown(row), " ".join(map(str, row["seeds"]))]
+        cells = [row_title(row), " ".join(map(str, row["seeds"]))]
         if row["error"]:
             rows.append([*cells, f"no numbers: {row['error']}", *[""] * (len(heads) - 3)])
             continue
@@ -145,8 +145,8 @@ def speeds(comparison, sound):
     for row in sound:
         step, rate = row["measures"]["step_seconds"], row["measures"]["samples_per_second"]
         p90, gpu = row.get("step_seconds_p90"), row["gpu_utilization"]
-        cells = [shown(row), number(1000 * step["mean"]), number(p90 and 1000 * p90)]
-        cells += [number(rate["mean"]), judged(rate), "-" if gpu is None else f"{gpu:.0f}%"]
+        cells = [row_title(row), number(1000 * step["mean"]), number(p90 and 1000 * p90)]
+        cells += [number(rate["mean"]), verdict_words(rate), "-" if gpu is None else f"{gpu:.0f}%"]
         cells += [number(row.get("samples_per_unit_of_price"))] if comparison["price_per_hour"] else []
         rows.append(cells)
     return heads, rows
@@ -158,8 +158,8 @@ def memories(comparison, sound):
     heads += ["against the baseline", "estimated peak, MiB", "wire, bytes/step"]
     for row in sound:
         sizes, peak, estimate = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"], row["estimate"]
-        cells = [shown(row), *(f"{sizes.get(name, 0):.2f}" for name in names), f"{sizes['total']:.2f}"]
-        cells += [mebibytes(peak["mean"]), judged(peak), mebibytes(estimate and estimate["total"])]
+        cells = [row_title(row), *(f"{sizes.get(name, 0):.2f}" for name in names), f"{sizes['total']:.2f}"]
+        cells += [mebibytes(peak["mean"]), verdict_words(peak), mebibytes(estimate and estimate["total"])]
         rows.append([*cells, number(row["wire_bytes_per_step"])])
     return heads, rows
 
