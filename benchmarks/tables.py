@@ -287,6 +287,14 @@ def rehearsal(figures):
             times = [f"{statistics.median(row[code]):.1f}" for code in ("now", "before")]
             rows.append([row["model"], f"`{row['config']}`", *times])
         text += f"\n\nFrom the command to the end of the first optimizer step:\n\n{report.table(heads, rows)}"
+    if figures.get("losses"):
+        heads, rows = ["model", "seeds", "products in fp32", "first weights off by their last bit"], []
+        for model in dict.fromkeys(row["model"] for row in figures["losses"]):
+            of_model = [row for row in figures["losses"] if row["model"] == model]
+            apart = [statistics.mean(row[way] for row in of_model) for way in ("through_fp32", "perturbed")]
+            rows.append([model, str(len(of_model)), *(f"{distance:.4f}" for distance in apart)])
+        text += "\n\nLosses of 50 steps in bf16, as it is: the root mean square of the difference to a run with the "
+        text += f"CPU's own bf16 kernels, mean over pairs of one seed:\n\n{report.table(heads, rows)}"
     return text
 
 
