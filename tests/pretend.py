@@ -136,14 +136,17 @@ class CudaTensor(torch.Tensor):
 
 
 class Memory:
-    """The storage of a CudaTensor. FSDP2 frees memory by resizing it to nothing, and fills it anew: here it stays."""
+    """The storage of a CudaTensor. FSDP2 frees memory by resizing it to nothing, and fills it anew: here it stays, and
+    what was freed is not a number in any floating dtype, so that whoever reads it is seen."""
 
     def __init__(self, held):
-        self.size = self.nbytes = held.untyped_storage().size
-        self.data_ptr = held.untyped_storage().data_ptr
+        self.storage = held.untyped_storage()
+        self.size = self.nbytes = self.storage.size
+        self.data_ptr = self.storage.data_ptr
 
     def resize_(self, size):
-        pass
+        if size == 0:
+            self.storage.fill_(255)
 
 
 def move(parameter, value):

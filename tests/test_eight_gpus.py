@@ -270,7 +270,7 @@ arguments = TrainingArguments(sys.argv[2])
 assert arguments.device and torch.distributed.is_initialized()
 from faithful import Accelerator
 accelerator = Accelerator()
-time.sleep(20 * accelerator.process_index)
+time.sleep(8 * accelerator.process_index)
 torch.distributed.all_reduce(torch.ones(1))
 """
 

@@ -31,6 +31,20 @@ def of(vit, seen, config, *argv, processes=None, cpu=False):
     return estimate.estimate(asked, *estimate.tracings_of(vit, [str(word) for word in argv], asked, cache), cpu)
 
 
+def test_gradients_that_fsdp_accumulates_are_whole(vit, seen):
+    """FSDP2 reduces gradients with the last micro-batch, and until then each process keeps all of them in fp32."""
+    once, four = (estimate.accumulates(["--gradient_accumulation_steps", steps]) for steps in ("1", "4"))
+    assert (once, four) == (False, True) and estimate.accumulates(["--gradient-accumulation-steps=2"])
+    asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 8)
+    plain, checkpointed = estimate.tracings_of(vit, [], asked, seen)
+    reduced, kept = (
+        estimate.estimate(asked | {"accumulates": several}, plain, checkpointed, False) for several in (once, four)
+    )
+    assert reduced["gradients"] == pytest.approx(4 * plain["parameters"] / 8)
+    assert kept["gradients"] == pytest.approx(4 * plain["parameters"])
+    assert kept["total"] > reduced["total"]
+
+
 def test_memory_knows_what_lives():
     """The trace knows which tensors are alive in y = (x w).relu().sum(): relu's result is saved for its backward, x for
     the gradient of w."""

@@ -26,6 +26,7 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   msamp o3        1 P             1 P/N           2 P/N           3 P/N
   ..., fsdp       2 P/N           1 P/N           -               8 or 3 P/N    blocks gathered in FP8, a bucket
 
+FSDP2 that accumulates over micro-batches keeps the whole gradients in fp32 until it reduces them: 4 P in each process.
 A CPU process builds the whole model in fp32 before FSDP2 takes its part: where that is more than training, it is the
 total. fp16, bf16, ao and te keep fp32 parameters, as fp32 does. On a CPU the libraries take memory when first
 used (`runtime`), whatever the model. How far off all this is, is measured: results/estimate.json, which
@@ -63,6 +64,12 @@ def read_config(file, num_processes=None):
     asked = config.read_env(config.to_env(mapping))
     shards = asked["sizes"]["dp_shard"] if asked["strategy"] == "hsdp" else asked["num_processes"]
     return asked | {"shards": shards if asked["strategy"] != "single" else 1}
+
+
+def accumulates(words):
+    """Whether a command line asks for several micro-batches in a step."""
+    found = re.search(r"--gradient[_-]accumulation[_-]steps[ =](\d+)", " ".join(words))
+    return found is not None and int(found[1]) > 1
 
 
 def tracing_keys(asked):
@@ -141,6 +148,8 @@ def estimate(asked, plain, checkpointed, cpu):
     elif strategy in ("fsdp", "hsdp", "tp"):
         weights, optimizer, left = weights / n, optimizer / n, (gradient + in_fp8) / n
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
+        if asked.get("accumulates") and strategy != "tp":
+            left += gradient * (1 - 1 / n)
         if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
             from amp8 import comm
 
@@ -239,7 +248,8 @@ def estimates(wanted, recipe, words, memory, cpu):
     reasons = {name: lines[0] for name, asked in wanted.items() if (lines := rules.problems_of_meshes(asked))}
     for name, reason in reasons.items():
         yield name, Refused(reason), None
-    wanted = {name: asked for name, asked in wanted.items() if name not in reasons}
+    more = {"accumulates": accumulates(words)}
+    wanted = {name: asked | more for name, asked in wanted.items() if name not in reasons}
     module = load(recipe)
     keys = dict.fromkeys(key for asked in wanted.values() for key in tracing_keys(asked))
     with two_at_a_time(module, words, keys) as seen:
