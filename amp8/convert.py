@@ -260,9 +260,9 @@ class State:
         self.gradient_bytes = sum(codes.nbytes + 4 for codes in found)
         self.gradient_dtypes = {codes.dtype for codes in found}
         for gradient in used:
-            gradient.spent = True
+            gradient.consume()
         if self.comm is not None:
-            self.comm.finished = not all(gradient.spent or gradient.codes is None for gradient in self.gradients)
+            self.comm.finished = any(gradient.due for gradient in self.gradients)
             if self.sharded:
                 self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
         self.update_scales()

@@ -93,9 +93,9 @@ def test_two_ranks_differ_from_one_by_no_more_than_the_rounding_explains():
     backward(whole, x, y)
     with amp8.no_sync(half):
         backward(half, x[:16], y[:16])
-        a = {name: layer.gradient.high.clone() for name, layer in half.amp8_state.layers.items()}
+        a = {name: layer.gradient.fp32.clone() for name, layer in half.amp8_state.layers.items()}
         backward(half, x[16:], y[16:])
-        sums = {name: layer.gradient.high.clone() for name, layer in half.amp8_state.layers.items()}
+        sums = {name: layer.gradient.fp32.clone() for name, layer in half.amp8_state.layers.items()}
     for name, layer in whole.amp8_state.layers.items():
         one, two, b = layer.gradient.value(), both[0][name], sums[name] - a[name]
         mean, apart = (a[name] + b) / 2, (a[name].abs() + b.abs()) / 2

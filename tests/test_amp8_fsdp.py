@@ -282,8 +282,8 @@ def accumulated(rank, world, how, replicas):
         amp8.attach(model, last_micro_batch=lambda: micro == 3)
     sent, high = [], []
     for micro in range(4):  # noqa: B007
-        if how == "no_sync":
-            model.set_requires_gradient_sync(micro == 3)
+        if how in ("no_sync", "mixed"):
+            model.set_requires_gradient_sync(micro == 3 or (how == "mixed" and micro == 0))
         ids, y = batch(micro, rank)
         (nn.functional.cross_entropy(model(ids), y) / 4).backward()
         sent.append(amp8.wire_bytes(model))
@@ -296,7 +296,8 @@ def accumulated(rank, world, how, replicas):
 
 
 @pytest.mark.parametrize(
-    "how, replicas", [("no_sync", 1), ("announced", 1), slow("silent", 1), slow("fp8", 1), slow("announced", 2)]
+    "how, replicas",
+    [("no_sync", 1), ("mixed", 1), ("announced", 1), slow("silent", 1), slow("fp8", 1), slow("announced", 2)],
 )
 def test_gradient_accumulation(how, replicas):
     world = 2 * replicas

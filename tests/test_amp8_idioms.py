@@ -102,9 +102,9 @@ def test_reading_a_gradient_makes_no_copy_that_stays():
     _, model, _ = pair()
     gradient = model[0].weight.grad
     assert gradient.dtype == torch.float32 and gradient.norm() > 0 and (gradient + 0).shape == gradient.shape
-    assert model[0].gradient.high is None
+    assert model[0].gradient.fp32 is None
     gradient.mul_(2)
-    assert model[0].gradient.high is not None
+    assert model[0].gradient.fp32 is not None
     with pytest.raises(RuntimeError, match=r"0.weight is \[64, 32\], and was assigned a gradient of \[3\]"):
         model[0].weight.grad = torch.ones(3)
 
