@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from . import scaling
 from .coded import CodesRead
 from .comm import BUCKET, Bucket, Comm, largest
+from .dotgrad import FP8Gradient
 from .linear import fp16_to_e4m3
 from .phase import Phase
 
@@ -174,6 +175,12 @@ class Sharding:
             return value.to_local()
         return value[self.first : self.last]
 
+    def gradient_of(self, gradient):
+        """What `.grad` of the parameter is: a DTensor of this rank's rows."""
+        if self.parameter.dtype != torch.float32:
+            self.parameter.grad_dtype = None  # any
+        return self.fsdp_param.to_sharded_dtensor(FP8Gradient(gradient, self.shape))
+
     def values(self):
         """The true weight, fp32, as a DTensor."""
         rows = scaling.dequantize(self.codes, self.layer.weight_scale)
@@ -227,6 +234,7 @@ class ShardComm(Comm):
 
     def launch(self, bucket):
         for gradient in bucket.gradients:
+            gradient.look()
             gradient.drop_consumed()
             gradient.keep()  # a mean from an earlier pass does not travel again
         super().launch(bucket)

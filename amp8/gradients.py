@@ -48,14 +48,16 @@ class WeightGradient:
     piece, unrounded: the part of the flattened weight whose mean this rank computes, and its own gradient of that
     part in fp32, while it is READY. It is not sent, so it is not rounded.
     sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. accumulated: the
-    mean of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks. It
-    is there beside the next pass's gradient, in the phases NONE, SUM and READY, too.
+    mean of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks; None
+    if somebody may have changed the mean. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
     """
 
     def __init__(self, linear, owner, state):
         self.linear, self.owner, self.state, self.shape = linear, owner, state, linear.weight.shape
         self.piece = self.sharding = None
         self.view = None  # `.grad` of the weight, when somebody has read it
+        self.shown = None  # under fully_shard: what we have set `.grad` to
+        self.misused = None  # our own hook on the weight
         self.clear()
 
     def become(self, phase, codes=None, scale=None, fp32=None, unrounded=None):
@@ -65,6 +67,8 @@ class WeightGradient:
     def clear(self):
         self.accumulated = None
         self.become(Phase.NONE)
+        if self.shown is not None:
+            self.shown = self.sharding.parameter.grad = None
 
     @property
     def averaged(self):
@@ -107,6 +111,9 @@ class WeightGradient:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new, port.grad = port.grad, None
         self.linear.replaced = None  # training goes on with the weight as it is
+        if self.sharding is not None and self.linear.parameter._backward_hooks:
+            raise CodesRead(f"{self.linear.name}.weight has a hook (register_hook), which is never called under "
+                            "fully_shard: use register_post_accumulate_grad_hook, or a hook of the module")  # fmt: skip
         before, after = hooks_of(self.linear.weight)
         for hook in before:
             changed = hook(new)
@@ -118,6 +125,7 @@ class WeightGradient:
     def add(self, new):
         """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
+        self.look()
         self.drop_consumed()  # whoever forgets zero_grad() or calls the model's would add to it
         if comm is not None and self.averaged:  # by an earlier backward pass, perhaps on another stream still
             comm.begin(self)
@@ -141,6 +149,7 @@ class WeightGradient:
 
     def settle(self):
         """Prepares the gradient to be sent or used: rounds what is in fp32, and drops what a step has used."""
+        self.look()
         self.drop_consumed()
         if self.phase is Phase.SUM:  # no last micro-batch was announced
             self.store(self.fp32)
@@ -156,7 +165,7 @@ class WeightGradient:
         if self.codes is None and self.fp32 is None:
             return None
         if self.view is None:
-            self.view = FP8Gradient(self)
+            self.view = FP8Gradient(self, self.shape)
         return self.view
 
     def readable(self, shared):
@@ -165,6 +174,8 @@ class WeightGradient:
         name, comm = self.linear.name, self.state.comm
         if self.state.sharded:
             raise CodesRead(f"{name}.weight.grad is on one rank alone under O3: clip with amp8.clip_grad_norm_")
+        if self.of_rows:
+            return self.readable_rows(shared)
         if self.codes is None and self.fp32 is None:
             raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
         if comm is not None and self.phase is Phase.READY:
@@ -181,6 +192,8 @@ class WeightGradient:
         """`weight.grad = value`. None drops the gradient."""
         if value is self.view and value is not None:
             return
+        if value is not None and self.state.sharded:
+            raise CodesRead(f"{self.linear.name}.weight.grad is on one rank alone under O3: it can't be assigned")
         if value is not None and value.shape != self.shape:
             raise RuntimeError(f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of "
                                f"{list(value.shape)}")  # fmt: skip
@@ -192,13 +205,70 @@ class WeightGradient:
 
     def zero(self):
         """`weight.grad.zero_()`, without a copy in fp32."""
-        if self.fp32 is not None:
+        if self.accumulated is not None:
+            self.accumulated[0].zero_()
+        elif self.fp32 is not None:
             self.fp32.zero_()
         elif self.codes is not None:
             self.codes.view(torch.uint8).zero_()
             self.unrounded = None if self.unrounded is None else torch.zeros_like(self.unrounded)
 
-    # Under fully_shard
+    # Under fully_shard, where `.grad` is an ordinary attribute of a DTensor that anybody can set
+
+    @property
+    def of_rows(self):
+        """Whether `.grad` is the mean over ranks of this rank's rows."""
+        return self.sharding is not None and self.state.comm is not None
+
+    def show(self):
+        """Sets `.grad` to what can be read: FSDP2's sharded parameter has a DTensor of this rank's rows there."""
+        self.look()
+        self.set_grad()
+
+    def set_grad(self):
+        if self.of_rows:
+            there = self.accumulated is not None or self.phase in (Phase.MEAN, Phase.CONSUMED)
+        else:
+            there = self.phase is not Phase.NONE
+        if there and self.view is None:
+            self.view = self.sharding.gradient_of(self)
+        self.shown = self.view if there else None
+        self.sharding.parameter.grad = self.shown
+
+    def look(self):
+        """Takes over what somebody has set `.grad` to."""
+        if self.sharding is None or self.sharding.parameter.grad is self.shown:
+            return
+        value = self.sharding.parameter.grad
+        if value is not None:
+            value = self.sharding.rows_of(value).detach().clone().float()
+        self.shown = None
+        if not self.of_rows:
+            self.clear()
+            if value is not None:
+                self.become(Phase.SUM, fp32=value)
+        else:
+            self.accumulated = None if value is None else (value, None)
+            if self.phase not in (Phase.SUM, Phase.READY):  # those are of a backward pass that is not in `.grad` yet
+                self.become(Phase.NONE if value is None else Phase.RUNNING)
+        self.set_grad()
+
+    def readable_rows(self, shared):
+        if self.accumulated is None and self.phase not in (Phase.MEAN, Phase.CONSUMED):
+            raise CodesRead(f"{self.linear.name}.weight.grad was cleared after it was read: read it again")
+        if self.state.comm.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.state.comm.stream)
+        mean = self.value() if self.accumulated is None else self.accumulated[0]
+        if shared:
+            self.accumulated = mean, None  # its bound may change
+            if self.phase is Phase.MEAN:
+                self.become(Phase.RUNNING)
+        return mean
+
+    def backward_runs(self, _):
+        """Hook of the layer's port: what follows when the backward pass has ended."""
+        self.state.arrived.append(self)
+        torch.autograd.Variable._execution_engine.queue_callback(self.state.backward_ended)
 
     def keep(self):
         """Keeps a mean, so that the next backward pass's gradient can be sent alone and its mean added."""
@@ -213,7 +283,7 @@ class WeightGradient:
         """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
         bound = scaling.dtype_max(scaling.E4M3) / scale
         if self.accumulated is not None:
-            mean, bound = mean + self.accumulated[0], bound + self.accumulated[1]
+            mean, bound = mean + self.accumulated[0], bound + self.bound()
         self.accumulated = mean, bound
         self.become(Phase.RUNNING)
         if self.state.accumulate == "fp8" or not self.state.more_to_come():
@@ -223,9 +293,15 @@ class WeightGradient:
         """No rank had a gradient to send."""
         self.become(Phase.NONE if self.accumulated is None else Phase.RUNNING)
 
-    def round(self):
-        """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale."""
+    def bound(self):
+        """The bound on the magnitude of `accumulated`: of this rank's rows alone if somebody may have changed them."""
         mean, bound = self.accumulated
+        return scaling.amax(mean) if bound is None else bound
+
+    def round(self):
+        """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale, unless
+        somebody may have changed the mean."""
+        (mean, _), bound = self.accumulated, self.bound()
         scale = torch.where(torch.isfinite(bound), scaling.power_of_two_scale(bound, scaling.E4M3), torch.nan)
         self.accumulated = None
         self.become(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)

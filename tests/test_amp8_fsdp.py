@@ -186,8 +186,11 @@ def mean_gradients(rank, world, replicas):
     nn.functional.cross_entropy(model(ids), y).backward()
     norm = amp8.clip_grad_norm_(model.parameters(), 1e9)
     found = {name: layer.gradient.value() for name, layer in model.amp8_state.layers.items()}
-    plain = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    return {"found": found, "plain": plain, "norm": norm}
+    seen = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    for name, value in found.items():  # `.grad` of a converted weight is the same gradient
+        sharding = model.get_submodule(name).gradient.sharding
+        assert torch.equal(seen.pop(f"{name}.weight")[sharding.first : sharding.last], value)
+    return {"found": found, "plain": seen, "norm": norm}
 
 
 def exact_gradients(world):
