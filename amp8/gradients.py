@@ -18,6 +18,7 @@ from .dotgrad import FP8Gradient
 from .phase import AVERAGED, Phase
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
+OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are small, and leaves room for clipping
 BATCH = 16  # tensors in one compiled call on a GPU
 
 
@@ -27,6 +28,7 @@ def quantize_gradient(gradient):
     finite, because the saturated codes would hide that."""
     amax = scaling.amax(gradient)
     scale = torch.where(torch.isfinite(amax), scaling.power_of_two_scale(amax, scaling.E4M3), torch.nan)
+    scale = torch.where(amax == 0, OF_ZEROS, scale)
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
 

@@ -527,3 +527,14 @@ def test_a_gradient_says_what_it_is():
     assert gradient.phase is Phase.READY
     optimizer.zero_grad()
     assert gradient.phase is Phase.NONE
+
+
+def test_a_gradient_of_zeros_does_not_erase_the_moments():
+    model, optimizer = start()
+    put(model[0], 1e-5 * seeded(96, 64))
+    optimizer.step()
+    before = scaling.dequantize(*(optimizer.state[model[0].weight][key] for key in ("exp_avg", "exp_avg_scale")))
+    put(model[0], torch.zeros(96, 64))
+    optimizer.step()
+    after = scaling.dequantize(*(optimizer.state[model[0].weight][key] for key in ("exp_avg", "exp_avg_scale")))
+    assert (after - 0.9 * before).norm() < 0.1 * before.norm()
