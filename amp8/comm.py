@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from . import scaling
+from .phase import Phase
 
 BUCKET = 25 << 20  # bytes of codes that travel together, as in DistributedDataParallel
 SLICE = 16 << 20  # bytes of updated weights per rank that are gathered at once
@@ -140,13 +141,13 @@ class Comm:
         current = torch.cuda.current_stream(device)
         self.stream.wait_stream(current)
         for gradient in bucket.gradients:  # made on one stream, read on the other
-            for tensor in (gradient.codes, gradient.scale, gradient.own, *(gradient.kept or ())):
+            for tensor in (gradient.codes, gradient.scale, gradient.unrounded, *(gradient.accumulated or ())):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             self.reduce(bucket, device)
         for gradient in bucket.gradients:
-            for tensor in (gradient.codes, gradient.scale, *(gradient.kept or ())):
+            for tensor in (gradient.codes, gradient.scale, *(gradient.accumulated or ())):
                 if tensor is not None:
                     tensor.record_stream(current)
 
@@ -163,12 +164,12 @@ class Comm:
                 continue
             flat[start : start + size].copy_(gradient.codes.view(-1))
             # A mean from an earlier round takes part again: from all ranks or, times N, from the only rank that has it.
-            scales[i] = gradient.scale / world if gradient.reduced and bucket.sharded else gradient.scale
+            scales[i] = gradient.scale / world if gradient.averaged and bucket.sharded else gradient.scale
         codes, inverse, scales = self.exchange(flat.split(bucket.shares), scales)
         out = torch.zeros(mine, dtype=scaling.E4M3, device=device)
         for i, start, end, place in bucket.pieces:
             part = slice(place, place + end - start)
-            total = self.total(codes[:, part], inverse[:, i], bucket.gradients[i].own)
+            total = self.total(codes[:, part], inverse[:, i], bucket.gradients[i].unrounded)
             out[part].copy_(scaling.quantize(total, scales[i] / world, scaling.E4M3))
 
         if bucket.sharded:
@@ -182,9 +183,10 @@ class Comm:
         for i, gradient in enumerate(bucket.gradients):
             if i in missing and scales[i] == torch.inf:
                 continue
-            gradient.codes = held[i].view(bucket.shapes[i]) if i in held else None
-            gradient.scale = scales[i] if i in held else None
-            gradient.own, gradient.reduced = None, True
+            if i in held:
+                gradient.become(Phase.MEAN, held[i].view(bucket.shapes[i]), scales[i])
+            else:
+                gradient.become(Phase.ELSEWHERE)
 
     def exchange(self, shares, scales):
         """Sends each rank its share of this rank's codes and all scales [number of gradients].
@@ -208,12 +210,12 @@ class Comm:
         # No mean is larger than the largest value, so the smallest scale fits. All ranks compute the same scale.
         return codes, inverse, torch.where(scales == 0, torch.inf, scales).amin(0)
 
-    def total(self, codes, inverse, own):
-        """The sum over ranks in fp32, of codes [ranks, size] and, in place of this rank's, its unrounded `own`."""
+    def total(self, codes, inverse, unrounded):
+        """The sum over ranks in fp32, of codes [ranks, size] and, in place of this rank's, what is not rounded."""
         total = torch.zeros(codes.shape[1], device=codes.device)
         for rank in range(self.world):
-            if rank == self.rank and own is not None:
-                total.add_(own)
+            if rank == self.rank and unrounded is not None:
+                total.add_(unrounded)
             else:
                 total.addcmul_(scaling.decode(codes[rank]), inverse[rank])
         return total

@@ -93,7 +93,8 @@ def initialize(
         layer.gradient = WeightGradient(layer, owners[name], state)
         layer.gradient.sharding = layer.sharding
         if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
-            layer.weight.register_post_accumulate_grad_hook(misused(name))
+            layer.gradient.misused = misused(name)
+            layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
         layer.open_port()
         state.layers[name] = layer
     state.gradients = [layer.gradient for layer in layers.values()]
@@ -197,6 +198,7 @@ class State:
         self.replicas = 1
         self.held = False  # inside no_sync()
         self.wrapper = self.asked = None  # see attach()
+        self.arrived = []  # under fully_shard: the gradients that this backward pass has brought
         self.told = False  # whether the loop says which backward pass is the last before a step
         self.gradient_bytes, self.gradient_dtypes = 0, set()  # at the last step
 
@@ -251,6 +253,24 @@ class State:
             self.comm.finish()
         for gradient in self.gradients:
             gradient.settle()
+            if gradient.sharding is not None:
+                gradient.show()
+
+    def backward_ended(self):
+        """Under fully_shard, called at the end of a backward pass: `.grad` is then the mean, as FSDP2's is."""
+        arrived, self.arrived = self.arrived, []
+        if not arrived:
+            return  # called once for each layer
+        reduced = self.last_micro_batch()
+        if self.comm is not None and reduced:
+            self.comm.finish()
+        for gradient in self.gradients:
+            gradient.show()
+        for gradient in arrived if reduced else ():
+            parameter = gradient.linear.parameter
+            for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                if hook is not gradient.misused:
+                    hook(parameter)
 
     @torch.no_grad()
     def stepped(self, used):
@@ -260,9 +280,9 @@ class State:
         self.gradient_bytes = sum(codes.nbytes + 4 for codes in found)
         self.gradient_dtypes = {codes.dtype for codes in found}
         for gradient in used:
-            gradient.spent = True
+            gradient.consume()
         if self.comm is not None:
-            self.comm.finished = not all(gradient.spent or gradient.codes is None for gradient in self.gradients)
+            self.comm.finished = any(gradient.due for gradient in self.gradients)
             if self.sharded:
                 self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
         self.update_scales()

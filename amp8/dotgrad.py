@@ -7,18 +7,19 @@ aten = torch.ops.aten
 
 
 class FP8Gradient(torch.Tensor):
-    """The gradient of a converted weight as a tensor, fp32 [the weight's shape], without values of its own.
+    """The gradient of a converted weight as a tensor, fp32 [the weight's shape, or under fully_shard this rank's rows],
+    without values of its own.
 
     A function that only reads it gets the decoded values. One that changes it, or returns a view of it, gets the
     gradient in fp32, 4 bytes per parameter, which is rounded to FP8 again at the step.
     """
 
     @staticmethod
-    def __new__(cls, gradient):
+    def __new__(cls, gradient, shape):
         device = gradient.linear.weight.device
-        return torch.Tensor._make_wrapper_subclass(cls, gradient.shape, dtype=torch.float32, device=device)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
 
-    def __init__(self, gradient):
+    def __init__(self, gradient, shape):
         self.amp8_gradient = gradient
 
     def __repr__(self, **_):

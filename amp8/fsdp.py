@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_map
 from . import scaling
 from .coded import CodesRead
 from .comm import BUCKET, Bucket, Comm, largest
+from .dotgrad import FP8Gradient
 from .linear import fp16_to_e4m3
+from .phase import Phase
 
 
 def managed(model):
@@ -173,6 +175,12 @@ class Sharding:
             return value.to_local()
         return value[self.first : self.last]
 
+    def gradient_of(self, gradient):
+        """What `.grad` of the parameter is: a DTensor of this rank's rows."""
+        if self.parameter.dtype != torch.float32:
+            self.parameter.grad_dtype = None  # any
+        return self.fsdp_param.to_sharded_dtensor(FP8Gradient(gradient, self.shape))
+
     def values(self):
         """The true weight, fp32, as a DTensor."""
         rows = scaling.dequantize(self.codes, self.layer.weight_scale)
@@ -226,8 +234,8 @@ class ShardComm(Comm):
 
     def launch(self, bucket):
         for gradient in bucket.gradients:
-            if gradient.spent:
-                gradient.clear()
+            gradient.look()
+            gradient.drop_consumed()
             gradient.keep()  # a mean from an earlier pass does not travel again
         super().launch(bucket)
 
@@ -250,16 +258,16 @@ class ShardComm(Comm):
             sharding, start = gradient.sharding, place
             place += parts[i].shape[1]
             if i in missing and scales[i] == torch.inf:
-                gradient.reduced = gradient.kept is not None
+                gradient.nothing_to_add()
                 continue
-            total = self.total(received[:, start : start + sharding.shape.numel()], inverse[:, i], gradient.own)
+            total = self.total(received[:, start : start + sharding.shape.numel()], inverse[:, i], gradient.unrounded)
             mean = total.view(sharding.shape) / self.world
             if bucket.across is None:
                 gradient.add_mean(mean, scales[i])
                 continue
-            gradient.codes, gradient.scale = (mean * scales[i]).bfloat16(), scales[i]
             part = bucket.across_pieces.get(i)
-            gradient.own = None if part is None else mean.view(-1)[part].clone()
+            unrounded = None if part is None else mean.view(-1)[part].clone()
+            gradient.become(Phase.READY, (mean * scales[i]).bfloat16(), scales[i], unrounded=unrounded)
         if bucket.across is not None:
             self.replicas.reduce(bucket.across, device)
             self.sent += self.replicas.sent

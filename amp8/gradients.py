@@ -15,8 +15,10 @@ from .coded import CodedWeight, CodesRead
 from .comm import linear_of
 from .compiled import compiled_on_cuda
 from .dotgrad import FP8Gradient
+from .phase import AVERAGED, Phase
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
+OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are small, and leaves room for clipping
 BATCH = 16  # tensors in one compiled call on a GPU
 
 
@@ -26,6 +28,7 @@ def quantize_gradient(gradient):
     finite, because the saturated codes would hide that."""
     amax = scaling.amax(gradient)
     scale = torch.where(torch.isfinite(amax), scaling.power_of_two_scale(amax, scaling.E4M3), torch.nan)
+    scale = torch.where(amax == 0, OF_ZEROS, scale)
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
 
@@ -40,44 +43,79 @@ def norms(codes):
 
 
 class WeightGradient:
-    """The gradient of one converted weight. It is in `codes` or in `high`, or there is none.
+    """The gradient of one converted weight. `phase` says what it is; tensors that are not of the phase are None.
 
     codes, scale: e4m3 [the weight's shape] and fp32 0-d; the value is codes / scale.
-    high: fp32 [the weight's shape], between micro-batches under accumulate="high", and once `.grad` was changed.
-    piece, own: the part of the flattened weight whose mean this rank computes, and the rank's own gradient of that part
-    in fp32, from the end of backward until the mean is computed. It is not sent, so it is not rounded.
-    reduced: the codes are already the mean over ranks (on the owner alone under O3). spent: a step has used it.
-    sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. kept: the mean
-    of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks.
+    fp32: fp32 [the weight's shape].
+    piece, unrounded: the part of the flattened weight whose mean this rank computes, and its own gradient of that
+    part in fp32, while it is READY. It is not sent, so it is not rounded.
+    sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. accumulated: the
+    mean of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks; None
+    if somebody may have changed the mean. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
     """
 
     def __init__(self, linear, owner, state):
         self.linear, self.owner, self.state, self.shape = linear, owner, state, linear.weight.shape
         self.piece = self.sharding = None
         self.view = None  # `.grad` of the weight, when somebody has read it
+        self.shown = None  # under fully_shard: what we have set `.grad` to
+        self.misused = None  # our own hook on the weight
         self.clear()
 
+    def become(self, phase, codes=None, scale=None, fp32=None, unrounded=None):
+        """Changes the phase, with the tensors that belong to it. `accumulated` stays."""
+        self.phase, self.codes, self.scale, self.fp32, self.unrounded = phase, codes, scale, fp32, unrounded
+
     def clear(self):
-        self.codes = self.scale = self.high = self.own = self.kept = None
-        self.reduced = self.spent = False
+        self.accumulated = None
+        self.become(Phase.NONE)
+        if self.shown is not None:
+            self.shown = self.sharding.parameter.grad = None
+
+    @property
+    def averaged(self):
+        """Whether what is there is a mean over ranks."""
+        return self.phase in AVERAGED
+
+    @property
+    def due(self):
+        """Whether it is in FP8 here, and no step has used it."""
+        return self.codes is not None and self.phase is not Phase.CONSUMED
+
+    def consume(self):
+        """A step has used the gradient."""
+        if self.phase is not Phase.NONE:
+            self.phase = Phase.CONSUMED
+
+    def drop_consumed(self):
+        if self.phase is Phase.CONSUMED:
+            self.clear()
 
     def value(self):
         """The gradient in fp32, or None."""
-        if self.high is not None:
-            return self.high
+        if self.fp32 is not None:
+            return self.fp32
         return None if self.codes is None else scaling.dequantize(self.codes, self.scale)
 
+    def fp32_bytes(self):
+        """Bytes that are held in fp32 until the step."""
+        held = [] if self.accumulated is None else [self.accumulated[0]]
+        return sum(tensor.nbytes for tensor in [*held, *([] if self.fp32 is None else [self.fp32])])
+
     def store(self, value):
-        """Stores an fp32 gradient as the one to send or to use."""
-        self.codes, self.scale = quantize_gradient(value)
-        self.own = None if self.piece is None else value.reshape(-1)[self.piece].clone()
-        self.high, self.reduced = None, False
+        """Rounds this rank's fp32 gradient: it is ready to be sent or used."""
+        codes, scale = quantize_gradient(value)
+        unrounded = None if self.piece is None else value.reshape(-1)[self.piece].clone()
+        self.become(Phase.READY, codes, scale, unrounded=unrounded)
 
     def receive(self, port):
         """Hook of the layer's port: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new, port.grad = port.grad, None
         self.linear.replaced = None  # training goes on with the weight as it is
+        if self.sharding is not None and self.linear.parameter._backward_hooks:
+            raise CodesRead(f"{self.linear.name}.weight has a hook (register_hook), which is never called under "
+                            "fully_shard: use register_post_accumulate_grad_hook, or a hook of the module")  # fmt: skip
         before, after = hooks_of(self.linear.weight)
         for hook in before:
             changed = hook(new)
@@ -89,23 +127,21 @@ class WeightGradient:
     def add(self, new):
         """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
-        if self.spent:  # a step has used it, and whoever forgets zero_grad() or calls the model's would add to it
-            self.clear()
-        if self.reduced:  # by an earlier backward pass, perhaps on another stream still
+        self.look()
+        self.drop_consumed()  # whoever forgets zero_grad() or calls the model's would add to it
+        if comm is not None and self.averaged:  # by an earlier backward pass, perhaps on another stream still
             comm.begin(self)
-            if self.sharding is not None:  # what comes now is sent alone, and its mean is added there
-                self.keep()
+            self.keep()
         before = self.value()
         if before is not None:
-            if self.reduced and self.state.sharded:  # the owner alone still holds the mean of N ranks
+            if self.averaged and self.state.sharded:  # the owner alone still holds the mean of N ranks
                 before = before * self.state.world
             new = before.add_(new)
         last = self.state.last_micro_batch()
         # A loop that says nothing may go on: what has been added to stays in fp32 until the step.
         more = not last or (before is not None and comm is None and not self.state.told)
         if more and self.state.accumulate == "high":
-            self.clear()
-            self.high = new
+            self.become(Phase.SUM, fp32=new)
             return
         if comm is not None:
             comm.plan()
@@ -114,25 +150,24 @@ class WeightGradient:
             comm.ready(self)
 
     def settle(self):
-        """Prepares the gradient to be sent or used: rounds what was kept in fp32, if no last micro-batch was announced,
-        and drops a gradient that a step has already used."""
-        if self.spent:
-            self.clear()
-        if self.high is not None:
-            reduced = self.reduced  # a mean over ranks that somebody has changed is one still
-            self.store(self.high)
-            self.reduced = reduced
-        if self.reduced and self.kept is not None:
+        """Prepares the gradient to be sent or used: rounds what is in fp32, and drops what a step has used."""
+        self.look()
+        self.drop_consumed()
+        if self.phase is Phase.SUM:  # no last micro-batch was announced
+            self.store(self.fp32)
+        elif self.phase is Phase.CHANGED:
+            self.become(Phase.MEAN, *quantize_gradient(self.fp32))
+        elif self.phase is Phase.RUNNING:
             self.round()
 
     # What `.grad` of the weight does
 
     def visible(self):
         """`.grad`: a tensor, or None if there is no gradient."""
-        if self.codes is None and self.high is None:
+        if self.codes is None and self.fp32 is None:
             return None
         if self.view is None:
-            self.view = FP8Gradient(self)
+            self.view = FP8Gradient(self, self.shape)
         return self.view
 
     def readable(self, shared):
@@ -141,63 +176,137 @@ class WeightGradient:
         name, comm = self.linear.name, self.state.comm
         if self.state.sharded:
             raise CodesRead(f"{name}.weight.grad is on one rank alone under O3: clip with amp8.clip_grad_norm_")
-        if self.codes is None and self.high is None:
+        if self.of_rows:
+            return self.readable_rows(shared)
+        if self.codes is None and self.fp32 is None:
             raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
-        if comm is not None and self.high is None and not self.reduced:
+        if comm is not None and self.phase is Phase.READY:
             raise CodesRead(f"{name}.weight.grad is not averaged over ranks yet, as other layers got no gradient or "
                             "the backward pass goes on: read it after amp8.clip_grad_norm_")  # fmt: skip
         if comm is not None and comm.stream is not None:
             torch.cuda.current_stream().wait_stream(comm.stream)
         value = self.value()
         if shared:
-            self.high, self.codes, self.scale = value, None, None
+            self.become({Phase.READY: Phase.SUM, Phase.MEAN: Phase.CHANGED}.get(self.phase, self.phase), fp32=value)
         return value
 
     def replace(self, value):
         """`weight.grad = value`. None drops the gradient."""
         if value is self.view and value is not None:
             return
+        if value is not None and self.state.sharded:
+            raise CodesRead(f"{self.linear.name}.weight.grad is on one rank alone under O3: it can't be assigned")
         if value is not None and value.shape != self.shape:
             raise RuntimeError(f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of "
                                f"{list(value.shape)}")  # fmt: skip
         value = value.clone() if isinstance(value, FP8Gradient) else value
         self.clear()
         if value is not None:
-            self.high = value.detach().to(self.linear.weight.device, torch.float32)
-            self.reduced = self.state.comm is not None
+            value = value.detach().to(self.linear.weight.device, torch.float32)
+            self.become(Phase.SUM if self.state.comm is None else Phase.CHANGED, fp32=value)
 
     def zero(self):
         """`weight.grad.zero_()`, without a copy in fp32."""
-        if self.high is not None:
-            self.high.zero_()
+        if self.accumulated is not None:
+            self.accumulated[0].zero_()
+        elif self.fp32 is not None:
+            self.fp32.zero_()
         elif self.codes is not None:
             self.codes.view(torch.uint8).zero_()
-            self.own = None if self.own is None else torch.zeros_like(self.own)
+            self.unrounded = None if self.unrounded is None else torch.zeros_like(self.unrounded)
 
-    # Under fully_shard
+    # Under fully_shard, where `.grad` is an ordinary attribute of a DTensor that anybody can set
+
+    @property
+    def of_rows(self):
+        """Whether `.grad` is the mean over ranks of this rank's rows."""
+        return self.sharding is not None and self.state.comm is not None
+
+    def show(self):
+        """Sets `.grad` to what can be read: FSDP2's sharded parameter has a DTensor of this rank's rows there."""
+        self.look()
+        self.set_grad()
+
+    def set_grad(self):
+        if self.of_rows:
+            there = self.accumulated is not None or self.phase in (Phase.MEAN, Phase.CONSUMED)
+        else:
+            there = self.phase is not Phase.NONE
+        if there and self.view is None:
+            self.view = self.sharding.gradient_of(self)
+        self.shown = self.view if there else None
+        self.sharding.parameter.grad = self.shown
+
+    def look(self):
+        """Takes over what somebody has set `.grad` to."""
+        if self.sharding is None or self.sharding.parameter.grad is self.shown:
+            return
+        value = self.sharding.parameter.grad
+        if value is not None:
+            value = self.sharding.rows_of(value).detach().clone().float()
+        self.shown = None
+        if not self.of_rows:
+            self.clear()
+            if value is not None:
+                self.become(Phase.SUM, fp32=value)
+        else:
+            self.accumulated = None if value is None else (value, None)
+            if self.phase not in (Phase.SUM, Phase.READY):  # those are of a backward pass that is not in `.grad` yet
+                self.become(Phase.NONE if value is None else Phase.RUNNING)
+        self.set_grad()
+
+    def readable_rows(self, shared):
+        if self.accumulated is None and self.phase not in (Phase.MEAN, Phase.CONSUMED):
+            raise CodesRead(f"{self.linear.name}.weight.grad was cleared after it was read: read it again")
+        if self.state.comm.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.state.comm.stream)
+        mean = self.value() if self.accumulated is None else self.accumulated[0]
+        if shared:
+            self.accumulated = mean, None  # its bound may change
+            if self.phase is Phase.MEAN:
+                self.become(Phase.RUNNING)
+        return mean
+
+    def backward_runs(self, _):
+        """Hook of the layer's port: what follows when the backward pass has ended."""
+        self.state.arrived.append(self)
+        torch.autograd.Variable._execution_engine.queue_callback(self.state.backward_ended)
 
     def keep(self):
-        """Keeps a mean, so that the next backward pass's mean can be added to it."""
-        if self.reduced and self.codes is not None:
-            self.kept = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale
-            self.codes = self.scale = None
-        self.reduced = False
+        """Keeps a mean, so that the next backward pass's gradient can be sent alone and its mean added."""
+        if self.sharding is None:
+            return
+        if self.phase is Phase.MEAN:
+            self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale
+        if self.averaged:
+            self.become(Phase.NONE)
 
     def add_mean(self, mean, scale):
         """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
         bound = scaling.dtype_max(scaling.E4M3) / scale
-        if self.kept is not None:
-            mean, bound = mean + self.kept[0], bound + self.kept[1]
-        self.kept, self.reduced = (mean, bound), True
-        self.codes = self.scale = self.own = None
+        if self.accumulated is not None:
+            mean, bound = mean + self.accumulated[0], bound + self.bound()
+        self.accumulated = mean, bound
+        self.become(Phase.RUNNING)
         if self.state.accumulate == "fp8" or not self.state.more_to_come():
             self.round()
 
+    def nothing_to_add(self):
+        """No rank had a gradient to send."""
+        self.become(Phase.NONE if self.accumulated is None else Phase.RUNNING)
+
+    def bound(self):
+        """The bound on the magnitude of `accumulated`: of this rank's rows alone if somebody may have changed them."""
+        mean, bound = self.accumulated
+        return scaling.amax(mean) if bound is None else bound
+
     def round(self):
-        """Rounds the kept mean to FP8. The scale comes from the bound, so all ranks have the same scale."""
-        mean, bound = self.kept
+        """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale, unless
+        somebody may have changed the mean."""
+        (mean, _), bound = self.accumulated, self.bound()
         scale = torch.where(torch.isfinite(bound), scaling.power_of_two_scale(bound, scaling.E4M3), torch.nan)
-        self.codes, self.scale, self.kept = scaling.quantize(mean, scale, scaling.E4M3), scale, None
+        self.accumulated = None
+        self.become(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
 
 
 @torch.no_grad()
@@ -218,7 +327,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     states = {id(gradient.state): gradient.state for gradient in converted}.values()
     for state in states:
         state.finish()
-    converted = [gradient for gradient in converted if gradient.codes is not None and not gradient.spent]
+    converted = [gradient for gradient in converted if gradient.due]
     gradients = [p.grad for p in parameters if linear_of(p) is None and p.grad is not None]
     ordinary = [gradient for gradient in gradients if not hasattr(gradient, "placements")]
     sharded = [gradient for gradient in gradients if hasattr(gradient, "placements")]  # fully_shard's

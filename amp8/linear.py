@@ -92,6 +92,8 @@ class FP8Linear(nn.Linear):
             self.port = torch.zeros((), device=self.weight.device).expand(self.weight.shape)
         self.port.requires_grad_()
         self.port.register_post_accumulate_grad_hook(self.gradient.receive)
+        if self.sharding is not None:
+            self.port.register_post_accumulate_grad_hook(self.gradient.backward_runs)
 
     @torch.no_grad()
     def write(self, value):

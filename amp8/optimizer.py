@@ -112,7 +112,7 @@ class Adam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 linear = linear_of(parameter)
                 if linear is not None:
-                    if linear.gradient.codes is not None and not linear.gradient.spent:
+                    if linear.gradient.due:
                         if linear.parameter is not parameter or linear.gradient.linear is not linear:
                             raise RuntimeError("a converted layer has another weight now: call amp8.initialize last")
                         converted.append(parameter)
@@ -192,7 +192,8 @@ class Adam(torch.optim.Optimizer):
         w_amax = torch.stack([linear.weight_amax for linear in linears])
         copies = [linear.codes if sharded else None for linear in linears]  # in FP8, of the masters
         gradients = [linear.gradient.codes for linear in linears]
-        amaxes = (w_amax, scaling.dtype_max(scaling.E4M3) / g_scales)
+        # Under fully_shard a gradient that somebody has changed may have a scale of its own on each rank.
+        amaxes = (w_amax, self.model_state.largest(scaling.dtype_max(scaling.E4M3) / g_scales))
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
         numbers = [self.numbers[id(parameter)] for parameter in parameters]
         new, copy_scales, w_amax = self.update(

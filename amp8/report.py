@@ -24,12 +24,11 @@ def report(model, optimizer=None):
     weights = [layer.parameter for layer in layers]
     ids = {id(weight) for weight in weights}
     others = [parameter for parameter in root.parameters() if id(parameter) not in ids]
-    high = sum(g.high.nbytes for g in state.gradients if g.high is not None)
-    high += sum(g.kept[0].nbytes for g in state.gradients if g.kept is not None)
+    in_fp32 = sum(gradient.fp32_bytes() for gradient in state.gradients)
     masters = [tensor for layer in layers if layer.master is not None for tensor in (layer.master, layer.master_scale)]
     linear = {
         "weight": sum(layer.codes.nbytes + layer.weight_scale.nbytes for layer in layers),
-        "gradient": state.gradient_bytes + high,
+        "gradient": state.gradient_bytes + in_fp32,
         "master": sum(tensor.nbytes for tensor in masters),
         "optimizer": moments(optimizer, weights),
     }
@@ -50,8 +49,8 @@ def report(model, optimizer=None):
         notes.append("no FP8 tensor cores: products run on dequantised values; memory and wire are as on FP8 hardware")
     if state.level == "O3" and state.world == 1:
         notes.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
-    if high:
-        notes.append(f"accumulating gradients in fp32 holds {high / count['linear']:.1f} more bytes per parameter")
+    if in_fp32:
+        notes.append(f"accumulating gradients in fp32 holds {in_fp32 / count['linear']:.1f} more bytes per parameter")
     kinds = {name: p.numel() for name, p in root.named_parameters() if p.dim() > 2 and p.numel() > count["all"] / 20}
     if kinds:  # experts of a mixture, or another layer's weights: convolutions too
         shares = ", ".join(f"{name} ({size / count['all']:.0%})" for name, size in kinds.items())

@@ -41,7 +41,7 @@ def run(way, data, n, seed):
         generator = torch.Generator().manual_seed(1000 * seed + (0 if data == DATA[1] else micro))
         x, y = (torch.randn(16, 128, generator=generator) for _ in range(2))
         (F.mse_loss(model(x), y) / n).backward()
-    held = sum(layer.gradient.high.nbytes for layer in layers if layer.gradient.high is not None)
+    held = sum(layer.gradient.fp32.nbytes for layer in layers if layer.gradient.fp32 is not None)
     model.amp8_state.finish()  # as a step does it
     found = torch.cat([layer.gradient.value().flatten() for layer in layers])
     exact = torch.cat([one.flatten() for one in exact])

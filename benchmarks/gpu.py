@@ -96,6 +96,7 @@ def seconds(function):
 
 def optimizer_step(level, rehearse):
     import amp8
+    from amp8.phase import Phase
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -118,7 +119,7 @@ def optimizer_step(level, rehearse):
 
     def step():
         for gradient in gradients:
-            gradient.spent = False  # else the steps after the first would leave the converted weights alone
+            gradient.phase = Phase.READY  # else the steps after the first would leave the converted weights alone
         optimizer.step()
 
     took = seconds(step)

@@ -50,6 +50,7 @@ class Evidence:
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
             "layernorm_converted": norms,
             "share_converted": share(self.backend, model),
+            "large_not_converted": large_outside(self.backend, model),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
             "optimizer_owns_all": None,
@@ -223,7 +224,9 @@ class Evidence:
         for entry in record["linear_skipped"]:
             why.setdefault(entry["reason"], []).append(entry["name"])
         skipped = [f"{some(names)} ({reason})" for reason, names in why.items()]
-        return [fp8, text + (f", skipped {some(skipped)}" if skipped else "")]
+        text += f", skipped {some(skipped)}" if skipped else ""
+        large = [f"{entry['name']} ({entry['share']:.0%})" for entry in record["large_not_converted"]]
+        return [fp8, text + (f", large weights of no Linear {some(large)}" if large else "")]
 
 
 def some(words):
@@ -267,11 +270,26 @@ def share(backend, model):
     """The fraction of the model's parameters in layers that compute in FP8."""
     kinds = backend.kinds
     inside = {p for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
+    return sum(map(size_of, inside)) / max(1, sum(map(size_of, model.parameters())))
 
-    def total(parameters):  # ds_numel: under ZeRO-3 numel() is 0
-        return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
-    return total(inside) / max(1, total(model.parameters()))
+def large_outside(backend, model):
+    """[{name, share}] of weights with more than two dimensions that are over a twentieth of an FP8 model's parameters
+    and in no layer that computes in FP8: experts of a mixture, which transformers keeps in one parameter; convolutions.
+    """
+    kinds = backend.kinds
+    inside = {id(p) for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
+    whole = sum(map(size_of, model.parameters()))
+    large = [
+        (name, size_of(p) / whole)
+        for name, p in parameters_of(model)
+        if kinds and id(p) not in inside and len(getattr(p, "ds_shape", p.shape)) > 2 and size_of(p) > whole / 20
+    ]
+    return [{"name": name, "share": round(part, 4)} for name, part in large]
+
+
+def size_of(parameter):
+    return getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 numel() is 0
 
 
 def add(parts):

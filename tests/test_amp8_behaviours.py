@@ -88,7 +88,7 @@ def held(rank, world):
         with model.no_sync() if micro < 2 else contextlib.nullcontext():
             model(seeded(8, 32, seed=micro + rank)).sum().backward()
         sent.append(amp8.wire_bytes(model))
-        kept = model.module[0].gradient.high is not None
+        kept = model.module[0].gradient.fp32 is not None
         assert kept == (micro < 2)  # in fp32, so not rounded with every micro-batch
     return sent
 

@@ -186,8 +186,11 @@ def mean_gradients(rank, world, replicas):
     nn.functional.cross_entropy(model(ids), y).backward()
     norm = amp8.clip_grad_norm_(model.parameters(), 1e9)
     found = {name: layer.gradient.value() for name, layer in model.amp8_state.layers.items()}
-    plain = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    return {"found": found, "plain": plain, "norm": norm}
+    seen = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    for name, value in found.items():  # `.grad` of a converted weight is the same gradient
+        sharding = model.get_submodule(name).gradient.sharding
+        assert torch.equal(seen.pop(f"{name}.weight")[sharding.first : sharding.last], value)
+    return {"found": found, "plain": seen, "norm": norm}
 
 
 def exact_gradients(world):
@@ -282,8 +285,8 @@ def accumulated(rank, world, how, replicas):
         amp8.attach(model, last_micro_batch=lambda: micro == 3)
     sent, high = [], []
     for micro in range(4):  # noqa: B007
-        if how == "no_sync":
-            model.set_requires_gradient_sync(micro == 3)
+        if how in ("no_sync", "mixed"):
+            model.set_requires_gradient_sync(micro == 3 or (how == "mixed" and micro == 0))
         ids, y = batch(micro, rank)
         (nn.functional.cross_entropy(model(ids), y) / 4).backward()
         sent.append(amp8.wire_bytes(model))
@@ -296,7 +299,8 @@ def accumulated(rank, world, how, replicas):
 
 
 @pytest.mark.parametrize(
-    "how, replicas", [("no_sync", 1), ("announced", 1), slow("silent", 1), slow("fp8", 1), slow("announced", 2)]
+    "how, replicas",
+    [("no_sync", 1), ("mixed", 1), ("announced", 1), slow("silent", 1), slow("fp8", 1), slow("announced", 2)],
 )
 def test_gradient_accumulation(how, replicas):
     world = 2 * replicas

@@ -10,6 +10,7 @@ from torch import nn
 import amp8
 from amp8 import optimizer as module
 from amp8 import rounding, scaling
+from amp8.phase import Phase
 
 
 def seeded(*shape, seed=0):
@@ -479,7 +480,7 @@ def test_accumulation_in_one_process(accumulate, how):
         else:
             model(x).sum().backward()
         held = accumulate == "high" and (not last if how else micro > 0)
-        assert (model[0].gradient.high is not None) == held
+        assert (model[0].gradient.fp32 is not None) == held
     exact, found = sum(parts), model[0].gradient.value()
     once = accumulate == "high"  # rounded once after four products, or with each
     assert (found - exact).norm() / exact.norm() < (0.04 if once else 0.08)
@@ -499,7 +500,7 @@ def test_an_ordinary_loop_of_256_micro_batches_rounds_twice_at_most():
     assert any("4.0 more bytes per parameter" in note for note in notes)
     model.amp8_state.finish()
     assert (model[0].gradient.value() - once).norm() / once.norm() < 0.035
-    assert model[0].gradient.high is None and model[0].gradient.codes.dtype == scaling.E4M3
+    assert model[0].gradient.fp32 is None and model[0].gradient.codes.dtype == scaling.E4M3
 
 
 def test_high_precision_accumulation_is_reported():
@@ -509,4 +510,31 @@ def test_high_precision_accumulation_is_reported():
     notes = amp8.report(model, optimizer)["notes"]
     assert any("4.0 more bytes per parameter" in note for note in notes)
     optimizer.step()  # a step without a last micro-batch: nothing is lost
-    assert optimizer.state[model[0].weight]["step"] == 1 and model[0].gradient.high is None
+    assert optimizer.state[model[0].weight]["step"] == 1 and model[0].gradient.fp32 is None
+
+
+def test_a_gradient_says_what_it_is():
+    model, optimizer = start()
+    gradient = model[0].gradient
+    assert gradient.phase is Phase.NONE and gradient.value() is None
+    model(seeded(8, 64)).sum().backward()
+    assert gradient.phase is Phase.READY and gradient.due
+    model(seeded(8, 64)).sum().backward()
+    assert gradient.phase is Phase.SUM and gradient.codes is None and not gradient.due
+    optimizer.step()
+    assert gradient.phase is Phase.CONSUMED and not gradient.due and gradient.value() is not None
+    model(seeded(8, 64)).sum().backward()
+    assert gradient.phase is Phase.READY
+    optimizer.zero_grad()
+    assert gradient.phase is Phase.NONE
+
+
+def test_a_gradient_of_zeros_does_not_erase_the_moments():
+    model, optimizer = start()
+    put(model[0], 1e-5 * seeded(96, 64))
+    optimizer.step()
+    before = scaling.dequantize(*(optimizer.state[model[0].weight][key] for key in ("exp_avg", "exp_avg_scale")))
+    put(model[0], torch.zeros(96, 64))
+    optimizer.step()
+    after = scaling.dequantize(*(optimizer.state[model[0].weight][key] for key in ("exp_avg", "exp_avg_scale")))
+    assert (after - 0.9 * before).norm() < 0.1 * before.norm()

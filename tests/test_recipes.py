@@ -474,7 +474,8 @@ def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
         data.images = with_more
 
     run = train("single_fp8_te", tmp_path / "run", *STEPS, name="resnet", before=sixteen_classes)
-    assert "1 of 1 Linear in FP8, 0.3% of the parameters | parameters" in (tmp_path / "run.log").read_text()
+    said = "1 of 1 Linear in FP8, 0.3% of the parameters, large weights of no Linear layer3.0.conv1.weight (6%), layer3"
+    assert said in (tmp_path / "run.log").read_text()
     assert record(run)["evidence"]["share_converted"] == pytest.approx(0.0034, abs=0.0003)
 
 
@@ -498,6 +499,23 @@ def test_what_fp8_leaves_alone_is_named():
         "odd": "10 is not a multiple of 16",
         "head": "its weight is that of embedding",
     }
+
+
+def test_experts_in_one_parameter_are_named_with_their_share():
+    """transformers keeps a mixture's experts in parameters of three dimensions, which no FP8 converts."""
+    import torch
+    from torch import nn
+
+    import amp8
+    from faithful import evidence
+    from faithful.backends.levels import MSAMP
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+    model.experts = nn.Module()
+    model.experts.gate_up_proj = nn.Parameter(torch.zeros(4, 32, 32))
+    model.scale = nn.Parameter(torch.zeros(1, 1, 32))
+    amp8.initialize(model, None, "O2")
+    assert evidence.large_outside(MSAMP, model) == [{"name": "experts.gate_up_proj", "share": 0.7805}]
 
 
 @pytest.mark.slow

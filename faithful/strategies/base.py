@@ -131,7 +131,7 @@ class Strategy:
 
     def gradients(self, parameters, optimizer):
         """The gradient tensors that this process holds before the first update. The backend counts amp8's layers."""
-        plain = [parameter for parameter in parameters.values() if not hasattr(parameter, "amp8_linear")]
+        plain = [parameter for parameter in parameters.values() if not hasattr(local(parameter), "amp8_linear")]
         return [local(parameter.grad) for parameter in plain if parameter.grad is not None]
 
     def gradient_elements(self, parameters, optimizer):
