@@ -35,20 +35,15 @@ from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
 from faithful.communication import OneStep
 from faithful.errors import Refused
-from faithful.evidence import Layers, notes, refuse_unaveraged
+from faithful.evidence import Layers, notes, refuse_unaveraged, refuse_unprepared
 from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
-from faithful.optimizer import Optimizer
+from faithful.optimizer import Optimizer, is_lomo_available
 from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.strategies.base import parameter_ids
 from faithful.tensors import nudge
-
-
-@functools.cache
-def is_lomo_available():
-    return accelerate.utils.is_lomo_available()
 
 
 class Accelerator(accelerate.Accelerator):
@@ -147,8 +142,10 @@ class Accelerator(accelerate.Accelerator):
         optimizer = next((one for one in optimizers if parameter_ids(one) & of_model), None)
         dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
         if dtype != torch.float32 and self.plan.precision != "fp32":
-            raise Refused(f"the model's parameters are in {str(dtype)[6:]}, and {self.plan.precision} needs them in "
-                          "fp32: build the model in fp32, or use an fp32 config")  # fmt: skip
+            raise Refused(
+                f"the model's parameters are in {str(dtype)[6:]}, and {self.plan.precision} needs them in "
+                "fp32: build the model in fp32, or use an fp32 config"
+            )
         layers = Layers(self.backend, model, set().union(*map(parameter_ids, optimizers)))
         self.strategy.before_prepare(self, model, optimizer)
         skipped = self.backend.convert(self, model, optimizer)
@@ -204,14 +201,15 @@ class Accelerator(accelerate.Accelerator):
     def begin(self):
         """Looks at everything that is prepared, and opens the record. Called in each step."""
         if self.uneven:
-            raise Refused("join_uneven_inputs without even batches: a process that has none left would miss optimizer "
-                          "steps, and its optimizer's state would be another. Leave even_batches at True to train, or "
-                          "only evaluate in it")  # fmt: skip
+            raise Refused(
+                "join_uneven_inputs without even batches: a process that has none left would miss optimizer "
+                "steps, and its optimizer's state would be another. Leave even_batches at True to train, or "
+                "only evaluate in it"
+            )
         if self.looked:
             return
         self.looked = True
-        if not self.evidence:
-            self.train_without_evidence()
+        refuse_unprepared(self)
         refuse_unknown(self.plan.skip, [name for one in self.models if one.layers for name in one.layers.names])
         refuse_unaveraged(self)
         for line in notes(self):
@@ -223,14 +221,6 @@ class Accelerator(accelerate.Accelerator):
         if self.evidence:
             self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(self.leading()))
         self.write_record()
-
-    def train_without_evidence(self):
-        """Called where no prepared optimizer updates a prepared model. Raises Refused unless torch alone trains right
-        then: in one process, or under DDP with a prepared model; both without FP8."""
-        right = self.strategy.replicates and (self.models or self.num_processes == 1)
-        if self.plan.level or not right:
-            raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
-        self.note("no prepared optimizer updates a prepared model: steps are neither checked nor counted")
 
     def leading(self):
         """The optimizer whose steps are those of the run: the first one of the first model, or None."""

@@ -59,8 +59,12 @@ def notes(plan, script):
 
 
 def is_default(plan, script):
-    return str(script.get("mixed_precision")) == "no" and says_precision() and plan.precision != "fp32" \
-        and not typed(sys.argv[1:])  # fmt: skip
+    return (
+        str(script.get("mixed_precision")) == "no"
+        and says_precision()
+        and plan.precision != "fp32"
+        and not typed(sys.argv[1:])
+    )
 
 
 def typed(words):

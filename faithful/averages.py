@@ -53,8 +53,10 @@ def on_all_processes(method, name):
 
 
 def alone(name):
-    return Refused(f"the main process alone calls {name}, but each process holds a part of the weights: call it on all "
-                   "of them, or use a ddp config")  # fmt: skip
+    return Refused(
+        f"the main process alone calls {name}, but each process holds a part of the weights: call it on all "
+        "of them, or use a ddp config"
+    )
 
 
 class WholeTensors(TorchFunctionMode):

@@ -50,8 +50,10 @@ def compile_blocks(model, eager_in_eval):
     options, names = TorchDynamoPlugin().to_kwargs(), block_names(model)
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        raise Refused("asked for compiled blocks, but the model names none and repeats none: set _no_split_modules to "
-                      "the names of their classes")  # fmt: skip
+        raise Refused(
+            "asked for compiled blocks, but the model names none and repeats none: set _no_split_modules to "
+            "the names of their classes"
+        )
     for block in blocks:
         block.compile(**options)
         if eager_in_eval:

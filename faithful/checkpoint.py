@@ -206,8 +206,10 @@ def find(accelerator, wanted, output_dir):
         if not reasons:
             return folder
         if wanted is not None:
-            raise Refused(f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
-                          "then the newest complete one of the project folder is loaded")  # fmt: skip
+            raise Refused(
+                f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
+                "then the newest complete one of the project folder is loaded"
+            )
         accelerator.print(f"skipping {folder}: {reasons[0]}")
     return None
 
@@ -273,8 +275,9 @@ def write_weights(weights, folder, max_shard_size, safe_serialization):
                 old.unlink()
     except (OSError, RuntimeError, SafetensorError) as problem:
         why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-        raise NotSaved(f"{folder}: the weights could not be written ({why}): free its disk, or save to another "
-                       "folder") from None  # fmt: skip
+        raise NotSaved(
+            f"{folder}: the weights could not be written ({why}): free its disk, or save to another folder"
+        ) from None
     finally:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -25,8 +25,10 @@ def clip(accelerator, parameters, max_norm, norm_type):
     if elsewhere is None:
         accelerator.unscale_gradients()
     elif norm_type != 2:
-        raise Refused(f"clip_grad_norm_(norm_type={norm_type}): {elsewhere.gradients_elsewhere} are clipped by their "
-                      "2-norm, leave norm_type out")  # fmt: skip
+        raise Refused(
+            f"clip_grad_norm_(norm_type={norm_type}): {elsewhere.gradients_elsewhere} are clipped by their "
+            "2-norm, leave norm_type out"
+        )
     norm = (elsewhere or accelerator.strategy).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
     norm = whole(norm)
     accelerator.norms.keep(parameters, norm)
@@ -97,8 +99,10 @@ def whole(norm):
 def refuse_by_value(accelerator):
     """Raises Refused where gradients cannot be clipped by value."""
     if elsewhere := keeper(accelerator):
-        raise Refused(f"clip_grad_value_: {elsewhere.gradients_elsewhere} cannot be clipped by value, use "
-                      "accelerator.clip_grad_norm_")  # fmt: skip
+        raise Refused(
+            f"clip_grad_value_: {elsewhere.gradients_elsewhere} cannot be clipped by value, use "
+            "accelerator.clip_grad_norm_"
+        )
 
 
 def instead_of_torch(accelerator, current):
@@ -108,8 +112,11 @@ def instead_of_torch(accelerator, current):
     """
     if not keeper(accelerator) and not accelerator.strategy.mixes_dtensors:
         return
-    for function, ours in ((torch.nn.utils.clip_grad_norm_, norm), (torch.nn.utils.clip_grad_value_, value),
-                           (torch.nn.utils.clip_grads_with_norm_, with_norm)):  # fmt: skip
+    for function, ours in (
+        (torch.nn.utils.clip_grad_norm_, norm),
+        (torch.nn.utils.clip_grad_value_, value),
+        (torch.nn.utils.clip_grads_with_norm_, with_norm),
+    ):
         [inside] = function.__closure__
         if not isinstance(inside.cell_contents, functools.partial):
             ours = functools.partial(ours, current, inside.cell_contents)
@@ -128,8 +135,10 @@ def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):
 def with_norm(current, torchs, parameters, *args, **kwargs):
     parameters = listed(parameters)
     if is_own(current(), parameters):
-        raise Refused(f"clip_grads_with_norm_: {keeper(current()).gradients_elsewhere} are not in .grad, use "
-                      "accelerator.clip_grad_norm_")  # fmt: skip
+        raise Refused(
+            f"clip_grads_with_norm_: {keeper(current()).gradients_elsewhere} are not in .grad, use "
+            "accelerator.clip_grad_norm_"
+        )
     return torchs(parameters, *args, **kwargs)
 
 

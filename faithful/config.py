@@ -108,8 +108,13 @@ def asked_of_fsdp(env):
     )
     sharding = SHARDINGS[int(sharding) - 1] if sharding in "12345" else sharding.upper()
     ram = on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
-    found = {"version": int(version) if version.isdigit() else version, "sharding": sharding, "ram_efficient": ram,
-             "reshard_says": reshard or "true", "ignored": get("IGNORED_MODULES")}  # fmt: skip
+    found = {
+        "version": int(version) if version.isdigit() else version,
+        "sharding": sharding,
+        "ram_efficient": ram,
+        "reshard_says": reshard or "true",
+        "ignored": get("IGNORED_MODULES"),
+    }
     if version == "1":
         if sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
             sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(reshard.upper(), reshard.upper())
@@ -173,8 +178,7 @@ def asked_of_fp8(env, precision, sharded):
     if backend == "ao":
         gathers = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1"))
         asked["no_gather"] = gathers and not sharded
-        options = {"enable_fsdp_float8_all_gather": gathers and sharded,
-                   "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}  # fmt: skip
+        options = {"enable_fsdp_float8_all_gather": gathers and sharded, "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}
     elif backend == "te" and level != "delayed":
         options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
     elif backend == "msamp":

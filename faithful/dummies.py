@@ -21,16 +21,20 @@ def real(config, accelerator, args):
         for kind, dummy in (("optimizer", DummyOptim), ("scheduler", DummyScheduler)):
             its = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
             if isinstance(one, its) and kind in config:
-                raise Refused(f"deepspeed_config_file says the {kind} {config[kind].get('type')}, the script makes "
-                              f"{type(one).__name__}: leave the file's out, or make a {dummy.__name__}")  # fmt: skip
+                raise Refused(
+                    f"deepspeed_config_file says the {kind} {config[kind].get('type')}, the script makes "
+                    f"{type(one).__name__}: leave the file's out, or make a {dummy.__name__}"
+                )
             if isinstance(one, dummy) and kind not in config and not callable_of(one):
                 raise Refused(
                     f"the script makes a {dummy.__name__}, and no deepspeed_config_file says the {kind}: add it"
                 )
     made = next((one for one in args if isinstance(one, DummyOptim)), None)
     if made is None and any(callable_of(one) for one in args):
-        raise Refused("DummyScheduler with lr_scheduler_callable is for a script that makes a DummyOptim: make the "
-                      "scheduler itself beside an optimizer of torch")  # fmt: skip
+        raise Refused(
+            "DummyScheduler with lr_scheduler_callable is for a script that makes a DummyOptim: make the "
+            "scheduler itself beside an optimizer of torch"
+        )
     if made is None:
         return tuple(args)
     optimizer = optimizer_of(config.pop("optimizer"), made)
@@ -51,8 +55,11 @@ def callable_of(dummy):
 def optimizer_of(section, dummy):
     kind, values = section["type"], dict(section.get("params", {}))
     decoupled = values.pop("adam_w_mode", True) or kind == "AdamW"
-    makes = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
-             "SGD": torch.optim.SGD}  # fmt: skip
+    makes = {
+        "AdamW": torch.optim.AdamW,
+        "Adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
+        "SGD": torch.optim.SGD,
+    }
     if kind not in makes:
         raise Refused(
             f"optimizer {kind} of deepspeed_config_file is not one of {', '.join(makes)}: make it in the script"
@@ -73,13 +80,21 @@ def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
         patches.replace("deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES", names)
         return made
     if section["type"] not in lr_schedules.VALID_LR_SCHEDULES:
-        raise Refused(f"scheduler {section['type']} of deepspeed_config_file is not one of "
-                      f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}: make it in the script")  # fmt: skip
+        raise Refused(
+            f"scheduler {section['type']} of deepspeed_config_file is not one of "
+            f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}: make it in the script"
+        )
     total, processes = dummy.total_num_steps, 1 if accelerator.split_batches else accelerator.num_processes
-    auto = {"warmup_min_lr": 0, "warmup_max_lr": dummy_optimizer.lr, "warmup_num_steps": max(1, dummy.warmup_num_steps),
-            "total_num_steps": total and math.ceil(total / processes)}  # fmt: skip
+    auto = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": dummy_optimizer.lr,
+        "warmup_num_steps": max(1, dummy.warmup_num_steps),
+        "total_num_steps": total and math.ceil(total / processes),
+    }
     values = {key: auto.get(key) if value == "auto" else value for key, value in section.get("params", {}).items()}
     if missing := [key for key, value in values.items() if value is None and section["params"][key] == "auto"]:
-        raise Refused(f"scheduler {section['type']} of deepspeed_config_file leaves {', '.join(missing)} to the "
-                      "script: pass DummyScheduler a number, or write it in the file")  # fmt: skip
+        raise Refused(
+            f"scheduler {section['type']} of deepspeed_config_file leaves {', '.join(missing)} to the "
+            "script: pass DummyScheduler a number, or write it in the file"
+        )
     return getattr(lr_schedules, section["type"])(optimizer, **values)

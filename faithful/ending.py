@@ -30,8 +30,10 @@ def how_to_go_on(accelerator):
     newest = accelerator.newest_checkpoint()
     if newest is None:
         return "no checkpoint was saved"
-    return (f"saved {newest}. To go on: the same command with --output_dir {accelerator.project_dir} "
-            "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())")  # fmt: skip
+    return (
+        f"saved {newest}. To go on: the same command with --output_dir {accelerator.project_dir} "
+        "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())"
+    )
 
 
 def finish(accelerator):

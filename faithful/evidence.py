@@ -88,8 +88,10 @@ class Evidence:
                 "those that should not under fp8_config: skip: in the YAML"
             )
         if self.strategy.must_shard and plan.num_processes > 1 and not self.sharded:
-            raise Refused(f"asked for {plan.strategy}, but no parameter is sharded: set the model's "
-                          "_no_split_modules to the class names of its blocks, or use a ddp config")  # fmt: skip
+            raise Refused(
+                f"asked for {plan.strategy}, but no parameter is sharded: set the model's "
+                "_no_split_modules to the class names of its blocks, or use a ddp config"
+            )
 
     def owned(self):
         return set().union(*(self.strategy.parameter_ids(optimizer) for optimizer in self.optimizers))
@@ -116,12 +118,15 @@ class Evidence:
             self.hook.remove()
         seen, asked = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
         if seen and asked and seen != asked:
-            raise Refused(f"asked for {self.plan.precision}, but Linear layers compute in {seen}: call the model that "
-                          "accelerator.prepare returned, or compute inside accelerator.autocast()")  # fmt: skip
+            raise Refused(
+                f"asked for {self.plan.precision}, but Linear layers compute in {seen}: call the model that "
+                "accelerator.prepare returned, or compute inside accelerator.autocast()"
+            )
         mine = self.updated_by(optimizer)
         own = self.backend.gradients(mine)
-        gradients = add([self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer),
-                         elements(own)])  # fmt: skip
+        gradients = add(
+            [self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer), elements(own)]
+        )
         self.record["dtypes"]["gradients"] = gradients
         self.gradient_bytes += size(own) + size(self.strategy.gradients(mine, optimizer))
 
@@ -234,6 +239,14 @@ def some(words):
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
+def refuse_unprepared(accelerator):
+    """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
+    process, or under DDP with a prepared model; both without FP8."""
+    right = accelerator.strategy.replicates and (accelerator.models or accelerator.num_processes == 1)
+    if not accelerator.evidence and (accelerator.plan.level or not right):
+        raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
+
+
 def refuse_unaveraged(accelerator):
     """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
     if accelerator.num_processes == 1:
@@ -241,12 +254,16 @@ def refuse_unaveraged(accelerator):
     strategy, prepared = accelerator.strategy, accelerator.prepared_parameters()
     strangers = sum(len(strategy.not_averaged(optimizer, prepared)) for optimizer in accelerator._optimizers)
     if strangers:
-        raise Refused(f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
-                      "change them in its own way. Prepare their model, too")  # fmt: skip
+        raise Refused(
+            f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
+            "change them in its own way. Prepare their model, too"
+        )
 
 
 def notes(accelerator):
     """Yields notes about the prepared objects, one line each."""
+    if not accelerator.evidence:
+        yield "no prepared optimizer updates a prepared model: steps are neither checked nor counted"
     for prepared in accelerator.models:
         if prepared.evidence and (names := prepared.evidence.left_out()):
             yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
@@ -255,8 +272,10 @@ def notes(accelerator):
     processes = accelerator.num_processes
     per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
     if processes > 1 and per_process and accelerator.strategy.schedulers(accelerator):
-        yield (f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
-               "schedule counted in optimizer steps ends that much earlier")  # fmt: skip
+        yield (
+            f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
+            "schedule counted in optimizer steps ends that much earlier"
+        )
 
 
 def converted(backend, model):

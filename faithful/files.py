@@ -44,11 +44,15 @@ def read(path):
     if not isinstance(config, dict):
         return [f"holds a {type(config).__name__}, not `key: value` lines"], None
     if "zero_optimization" in config and "distributed_type" not in config:
-        return ["is a file of DeepSpeed's, not of Accelerate's: name it as deepspeed_config_file in the "
-                "deepspeed_config of a YAML with distributed_type DEEPSPEED"], None  # fmt: skip
+        return [
+            "is a file of DeepSpeed's, not of Accelerate's: name it as deepspeed_config_file in the "
+            "deepspeed_config of a YAML with distributed_type DEEPSPEED"
+        ], None
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
-        return ["compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines: set LOCAL_MACHINE to run "
-                "it here"], None  # fmt: skip
+        return [
+            "compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines: set LOCAL_MACHINE to run "
+            "it here"
+        ], None
     if (needs := ELSEWHERE.get(str(config.get("distributed_type")))) is not None:
         return [f"distributed_type {config['distributed_type']} needs {needs}, not supported here: use FSDP"], None
     if config.get("distributed_type") is False:  # NO without quotes is a boolean to YAML
@@ -89,8 +93,10 @@ def file_problems(path):
         if key in config and (not isinstance(config[key], int) or config[key] < (key == "num_machines")):
             lines.append(f"{key} is {config.pop(key)}: write a number, or leave it out for one machine")
     if kind == "MULTI_CPU" and (processes or 1) > 1 and not (config.get("mpirun_config") or {}).get("mpirun_hostfile"):
-        lines.append(f"MULTI_CPU with {processes} processes needs mpirun_config, else Accelerate starts one: set "
-                     "MULTI_GPU, which is rehearsed with all of them where there is no GPU")  # fmt: skip
+        lines.append(
+            f"MULTI_CPU with {processes} processes needs mpirun_config, else Accelerate starts one: set "
+            "MULTI_GPU, which is rehearsed with all of them where there is no GPU"
+        )
     if config.get("gpu_ids") is not None and not isinstance(config["gpu_ids"], str):
         lines.append("gpu_ids must be a string: write '0,1' in quotes, or all")
     elif kind in DDP and (config.get("num_machines") or 1) == 1 and one_device(config.get("gpu_ids")):
@@ -101,8 +107,10 @@ def file_problems(path):
     section = {keys.full("fsdp_config", key): value for key, value in (config.get("fsdp_config") or {}).items()}
     loads, sends = (on(section.get(f"fsdp_{key}", True)) for key in ("cpu_ram_efficient_loading", "sync_module_states"))
     if kind == "FSDP" and loads and not sends:
-        lines.append("fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states, which the launcher refuses: set "
-                     "both to true, or both to false")  # fmt: skip
+        lines.append(
+            "fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states, which the launcher refuses: set "
+            "both to true, or both to false"
+        )
     section = config.get("deepspeed_config") or {}
     if kind == "DEEPSPEED" and section.get("deepspeed_config_file"):
         both = [key for key in OF_THE_FILE if key in section]
@@ -126,12 +134,15 @@ def problems_of_fp8(section):
     if isinstance(override := section.get("fp8_override_linear_precision", []), bool):
         yield f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
     if not isinstance(section.get("fp8_skip", ""), str):
-        yield (f"fp8_config skip {section['fp8_skip']}: write names or patterns in one string, as skip: \"head, "
-               'blocks.0.*"')  # fmt: skip
+        yield (
+            f'fp8_config skip {section["fp8_skip"]}: write names or patterns in one string, as skip: "head, blocks.0.*"'
+        )
     for old, (said, key, effective) in said_in_vain(section).items():
         if (old, said) != ("fp8_amax_compute_algorithm", "max"):  # whoever runs `accelerate config` has this by default
-            yield (f"fp8_config {old[4:]} {said} is not read by Accelerate, which takes {effective}: did you mean "
-                   f"{key[4:]}?")  # fmt: skip
+            yield (
+                f"fp8_config {old[4:]} {said} is not read by Accelerate, which takes {effective}: did you mean "
+                f"{key[4:]}?"
+            )
     yield from keys_of_another_backend(section)
 
 
@@ -139,8 +150,11 @@ def said_in_vain(section):
     """{key that `accelerate config` writes: (its value, the key that the launcher reads instead, the value of that)},
     where the two values differ."""
     found = {}
-    for old, key in (("fp8_optimization_level", "fp8_opt_level"), ("fp8_amax_history_length", "fp8_amax_history_len"),
-                     ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo")):  # fmt: skip
+    for old, key in (
+        ("fp8_optimization_level", "fp8_opt_level"),
+        ("fp8_amax_history_length", "fp8_amax_history_len"),
+        ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo"),
+    ):
         effective = section.get(key, FP8_DEFAULTS[key])
         if str(section.get(old, effective)) != str(effective):
             found[old] = section[old], key, effective

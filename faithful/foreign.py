@@ -17,18 +17,24 @@ def load(accelerator, folder):
     files = [folder / ("model.safetensors" if i == 0 else f"model_{i}.safetensors") for i in range(len(models))]
     pickles = sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
     if missing := [file.name for file in files if not file.is_file()]:
-        raise Refused(f"{folder} was written by Accelerate without {', '.join(missing)}; {', '.join(pickles)} are "
-                      "pickles, which are not read here: save the weights with Accelerate's save_model, and load them "
-                      "into the model before accelerator.prepare")  # fmt: skip
+        raise Refused(
+            f"{folder} was written by Accelerate without {', '.join(missing)}; {', '.join(pickles)} are "
+            "pickles, which are not read here: save the weights with Accelerate's save_model, and load them "
+            "into the model before accelerator.prepare"
+        )
     plan = accelerator.plan
     if not (accelerator.strategy.replicates or (plan.strategy in ("fsdp", "hsdp") and not accelerator.backend.codes)):
         how = f"load {files[0].name} there (safetensors.torch.load_model)"
-        raise Refused(f"{folder} was written by Accelerate, and {plan.strategy} {plan.precision} loads whole weights "
-                      f"only before accelerator.prepare: {how}")  # fmt: skip
+        raise Refused(
+            f"{folder} was written by Accelerate, and {plan.strategy} {plan.precision} loads whole weights "
+            f"only before accelerator.prepare: {how}"
+        )
     for model, file in zip(models, files, strict=True):
         into(accelerator, model, file)
-    accelerator.note(f"{folder} was written by Accelerate: its weights are loaded. Not read, because they are pickles: "
-                     f"{', '.join(pickles)}. Optimizers, schedulers, data and random numbers begin anew")  # fmt: skip
+    accelerator.note(
+        f"{folder} was written by Accelerate: its weights are loaded. Not read, because they are pickles: "
+        f"{', '.join(pickles)}. Optimizers, schedulers, data and random numbers begin anew"
+    )
 
 
 def into(accelerator, model, file):

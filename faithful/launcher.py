@@ -167,8 +167,10 @@ def claim(folder):
 def take_part_in_mpi():
     """Sets the variables that torchrun sets, if mpirun started this process, as MULTI_CPU files with mpirun_config do.
     Accelerate reads those of the MPI programs itself."""
-    found = {name: next((os.environ[theirs] for theirs in names if theirs in os.environ), None)
-             for name, names in MPI.items()}  # fmt: skip
+    found = {
+        name: next((os.environ[theirs] for theirs in names if theirs in os.environ), None)
+        for name, names in MPI.items()
+    }
     if "LOCAL_RANK" not in os.environ and None not in found.values() and found["WORLD_SIZE"] != "1":
         os.environ |= found
 
@@ -199,8 +201,10 @@ def rendezvous(timeout):
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise Refused(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} are not set: start the "
-                      "processes with accelerate launch or torchrun, or set them")  # fmt: skip
+        raise Refused(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} are not set: start the "
+            "processes with accelerate launch or torchrun, or set them"
+        )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     end = time.monotonic() + timeout.total_seconds()

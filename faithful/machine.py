@@ -96,9 +96,11 @@ def unseen():
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
-    return (f"this machine has {there['devices']} x {there['name']}, and torch does not see them: {reason}. The driver "
-            f"is {driver}, torch is built {built}: update the driver, or install a torch for a CUDA that it runs. "
-            "CUDA_VISIBLE_DEVICES= rehearses on the CPU")  # fmt: skip
+    return (
+        f"this machine has {there['devices']} x {there['name']}, and torch does not see them: {reason}. The driver "
+        f"is {driver}, torch is built {built}: update the driver, or install a torch for a CUDA that it runs. "
+        "CUDA_VISIBLE_DEVICES= rehearses on the CPU"
+    )
 
 
 def in_tf32():

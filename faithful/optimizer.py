@@ -1,9 +1,17 @@
 """Accelerate's optimizer, which calls its Accelerator before and after each update."""
 
+import functools
 import math
 
+import accelerate.utils
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+
+
+@functools.cache
+def is_lomo_available():
+    """Accelerate's function, which it calls in each step and which looks for the package each time."""
+    return accelerate.utils.is_lomo_available()
 
 
 class Optimizer(AcceleratedOptimizer):

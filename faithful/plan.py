@@ -114,8 +114,10 @@ def one_alone(line, wanted):
     several = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--num_processes", "--num-processes")]
     if wanted["strategy"] != "single" or not several or several[0] == "1":
         return []
-    return [f"--cpu makes Accelerate run one process, not {several[0]}: leave it out, and pass --multi_gpu, which is "
-            "rehearsed where there is no GPU"]  # fmt: skip
+    return [
+        f"--cpu makes Accelerate run one process, not {several[0]}: leave it out, and pass --multi_gpu, which is "
+        "rehearsed where there is no GPU"
+    ]
 
 
 def follow(plan, wanted):

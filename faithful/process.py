@@ -261,11 +261,15 @@ def what_the_strategy_lacks(error, run):
     """A message for the user if a library's error means that the script needs what the config's strategy does not have,
     for example whole weights in fp32; else None."""
     if "LocalSGD is supported only" in error:
-        return ("LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
-                "process has a whole model: leave it out, or use a single config")  # fmt: skip
+        return (
+            "LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
+            "process has a whole model: leave it out, or use a single config"
+        )
     if "got mixed torch.Tensor and DTensor" in error:
-        return ("the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
-                "(EMA) of its own, which FSDP2 does not allow: use a ddp config")  # fmt: skip
+        return (
+            "the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
+            "(EMA) of its own, which FSDP2 does not allow: use a ddp config"
+        )
     return run.strategy.explain(error) if run else None
 
 

@@ -135,8 +135,10 @@ class Record:
         except (OSError, ValueError, KeyError, TypeError):
             status, started = "of unknown state", ""
         if status == "running" and self.lock is None:
-            raise Refused(f"{self.shown} holds a run that may still be running (its file system has no locks): "
-                          "choose another folder for this one, or delete its run.json if it was killed")  # fmt: skip
+            raise Refused(
+                f"{self.shown} holds a run that may still be running (its file system has no locks): "
+                "choose another folder for this one, or delete its run.json if it was killed"
+            )
         name = f"run_{re.sub('[^0-9T]', '', started)[:15] or 'earlier'}"
         names = [name, *(f"{name}_{again}" for again in range(2, 1000))]
         aside = next(self.folder / one for one in names if not (self.folder / one).exists())
@@ -144,8 +146,11 @@ class Record:
         for path in there:
             os.replace(path, aside / path.name)
         status = "was killed" if status == "running" else f"is {status}"
-        self.note("earlier", f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/; "
-                             "to go on with it, load a checkpoint before the first step")  # fmt: skip
+        self.note(
+            "earlier",
+            f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/; "
+            "to go on with it, load a checkpoint before the first step",
+        )
 
     def log(self, values, step, taken, device):
         """Appends a line to metrics.jsonl. Values that JSON does not have are left out, with a note.
@@ -156,8 +161,11 @@ class Record:
         if not self.main:
             return
         if left:
-            self.note("left out", f"metrics.jsonl leaves out {', '.join(left)}: JSON has no such values, or they are "
-                                  "large. Trackers get them as they are")  # fmt: skip
+            self.note(
+                "left out",
+                f"metrics.jsonl leaves out {', '.join(left)}: JSON has no such values, or they are "
+                "large. Trackers get them as they are",
+            )
         steps = row.get("step"), as_json(step, left), taken
         at = next(one for one in steps if isinstance(one, int | float))
         line = json.dumps({"step": at} | row | {"step": at})

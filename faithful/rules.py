@@ -25,8 +25,10 @@ def problems(asked, machine):
     lines = []
     strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
     if strategy == "zero0":
-        lines.append("zero_stage 0 runs as DDP, which has no gradient_clipping, offloading or deepspeed_config_file: "
-                     "use zero_stage 1, or distributed_type MULTI_GPU and clip in the script")  # fmt: skip
+        lines.append(
+            "zero_stage 0 runs as DDP, which has no gradient_clipping, offloading or deepspeed_config_file: "
+            "use zero_stage 1, or distributed_type MULTI_GPU and clip in the script"
+        )
     elif strategy not in STRATEGIES:
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
@@ -49,9 +51,11 @@ def problems(asked, machine):
     compiles = asked["compile"] or (precision == "fp8" and asked["backend"] == "msamp")
     if machine["devices"] and compiles and machine.get("lacks"):
         what = "dynamo_config" if asked["compile"] else "MS-AMP's level"
-        lines.append(f"{what} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
-                     f"no {' and no '.join(machine['lacks'])}: install gcc and python3-dev, or use "
-                     f"{strategy}_bf16")  # fmt: skip
+        lines.append(
+            f"{what} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
+            f"no {' and no '.join(machine['lacks'])}: install gcc and python3-dev, or use "
+            f"{strategy}_bf16"
+        )
     return lines + (problems_of_fp8(asked, machine) if precision == "fp8" else [])
 
 
@@ -65,26 +69,36 @@ def notes(asked):
     if fsdp["dead"]:
         lines.append(f"{', '.join(fsdp['dead'])} cannot have an effect: FSDP2 has nothing of this kind")
     if strategy in ("fsdp", "hsdp") and fsdp["ram_efficient"] and several:
-        lines.append("fsdp_cpu_ram_efficient_loading is off here: each process loads the whole model into host memory "
-                     "before it is sharded")  # fmt: skip
+        lines.append(
+            "fsdp_cpu_ram_efficient_loading is off here: each process loads the whole model into host memory "
+            "before it is sharded"
+        )
     if fsdp["version"] == 2 and fsdp["sharding"] != "FULL_SHARD":
-        lines.append(f"fsdp_sharding_strategy {fsdp['sharding']} is a key of FSDP version 1, which version 2 does not "
-                     "read: fsdp_reshard_after_forward and parallelism_config say it")  # fmt: skip
+        lines.append(
+            f"fsdp_sharding_strategy {fsdp['sharding']} is a key of FSDP version 1, which version 2 does not "
+            "read: fsdp_reshard_after_forward and parallelism_config say it"
+        )
     if asked["compile"] and asked["whole_model"]:
         lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
     if asked["deepspeed"]["as_ddp"]:
         lines.append("zero_stage 0 partitions nothing: it runs as DDP")
     if asked["ignored"]:
-        lines.append(f"fsdp_ignored_modules {asked['ignored']}: each process keeps the whole of them, and none of them "
-                     "may be trained, as their gradients are not averaged")  # fmt: skip
+        lines.append(
+            f"fsdp_ignored_modules {asked['ignored']}: each process keeps the whole of them, and none of them "
+            "may be trained, as their gradients are not averaged"
+        )
     if asked["deepspeed"]["init"] and several:
-        lines.append("zero3_init_flag is off here: each process builds the whole model, with the weights of its seed, "
-                     "before they are partitioned")  # fmt: skip
+        lines.append(
+            "zero3_init_flag is off here: each process builds the whole model, with the weights of its seed, "
+            "before they are partitioned"
+        )
     if asked["deepspeed"]["save_16bit"]:
         lines.append("zero3_save_16bit_model: the weights are gathered and saved in fp32")
     if asked["deepspeed"]["optimizer"] or asked["deepspeed"]["scheduler"]:
-        lines.append("the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
-                     "DummyScheduler")  # fmt: skip
+        lines.append(
+            "the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
+            "DummyScheduler"
+        )
     if asked["no_gather"]:
         lines.append("enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers")
     return lines
@@ -99,13 +113,17 @@ def problems_of_fsdp(asked):
     if fsdp["version"] == 1 and fsdp["sharding"] not in SHARDINGS:
         lines.append(f"fsdp_sharding_strategy {fsdp['sharding']} is not one of {', '.join(SHARDINGS)}")
     if fsdp["version"] == 2 and fsdp["reshard_says"].lower() not in TRUE + FALSE:
-        lines.append(f"fsdp_reshard_after_forward {fsdp['reshard_says'].upper()} is a strategy of FSDP version 1: set "
-                     "true or false, or fsdp_version: 1")  # fmt: skip
+        lines.append(
+            f"fsdp_reshard_after_forward {fsdp['reshard_says'].upper()} is a strategy of FSDP version 1: set "
+            "true or false, or fsdp_version: 1"
+        )
     if fsdp["wrap"] not in WRAPS:
         lines.append(f"fsdp_auto_wrap_policy {fsdp['wrap']} is not one of {', '.join(WRAPS)}")
     if fsdp["wrap"] == "NO_WRAP" and asked["ckpt"] and asked["strategy"] in ("fsdp", "hsdp"):
-        lines.append("fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
-                     " TRANSFORMER_BASED_WRAP")  # fmt: skip
+        lines.append(
+            "fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
+            " TRANSFORMER_BASED_WRAP"
+        )
     if asked["ignored"] and asked["backend"] == "msamp":
         lines.append(f"fsdp_ignored_modules {asked['ignored']}: MS-AMP's levels shard all weights: leave it out")
     return lines
@@ -119,8 +137,10 @@ def problems_of_meshes(asked):
     if "tp" in sizes and strategy in ("fsdp", "hsdp"):
         return [f"tensor parallel with FSDP2 ({words}) fails between Accelerate 1.15 and transformers 5: use hsdp_bf16"]
     if strategy == "tp" and len(sizes) > 1:
-        return [f"tensor parallel beside data parallel ({words}): without FSDP2 Accelerate refuses it, or sums no "
-                "gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"]  # fmt: skip
+        return [
+            f"tensor parallel beside data parallel ({words}): without FSDP2 Accelerate refuses it, or sums no "
+            "gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"
+        ]
     if strategy == "tp" and asked["precision"] == "fp16":
         return ["tp in fp16: torch's gradient scaler does not take split and whole gradients together, use tp_bf16"]
     if strategy == "tp" and asked["precision"] == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
@@ -135,8 +155,10 @@ def problems_of_meshes(asked):
     for size in sizes.values():
         product *= size
     if sizes and product != processes:
-        return [f"parallelism_config {words} is for {product} processes, not {processes}: --num_processes {product}, "
-                "or change its sizes"]  # fmt: skip
+        return [
+            f"parallelism_config {words} is for {product} processes, not {processes}: --num_processes {product}, "
+            "or change its sizes"
+        ]
     return []
 
 
@@ -149,8 +171,10 @@ def problems_of_deepspeed(asked, machine):
     if extra["problem"]:
         lines.append(extra["problem"])
     if extra["nvme"]:
-        lines.append("offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
-                     "offload_optimizer_device and offload_param_device to cpu")  # fmt: skip
+        lines.append(
+            "offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
+            "offload_optimizer_device and offload_param_device to cpu"
+        )
     if asked["offload"] and strategy == "zero1":
         lines.append("zero1 does not offload: use zero3_bf16_offload")
     return lines
@@ -242,8 +266,10 @@ def problems_of_fp8(asked, machine):
         lines.append(f"fp8_config {key} {level} is not one of {', '.join(LEVELS[backend])}, the levels of {backend}")
     gather = options.get("enable_fsdp_float8_all_gather")
     if gather and level.startswith("rowwise"):
-        lines.append(f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
-                     "enable_fsdp_float8_all_gather to false in fp8_config")  # fmt: skip
+        lines.append(
+            f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
+            "enable_fsdp_float8_all_gather to false in fp8_config"
+        )
     if options.get("fp8_format", "HYBRID") not in ("HYBRID", "E4M3"):
         lines.append(f"fp8_config format {options['fp8_format']} is not one of HYBRID, E4M3")
     for key, least in (("margin", 0), ("amax_history_len", 1)):

@@ -19,8 +19,9 @@ def save_state(accelerator, output_dir):
     in_parts = not accelerator.strategy.replicates or accelerator.backend.in_parts
     together = accelerator.stopping or launcher.all_ranks_called(f"save_state/{steps.taken}", needed=in_parts)
     if in_parts and not together:
-        raise Refused("the main process alone calls save_state, but each process holds a part of the run: call it "
-                      "on all of them")  # fmt: skip
+        raise Refused(
+            "the main process alone calls save_state, but each process holds a part of the run: call it on all of them"
+        )
     if not together and not accelerator.is_main_process:
         return str(folder)
     hooks = accelerator._save_model_state_pre_hook.values()
@@ -52,15 +53,19 @@ def checkpoint_folder(accelerator, output_dir):
         return folder / f"checkpoint-{accelerator.steps.taken}" if output_dir is None else Path(output_dir)
     folder = folder / f"checkpoint_{project.iteration}"
     if folder.exists():  # as in Accelerate, which raises ValueError
-        raise Refused(f"{folder} exists, of an earlier run perhaps: resume it, choose another project_dir, or set "
-                      "project_configuration.iteration to the number to start with")  # fmt: skip
+        raise Refused(
+            f"{folder} exists, of an earlier run perhaps: resume it, choose another project_dir, or set "
+            "project_configuration.iteration to the number to start with"
+        )
     return folder
 
 
 def load_state(accelerator, input_dir):
     if input_dir is None and not accelerator.named_folder:
-        raise Refused("resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
-                      "folder of the run to go on with")  # fmt: skip
+        raise Refused(
+            "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
+            "folder of the run to go on with"
+        )
     accelerator.record.claim()
     folder = checkpoint.find(accelerator, input_dir, accelerator.checkpoints_folder())
     accelerator.resumed = True
@@ -80,15 +85,19 @@ def load_state(accelerator, input_dir):
     accelerator.newest = accelerator.steps.taken, folder.resolve()
     accelerator.print(f"resumed from {folder} at step {accelerator.steps.taken}")
     if saved_by != processes:
-        accelerator.print(f"{saved_by} processes saved it, {processes} go on: from the same weights and optimizer "
-                          "state, with other batches and random numbers")  # fmt: skip
+        accelerator.print(
+            f"{saved_by} processes saved it, {processes} go on: from the same weights and optimizer "
+            "state, with other batches and random numbers"
+        )
 
 
 def save_model(accelerator, model, folder, max_shard_size, safe_serialization):
     offloaded = any(map(has_offloaded_params, model.modules()))
     if not offloaded and (empty := sum(parameter.is_meta for parameter in model.parameters())):
-        raise Refused(f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
-                      "model's weights before")  # fmt: skip
+        raise Refused(
+            f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
+            "model's weights before"
+        )
     weights = checkpoint.offloaded_weights(model) if offloaded else accelerator.get_state_dict(model)
     each_node = accelerator.project_configuration.save_on_each_node and weights  # only process 0 has those of shards
     if not (accelerator.is_local_main_process if each_node else accelerator.is_main_process):

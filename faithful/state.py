@@ -103,12 +103,16 @@ def load_state_dict(accelerator, folder):
         models = [(one.model, one.optimizers) for one in accelerator.evidence]
     registered, groups = unpack(state["registered"], first), unpack(state["groups"], first)
     schedulers = unpack(state["schedulers"], first)
-    compare_numbers(accelerator, folder, {
-        "models": (len(models), state.get("models", len(models))),
-        "optimizers": (len(accelerator._optimizers), len(groups)),
-        "schedulers": (len(accelerator._schedulers), len(schedulers)),
-        "registered objects": (len(accelerator._custom_objects), len(registered)),
-    })  # fmt: skip
+    compare_numbers(
+        accelerator,
+        folder,
+        {
+            "models": (len(models), state.get("models", len(models))),
+            "optimizers": (len(accelerator._optimizers), len(groups)),
+            "schedulers": (len(accelerator._schedulers), len(schedulers)),
+            "registered objects": (len(accelerator._custom_objects), len(registered)),
+        },
+    )
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     parts = mine if holds_own_parts(accelerator) else first
@@ -140,8 +144,11 @@ def load_state_dict(accelerator, folder):
 def compare_numbers(accelerator, folder, numbers):
     """Raises Refused if the checkpoint lacks what the script has prepared. Notes what it holds in addition: a script
     that evaluates needs no optimizer. numbers: {what: (number in the script, number in the checkpoint)}"""
-    lacks = [f"{there} {what}, the script has {here}" for what, (here, there) in numbers.items()
-             if here > there or (here != there and what == "registered objects")]  # fmt: skip
+    lacks = [
+        f"{there} {what}, the script has {here}"
+        for what, (here, there) in numbers.items()
+        if here > there or (here != there and what == "registered objects")
+    ]
     if lacks:
         raise Refused(f"{folder} holds {'; '.join(lacks)}: resume with the script as it was")
     more = [f"{there - here} {what}" for what, (here, there) in numbers.items() if there > here]

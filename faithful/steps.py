@@ -98,9 +98,11 @@ class Steps:
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
             each = ", ".join(f"{norm:.4g}" for norm in norms)
-            raise Refused(f"the gradients were not averaged over the processes, their norms are {each}: each would "
-                          "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
-                          "single config")  # fmt: skip
+            raise Refused(
+                f"the gradients were not averaged over the processes, their norms are {each}: each would "
+                "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
+                "single config"
+            )
         self.next_exchange = self.checked + 1
         if self.excluded >= WARMUP_STEPS and seconds > 0:  # all ranks compute the same number
             self.next_exchange = self.checked + max(1, int(AGREE_SECONDS / seconds))

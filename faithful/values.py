@@ -26,8 +26,9 @@ def pack(value, tensors, at):
     if isinstance(value, dict):
         if "!" not in value and all(isinstance(key, str) for key in value):
             return {key: pack(one, tensors, f"{at}.{key}") for key, one in value.items()}
-        items = [[pack(k, tensors, f"{at}.{i}.key"), pack(v, tensors, f"{at}.{i}")] for i, (k, v) in
-                 enumerate(value.items())]  # fmt: skip
+        items = [
+            [pack(k, tensors, f"{at}.{i}.key"), pack(v, tensors, f"{at}.{i}")] for i, (k, v) in enumerate(value.items())
+        ]
         return {"!": "dict", "items": items}
     if isinstance(value, list | tuple):
         items = [pack(one, tensors, f"{at}.{i}") for i, one in enumerate(value)]
@@ -35,8 +36,10 @@ def pack(value, tensors, at):
     if isinstance(value, set | frozenset | deque):
         items = [pack(one, tensors, f"{at}.{i}") for i, one in enumerate(value)]
         return {"!": type(value).__name__, "items": items} | ({"maxlen": value.maxlen} if type(value) is deque else {})
-    raise Refused(f"save_state: {at} is a {type(value).__name__}, which a checkpoint without a pickle cannot hold: let "
-                  "state_dict() return numbers, strings, tensors, arrays, and lists and dicts of these")  # fmt: skip
+    raise Refused(
+        f"save_state: {at} is a {type(value).__name__}, which a checkpoint without a pickle cannot hold: let "
+        "state_dict() return numbers, strings, tensors, arrays, and lists and dicts of these"
+    )
 
 
 def local_copy(tensor):

@@ -22,8 +22,10 @@ def state_dict(accelerator, model, accelerates):
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way."""
     if accelerator.strategy.sharded(model.parameters()) and not launcher.all_ranks_called("get_state_dict", True):
-        raise Refused("the main process alone asks for the weights, but each process holds a part of them: call "
-                      "get_state_dict or save_model on all of them")  # fmt: skip
+        raise Refused(
+            "the main process alone asks for the weights, but each process holds a part of them: call "
+            "get_state_dict or save_model on all of them"
+        )
     whole = accelerator.strategy.full_state(accelerator, model)
     whole = dict(named((accelerates() if whole is None else whole).items()))
     if accelerator.plan.precision != "fp8":
@@ -69,8 +71,12 @@ def inside(model, weights):
     that FSDP2 shards get back their own class: diffusers writes its name."""
     own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model)}
     whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
-    places = [(module, name, parameter) for module in unwrapped(model).modules() for name, parameter in
-              module._parameters.items() if parameter is not None]  # fmt: skip
+    places = [
+        (module, name, parameter)
+        for module in unwrapped(model).modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
     classes = [(module, type(module)) for module in unwrapped(model).modules() if isinstance(module, FSDPModule)]
     coded = [module for module in unwrapped(model).modules() if hasattr(module, "true_weight")]  # amp8's layers
     try:

@@ -45,8 +45,11 @@ def rounded(layer, which, x, for_gemm=None):
     tiny = 1e-12 if layer.recipe in emulate.TORCHAO else 0.0
     if layer.recipe in emulate.TILES:
         tiles = emulate.TILES[layer.recipe]
-        tile = {"fprop": (tiles.input, tiles.weight), "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
-                "wgrad": (tiles.grad_weight, None, tiles.grad_weight)}[for_gemm][which]  # fmt: skip
+        tile = {
+            "fprop": (tiles.input, tiles.weight),
+            "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
+            "wgrad": (tiles.grad_weight, None, tiles.grad_weight),
+        }[for_gemm][which]
         return (x.float() if tile is None else emulate._rounded(x, dtype, tile, tiny).float()), None, dtype
     if layer.recipe == "delayed":
         scale = layer.fp8_scale[which].clone()
@@ -195,8 +198,10 @@ def watched_adam(report):
         counts = {"updates_lost": lost.sum().item(), "updates_lost_of": moved.sum().item()}
         for name, stored, value in (("exp_avg", m, values[1]), ("exp_avg_sq", v, values[2])):
             there = value != 0
-            counts |= {f"{name}_underflows": (there & (stored.float() == 0)).sum().item(),
-                       f"{name}_underflows_of": there.sum().item()}  # fmt: skip
+            counts |= {
+                f"{name}_underflows": (there & (stored.float() == 0)).sum().item(),
+                f"{name}_underflows_of": there.sum().item(),
+            }
         report(weight.untyped_storage().data_ptr(), counts)
         return amax
 

@@ -252,13 +252,34 @@ def remembered(function):
     return call
 
 
-def trace(module, argv, precision, backend=None, level=None, fp8_options=None, checkpointed=False, skip=(), split=1,
-          dtype=None):  # fmt: skip
+def trace(
+    module,
+    argv,
+    precision,
+    backend=None,
+    level=None,
+    fp8_options=None,
+    checkpointed=False,
+    skip=(),
+    split=1,
+    dtype=None,
+):
     """Runs the first steps of a recipe on fake tensors in one process and returns what they hold, in bytes. split: the
     number of processes that would compute one batch together (tensor parallel), or 1."""
-    plan = Plan(config=None, strategy="single", num_processes=1, precision=precision, device="cpu", backend=backend,
-                level=level, fp8_options=fp8_options or {}, skip=list(skip), rehearsal=True, emulated=bool(backend),
-                implementation=backends.implementation(backend, "single", rehearsal=True))  # fmt: skip
+    plan = Plan(
+        config=None,
+        strategy="single",
+        num_processes=1,
+        precision=precision,
+        device="cpu",
+        backend=backend,
+        level=level,
+        fp8_options=fp8_options or {},
+        skip=list(skip),
+        rehearsal=True,
+        emulated=bool(backend),
+        implementation=backends.implementation(backend, "single", rehearsal=True),
+    )
     fp8 = backends.of(plan) if backend else None
     memory, found, watching = Memory(), {}, contextlib.ExitStack()
     script = isinstance(module, Script)
@@ -267,8 +288,11 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
         """Accelerate's own class on the CPU, which stops at the end of the first optimizer step."""
 
         def __init__(self, *args, **kwargs):
-            kwargs = {name: value for name, value in arguments.given(args, kwargs).items()
-                      if name not in (*arguments.OF_THE_CONFIG, "project_dir")}  # fmt: skip
+            kwargs = {
+                name: value
+                for name, value in arguments.given(args, kwargs).items()
+                if name not in (*arguments.OF_THE_CONFIG, "project_dir")
+            }
             kwargs |= {"cpu": True, "mixed_precision": "no" if precision == "fp32" else "bf16"}
             super().__init__(**kwargs | {"log_with": None, "project_config": ProjectConfiguration(folder)})
 
@@ -280,8 +304,10 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, c
             optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
             rest = [one for one in args if not isinstance(one, nn.Module | torch.optim.Optimizer)]
             if len(models) > 1 or len(models) != len(optimizers) or (models and "blocks" in found):
-                raise Refused(f"{Path(module.__file__).name} prepares {len(models)} models and {len(optimizers)} "
-                              "optimizers in one call: estimate wants one of each, once")  # fmt: skip
+                raise Refused(
+                    f"{Path(module.__file__).name} prepares {len(models)} models and {len(optimizers)} "
+                    "optimizers in one call: estimate wants one of each, once"
+                )
             made = {id(one): one for one in rest}
             if models:
                 made |= zip((id(models[0]), id(optimizers[0])), self.pair(models[0], optimizers[0]), strict=True)
@@ -382,8 +408,10 @@ def gradients(model):
 
 def counted(model, optimizer):
     """Bytes that stay in memory between steps. `levels`: the part that belongs to an MS-AMP level's layers."""
-    moments = {id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
-               for p, s in optimizer.state.items()}  # fmt: skip
+    moments = {
+        id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
+        for p, s in optimizer.state.items()
+    }
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -169,8 +169,10 @@ def watching(watch):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             if not self.plan.emulated and self.plan.backend != "msamp":
-                raise Refused(f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
-                              f"{self.plan.implementation}'s kernels: run it on a CPU")  # fmt: skip
+                raise Refused(
+                    f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
+                    f"{self.plan.implementation}'s kernels: run it on a CPU"
+                )
 
         def prepare(self, *args, **kwargs):
             prepared = super().prepare(*args, **kwargs)
@@ -223,8 +225,10 @@ def main():
     sys.argv[0] = script
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    raise Refused(f"the script ended after {watch.taken} steps and {len(watch.results)} pairs: it must be told to take "
-                  "more steps, or diagnose to look at fewer (--look, --pairs, --after)")  # fmt: skip
+    raise Refused(
+        f"the script ended after {watch.taken} steps and {len(watch.results)} pairs: it must be told to take "
+        "more steps, or diagnose to look at fewer (--look, --pairs, --after)"
+    )
 
 
 if __name__ == "__main__":

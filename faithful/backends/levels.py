@@ -54,8 +54,10 @@ class MSAMP(Backend):
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
         its_own = set(map(id, model.parameters()))
         if (parameter_ids(optimizer) - its_own) & accelerator.prepared_parameters():
-            raise Refused(f"one optimizer updates two models, and MS-AMP's {self.plan.level.upper()} needs one for "
-                          "each: make an optimizer for each, or use a config without a level")  # fmt: skip
+            raise Refused(
+                f"one optimizer updates two models, and MS-AMP's {self.plan.level.upper()} needs one for "
+                "each: make an optimizer for each, or use a config without a level"
+            )
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
         with refusals():
             optimizer.optimizer = ours("amp8").optimizer_of(model, torch_optimizer(optimizer))
@@ -63,8 +65,10 @@ class MSAMP(Backend):
         return skipped
 
     def another_optimizer(self, model, optimizer):
-        raise Refused("MS-AMP's levels take one optimizer for a model, the script has several: use one "
-                      "torch.optim.AdamW with parameter groups")  # fmt: skip
+        raise Refused(
+            "MS-AMP's levels take one optimizer for a model, the script has several: use one "
+            "torch.optim.AdamW with parameter groups"
+        )
 
     def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
         """Clips FP8 gradients and `.grad` by one norm, and returns it."""
@@ -92,8 +96,9 @@ class MSAMP(Backend):
     def restore(self, strategy, model, optimizer, parts):
         if not converted(model):
             if isinstance(parts, list):
-                raise Refused("a model that has no FP8 layer resumes on as many processes as saved it: launch that "
-                              "many")  # fmt: skip
+                raise Refused(
+                    "a model that has no FP8 layer resumes on as many processes as saved it: launch that many"
+                )
             return super().restore(strategy, model, optimizer, parts)
         if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
             parts = parts[: int(parts[0]["all/world"])]

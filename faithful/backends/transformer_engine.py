@@ -44,13 +44,22 @@ class TransformerEngine(Backend):
             for child_name, child in list(parent.named_children()):
                 name = f"{parent_name}.{child_name}".lstrip(".")
                 if type(child) is nn.Linear and name not in dict(skipped):
-                    new = te.Linear(child.in_features, child.out_features, bias=child.bias is not None,
-                                    params_dtype=child.weight.dtype, device=child.weight.device)  # fmt: skip
+                    new = te.Linear(
+                        child.in_features,
+                        child.out_features,
+                        bias=child.bias is not None,
+                        params_dtype=child.weight.dtype,
+                        device=child.weight.device,
+                    )
                     new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple(plan)))
                     adopt(parent, child_name, child, new)
                 elif last_dimension_norm(child):
-                    new = te.LayerNorm(child.normalized_shape[0], eps=child.eps, params_dtype=child.weight.dtype,
-                                       device=child.weight.device)  # fmt: skip
+                    new = te.LayerNorm(
+                        child.normalized_shape[0],
+                        eps=child.eps,
+                        params_dtype=child.weight.dtype,
+                        device=child.weight.device,
+                    )
                     adopt(parent, child_name, child, new)
         compute_in_fp8(te, plan, model)
         return skipped
@@ -115,8 +124,12 @@ def recipe(plan):
     options = dict(plan.fp8_options)
     if "fp8_format" in options:
         options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
-    kinds = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
-             "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
+    kinds = {
+        "delayed": "DelayedScaling",
+        "current": "Float8CurrentScaling",
+        "block": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+    }
     return getattr(recipe, kinds[plan.level])(**options)
 
 

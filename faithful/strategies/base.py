@@ -77,8 +77,10 @@ class Strategy:
     def need_both(self, optimizer):
         """Raises Refused if a model is prepared without its optimizer, for strategies that need both in one call."""
         if optimizer is None:
-            raise Refused(f"{self.plan.strategy} {self.plan.precision} needs a model and its optimizer in one call: "
-                          "accelerator.prepare(model, optimizer, ...)")  # fmt: skip
+            raise Refused(
+                f"{self.plan.strategy} {self.plan.precision} needs a model and its optimizer in one call: "
+                "accelerator.prepare(model, optimizer, ...)"
+            )
 
     def free(self, accelerator):
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""

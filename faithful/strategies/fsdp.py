@@ -47,9 +47,11 @@ class FSDP(Strategy):
         if plan.synced and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], accelerator.device)
         if trained := ignored_and_trained(plan, model):
-            raise Refused(f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
-                          f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before "
-                          "prepare(), or leave the key out")  # fmt: skip
+            raise Refused(
+                f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
+                f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before "
+                "prepare(), or leave the key out"
+            )
         name_blocks(model)
         batch_norm.in_fp32(model)
 
@@ -112,8 +114,12 @@ class HSDP(FSDP):
 def ignored_and_trained(plan, model):
     """The names of trainable parameters of modules that the config does not shard."""
     names = [name for name, _ in model.named_modules() if plan.ignored and re.fullmatch(plan.ignored, name)]
-    return [f"{name}.{own}" for name in names for own, one in model.get_submodule(name).named_parameters()
-            if one.requires_grad]  # fmt: skip
+    return [
+        f"{name}.{own}"
+        for name in names
+        for own, one in model.get_submodule(name).named_parameters()
+        if one.requires_grad
+    ]
 
 
 @torch.no_grad()
@@ -179,8 +185,10 @@ def named_layers(plan, model):
     there = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in plan.layers if name not in there]:
         blocks = ", ".join(block_names(model)) or "no repeated blocks"
-        raise Refused(f"fsdp_transformer_layer_cls_to_wrap names {', '.join(missing)}, and {type(model).__name__} has "
-                      f"{blocks}: name these, or leave the key out")  # fmt: skip
+        raise Refused(
+            f"fsdp_transformer_layer_cls_to_wrap names {', '.join(missing)}, and {type(model).__name__} has "
+            f"{blocks}: name these, or leave the key out"
+        )
     return plan.layers
 
 
@@ -248,8 +256,10 @@ def follow(optimizer):
             old, now = (reference() for reference in SHARDS.get(id(parameter), (none, none)))
             if old is parameter and now is not None:
                 if optimizer.state:
-                    raise Refused("an optimizer has state before it is prepared, which FSDP2 cannot shard: prepare it "
-                                  "first, then load its state")  # fmt: skip
+                    raise Refused(
+                        "an optimizer has state before it is prepared, which FSDP2 cannot shard: prepare it "
+                        "first, then load its state"
+                    )
                 group["params"][i] = now
 
 

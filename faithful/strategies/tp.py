@@ -30,8 +30,10 @@ class TensorParallel(Strategy):
         mesh = accelerator.torch_device_mesh["tp"]
         check(model, mesh.size())
         if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
-            raise Refused("the processes built models with different weights: call set_seed, with the same seed, "
-                          "before building the model")  # fmt: skip
+            raise Refused(
+                "the processes built models with different weights: call set_seed, with the same seed, "
+                "before building the model"
+            )
         split(model, optimizer, mesh, accelerator.device)
         [seed] = broadcast_object_list([torch.initial_seed()])
         torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
@@ -108,5 +110,7 @@ def check(model, size):
     heads = model.config.num_attention_heads
     pairs = getattr(model.config, "num_key_value_heads", heads)
     if heads % size or pairs % size:
-        raise Refused(f"{name} has {heads} attention heads and {pairs} of keys and values, which {size} processes do "
-                      "not share evenly: another --model, or another parallelism_config_tp_size")  # fmt: skip
+        raise Refused(
+            f"{name} has {heads} attention heads and {pairs} of keys and values, which {size} processes do "
+            "not share evenly: another --model, or another parallelism_config_tp_size"
+        )

@@ -81,8 +81,10 @@ class ZeRO(Strategy):
         # DeepSpeed makes its master weights from the trainable ones. Frozen ones may be in 16 bit, if all are to be.
         needed = [p for p in model.parameters() if p.requires_grad or plan.precision == "fp32"]
         if others := {str(p.dtype)[6:] for p in needed} - {"float32"}:
-            raise Refused(f"parameters of the model are in {', '.join(others)}, but {plan.strategy} {plan.precision} "
-                          "needs them in fp32: build it in fp32")  # fmt: skip
+            raise Refused(
+                f"parameters of the model are in {', '.join(others)}, but {plan.strategy} {plan.precision} "
+                "needs them in fp32: build it in fp32"
+            )
         if plan.precision != "fp32":
             batch_norm.in_fp32(model)
             cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
@@ -95,14 +97,18 @@ class ZeRO(Strategy):
         batches = {loader.batch_size for loader in args if isinstance(loader, torch.utils.data.DataLoader)}
         ours = getattr(plugin, "batch_size_is_ours", False)
         if isinstance(config.get(key), int) and not ours and batches and config[key] not in batches:
-            raise Refused(f"deepspeed_config_file says {key} {config[key]}, the script's loaders have batches of "
-                          f"{', '.join(map(str, batches))}: set it to auto")  # fmt: skip
+            raise Refused(
+                f"deepspeed_config_file says {key} {config[key]}, the script's loaders have batches of "
+                f"{', '.join(map(str, batches))}: set it to auto"
+            )
         models = [argument for argument in args if isinstance(argument, torch.nn.Module)]
         fresh = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
         if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
-            raise Refused(f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
-                          "config, or for a model that it does not train accelerator.prepare_model(model, "
-                          "evaluation_mode=True)")  # fmt: skip
+            raise Refused(
+                f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
+                "config, or for a model that it does not train accelerator.prepare_model(model, "
+                "evaluation_mode=True)"
+            )
         if models and config.get(key) == "auto" and not any(hasattr(argument, "batch_size") for argument in args):
             config[key], plugin.batch_size_is_ours = 1, True
         return super().prepare(accelerator, accelerates, args, device_placement)
@@ -140,14 +146,18 @@ class ZeRO(Strategy):
         plan, optimizer = self.plan, accelerator._optimizers[0]
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
         if given != self.parameter_ids(optimizer):
-            raise Refused(f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one "
-                          "norm: pass model.parameters()")  # fmt: skip
+            raise Refused(
+                f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one "
+                "norm: pass model.parameters()"
+            )
         configured = AcceleratorState().deepspeed_plugin.gradient_clipping
         if math.isinf(max_norm):  # the script asks for the norm alone
             return self.norm_of(optimizer)
         if configured not in (0.0, max_norm):
-            raise Refused(f"the script clips gradients at {max_norm}, gradient_clipping in the config at {configured}: "
-                          "say it in one place")  # fmt: skip
+            raise Refused(
+                f"the script clips gradients at {max_norm}, gradient_clipping in the config at {configured}: "
+                "say it in one place"
+            )
         zero = zero_of(optimizer)
         zero.clip_grad = max_norm
         return gradient_norm(zero)
@@ -256,8 +266,10 @@ class ZeRO(Strategy):
         mixed = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
         if not re.search(mixed + "|unsupported ScalarType", error):
             return None
-        return (f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
-                f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config")  # fmt: skip
+        return (
+            f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
+            f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config"
+        )
 
 
 def complete(config, plan, scaling):
@@ -282,8 +294,10 @@ def complete(config, plan, scaling):
     scaling = scaling or GradScalerKwargs()
     power = math.log2(scaling.init_scale)
     if power % 1 or scaling.growth_factor != 2 or scaling.backoff_factor != 0.5:
-        raise Refused("the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2, and it doubles and "
-                      "halves it; leave growth_factor and backoff_factor out")  # fmt: skip
+        raise Refused(
+            "the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2, and it doubles and "
+            "halves it; leave growth_factor and backoff_factor out"
+        )
     config["fp16"] = {"enabled": True, "initial_scale_power": int(power), "hysteresis": 1}
     config["fp16"]["loss_scale_window"] = scaling.growth_interval
 
@@ -321,5 +335,7 @@ def cast_inputs(model, dtype):
 
 
 def refuse_no_sync():
-    raise Refused("the script calls model.no_sync, which DeepSpeed has under ZeRO-1 only: call "
-                  "accelerator.accumulate(model), or use a ddp or fsdp config")  # fmt: skip
+    raise Refused(
+        "the script calls model.no_sync, which DeepSpeed has under ZeRO-1 only: call "
+        "accelerator.accumulate(model), or use a ddp or fsdp config"
+    )
