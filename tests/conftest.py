@@ -15,12 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import tqdm.auto
 import yaml
 from safetensors.torch import load_file
 
@@ -138,6 +140,8 @@ class Ranks:
             pid = os.fork()
             if pid == 0:
                 try:
+                    # All forks share the lock of this process's bars, and a killed one may hold it.
+                    tqdm.tqdm.set_lock(threading.RLock()), tqdm.auto.tqdm.set_lock(tqdm.tqdm.get_lock())
                     torch.set_num_threads(1)  # makes a new thread pool after the fork, before two threads do it at once
                     if world > 1 or "LOCAL_RANK" in exported:
                         exported |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
