@@ -17,7 +17,7 @@ from torch import nn
 
 from . import scaling
 from .coded import CodedWeight, CodesRead, codes_of
-from .compiled import output
+from .compiled import compiled_on_cuda, output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 
@@ -187,16 +187,15 @@ class FP8Linear(nn.Linear):
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
-            amax = scaling.amax(rows)
-            scale = cast_scale(amax, self.scale, self.updates, INPUT, scaling.E4M3, self.window)
-            if recording:
-                scaling.record_(self.amax_history, amax, INPUT)
+            delayed = self.scale[INPUT], self.updates[INPUT], self.amax_history[:, INPUT] if recording else None
+            x8, x_scale = cast(rows.detach(), *delayed, scaling.E4M3, self.window)
         y = _Products.apply(
             rows,
             port,
             codes,
             weight_scale,
-            scale,
+            x8,
+            x_scale,
             (self.amax_history, self.scale, self.updates),
             (self.window, self.gradient_format, self.transposed, self.exact, dtype),
             self.operands,
@@ -269,14 +268,24 @@ class FP8Conv1D(FP8Linear):
     transposed = True
 
 
-def cast_scale(amax, scale, updates, slot, dtype, window):
+@compiled_on_cuda
+def cast(x, scale, updates, history, dtype, window):
+    """(operand of products in `dtype`, its scale) of a tensor. scale, updates: of its slot, 0-d. history [length]: in
+    which the tensor's amax is recorded, or None."""
+    amax = scaling.amax(x)
+    scale = cast_scale(amax, scale, updates, dtype, window)
+    if history is not None:
+        scaling.record_(history, amax)
+    return scaling.operand(x, scale, dtype), scale
+
+
+def cast_scale(amax, scale, updates, dtype, window):
     """The scale for a tensor about to be cast, 0-d. `window` 0 means TransformerEngine's, from the last update alone.
 
     NaN if the tensor holds NaN or infinity: the cast saturates, and a finite result would hide them.
     """
-    scale = scale[slot]
-    if window and (amax.is_cuda or torch.compiler.is_compiling() or updates[slot].item() < window):
-        scale = scaling.window_scale(amax, scale, updates[slot], dtype, window)
+    if window and (amax.is_cuda or torch.compiler.is_compiling() or updates.item() < window):
+        scale = scaling.window_scale(amax, scale, updates, dtype, window)
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
@@ -292,6 +301,7 @@ def fp8_weight(weight, scale):
     return rounded, scale
 
 
+@compiled_on_cuda
 def fp16_to_e4m3(codes):
     """The FP8 copy of a weight's fp16 codes."""
     return (codes.float() * FP16_TO_E4M3).to(scaling.E4M3)
@@ -304,12 +314,12 @@ def note(operands, a, b):
 
 
 class _Products(torch.autograd.Function):
-    """x [M, in], codes of w [out, in] (or [in, out]) -> y [M, out]. The gradient of w leaves through `port`, fp32."""
+    """x [M, in], its operand x8, codes of w [out, in] (or [in, out]) -> y [M, out]. The gradient of w leaves through
+    `port`, fp32."""
 
     @staticmethod
-    def forward(ctx, x, port, weight, weight_scale, x_scale, delayed, settings, operands):
+    def forward(ctx, x, port, weight, weight_scale, x8, x_scale, delayed, settings, operands):
         _, _, transposed, exact, dtype = settings
-        x8 = scaling.operand(x, x_scale, scaling.E4M3)
         w8, w_scale = fp8_weight(weight, weight_scale)
         ctx.delayed, ctx.settings, ctx.x_dtype, ctx.operands = delayed, settings, x.dtype, operands
         note(operands, scaling.E4M3, scaling.E4M3)
@@ -327,10 +337,8 @@ class _Products(torch.autograd.Function):
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         history, scale, updates = ctx.delayed
         window, gradient_format, transposed, exact, _ = ctx.settings
-        amax = scaling.amax(dy)
-        dy_scale = cast_scale(amax, scale, updates, OUTPUT_GRADIENT, gradient_format, window)
-        scaling.record_(history, amax, OUTPUT_GRADIENT)
-        dy8 = scaling.operand(dy, dy_scale, gradient_format)
+        slot = OUTPUT_GRADIENT
+        dy8, dy_scale = cast(dy, scale[slot], updates[slot], history[:, slot], gradient_format, window)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             w8, w_scale = fp8_weight(weight, weight_scale)
@@ -342,4 +350,4 @@ class _Products(torch.autograd.Function):
             note(ctx.operands, *((scaling.E4M3, gradient_format) if transposed else (gradient_format, scaling.E4M3)))
             # This product sums over the rows, so their number is padded with zeros.
             dw = scaling.product(a.t(), b, a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True).float()
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None, None

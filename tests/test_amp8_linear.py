@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import amp8
 from amp8 import scaling
 from amp8.coded import CodesRead, codes_of
-from amp8.linear import FP8Conv1D, FP8Linear, fp8_weight
+from amp8.linear import FP8Conv1D, FP8Linear, cast, fp8_weight
 
 E4M3, E5M2 = scaling.E4M3, scaling.E5M2
 
@@ -401,3 +401,23 @@ def test_under_o3_a_weight_put_in_for_an_evaluation_leaves_the_master_as_it_was(
     with torch.no_grad():
         linear.weight.data.copy_(kept)
     assert torch.equal(linear.true_weight(), kept) and not torch.equal(linear.master, master)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [scaling.E4M3, scaling.E5M2])
+def test_the_compiled_cast_is_the_written_one(dtype, backend):
+    """On a GPU it is compiled: one graph for all layers, which records the amax in place."""
+    torch._dynamo.reset()
+    compiled = torch.compile(cast.__wrapped__, dynamic=True, backend=backend)
+    for updates, rows, record in ((0, 32, True), (16, 48, True), (16, 48, False)):
+        x = (torch.randn(rows, 64) * 3).bfloat16()
+        found = []
+        for run in (cast, compiled):
+            history, scale = torch.zeros(16, 2), torch.full((2,), 4.0)
+            slot = torch.full((2,), updates, dtype=torch.int32)[1]
+            with torch.no_grad():
+                codes, used = run(x, scale[1], slot, history[:, 1] if record else None, dtype, 16)
+            found.append((codes, used, history))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+        assert found[0][2].any() == record

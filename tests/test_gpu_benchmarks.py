@@ -208,6 +208,8 @@ def test_the_counts_that_are_shown_are_of_this_code():
         f"{recipe} single_{precision}" for recipe in ("vit", "gpt") for precision in ("fp32", "bf16")
     } <= cases.keys()
     assert all(1 <= counts["ratio"] <= 1.05 for counts in cases.values() if "ratio" in counts)
+    levels = [cases[f"vit single_fp8_msamp_{level}"] for level in ("o1", "o2", "o3")]
+    assert all(counts["launches"] < 2 * cases["vit single_bf16"]["launches"] for counts in levels)
     assert all(counts["waits"] == 1 or "zero" in case for case, counts in cases.items())
     places = {place.split(":")[0] for counts in cases.values() for place in counts["places"]}
     assert places and all((ROOT / place).exists() for place in places), places

@@ -39,7 +39,7 @@ def rounded(layer, which, x, for_gemm=None):
             return value.t() if layer.transposed else value, scale, dtype
         slot = which // 2
         dtype = (scaling.E4M3, layer.gradient_format)[slot]
-        scale = levels.cast_scale(scaling.amax(x), layer.scale, layer.updates, slot, dtype, layer.window)
+        scale = levels.cast_scale(scaling.amax(x), layer.scale[slot], layer.updates[slot], dtype, layer.window)
         return scaling.dequantize(scaling.quantize(x, scale, dtype), scale), scale, dtype
     dtype = layer.grad_dtype if which == 2 else dtype
     tiny = 1e-12 if layer.recipe in emulate.TORCHAO else 0.0
