@@ -77,8 +77,9 @@ def round_stochastically(x, dtype, noise):
     Saturates. Rounding to nearest loses a change much smaller than a number's last bit; this keeps it on average.
 
     noise: what `random_noise` returned. It is scaled to less than half of the grid's last bit, by one last bit of fp32,
-    and added; the sum is rounded to nearest. So a number that is on the grid stays. The mean is off by less than 2**-13
-    of the grid's last bit for fp16, and 2**-20 for e4m3: that is fp32's last bit.
+    and added; the sum is rounded to nearest. So a number that is on the grid stays. The mean is off by less than 2**-12
+    of the grid's last bit for fp16, and 2**-19 for e4m3: that is two of fp32's last bits, one because the noise is
+    scaled, and half of one because fp32 rounds the sum.
     """
     info = torch.finfo(dtype)
     x = x.clamp_(-info.max, info.max)

@@ -165,7 +165,12 @@ def amp8_drift(figures):
     if figures["words"]:
         rows = [[row["way"], f"{statistics.mean(row['losses']):.4f}", f"{max(row['losses']) - min(row['losses']):.4f}",
                  f"{statistics.mean(row['rare_words_moved']):.1f}"] for row in figures["words"]]  # fmt: skip
-        heads = ["way", "held-out loss, mean", "max - min", "rare words moved"]
+        heads = ["way", "held-out loss, mean", "max - min", "rare words moved", "loss over fp32's, paired"]
+        fp32 = figures["words"][0]["losses"]
+        for row, way in zip(rows, figures["words"], strict=True):
+            shares = [100 * (loss / own - 1) for loss, own in zip(way["losses"], fp32, strict=True)]
+            mean, low, high = paired.interval(shares)
+            row.append("" if way["way"] == "fp32" else f"{mean:+.2f}% ({low:+.2f} to {high:+.2f})")
         text += (f"\n\nA word-level language model after {figures['word_steps']} steps at betas (0.9, 0.95), "
                  f"{len(figures['words'][0]['losses'])} seeds:\n\n{report.table(heads, rows)}")  # fmt: skip
     times = figures["seconds_per_step_of_2_million"]
