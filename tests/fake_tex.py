@@ -63,25 +63,9 @@ def install():
     module.__all__ = sorted(
         {name for path in sources for name in re.findall(r"\b(?:tex|ext)\.(\w+)", path.read_text())}
     )
-    for value in (
-        DType,
-        FP8FwdTensors,
-        FP8BwdTensors,
-        NVTE_Fused_Attn_Backend,
-        quantize,
-        dequantize,
-        generic_gemm,
-        bgrad_quantize,
-        fp8_transpose,
-        layernorm_fwd,
-        layernorm_bwd,
-        gelu,
-        dgelu,
-        dbias_dgelu,
-        scaled_softmax_forward,
-        scaled_softmax_backward,
-        fused_amax_and_scale_update_after_reduction,
-    ):
+    for value in (DType, FP8FwdTensors, FP8BwdTensors, NVTE_Fused_Attn_Backend, quantize, dequantize, generic_gemm, bgrad_quantize,
+                  fp8_transpose, layernorm_fwd, layernorm_bwd, gelu, dgelu, dbias_dgelu, scaled_softmax_forward,
+                  scaled_softmax_backward, fused_amax_and_scale_update_after_reduction):  # fmt: skip
         setattr(module, value.__name__, value)
     module.get_cublasLt_version, module.get_cudnn_version = lambda: 130400, lambda: 92600
     module.get_num_cublas_streams = lambda: 4
@@ -143,13 +127,8 @@ def quantize(tensor, quantizer, output=None, noop=None):
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-    parts = {
-        "data": data if quantizer.rowwise_usage else None,
-        "data_transpose": columns,
-        "quantizer": quantizer,
-        "fp8_scale_inv": scale.reciprocal(),
-        "fp8_dtype": quantizer.dtype,
-    }
+    parts = {"data": data if quantizer.rowwise_usage else None, "data_transpose": columns, "quantizer": quantizer,
+             "fp8_scale_inv": scale.reciprocal(), "fp8_dtype": quantizer.dtype}  # fmt: skip
     if quantizer.internal:
         return Float8TensorStorage(fake_dtype=tensor.dtype, **parts)
     return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, device=tensor.device, **parts)
@@ -169,9 +148,8 @@ def quantize_tiles(tensor, quantizer, output):
         raise NotImplementedError(f"tests/fake_tex.py casts into new tensors only, not by {type(quantizer).__name__}")
     fp8, shape, parts = DTYPES[quantizer.dtype], tensor.shape, {}
     for kind, columns, wanted in (
-        ("rowwise", False, quantizer.rowwise_usage),
-        ("columnwise", True, quantizer.columnwise_usage),
-    ):
+        ("rowwise", False, quantizer.rowwise_usage), ("columnwise", True, quantizer.columnwise_usage),
+    ):  # fmt: skip
         x = tensor.detach().float().reshape(-1, shape[-1])
         x = x.t() if columns and not mx else x
         inverse = by_tiles(x, tile(quantizer, columns), fp8)
@@ -248,24 +226,9 @@ def fp8_transpose(data, dtype, out=None):
 
 
 def generic_gemm(
-    a,
-    transa,
-    b,
-    transb,
-    out,
-    quantizer,
-    out_dtype,
-    bias,
-    bias_dtype,
-    use_gelu,
-    gelu_in,
-    grad,
-    workspace,
-    workspace_size,
-    accumulate,
-    use_split_accumulator,
-    **more,
-):
+    a, transa, b, transb, out, quantizer, out_dtype, bias, bias_dtype, use_gelu, gelu_in, grad, workspace, workspace_size,
+    accumulate, use_split_accumulator, **more,
+):  # fmt: skip
     """op(b) @ op(a), with `bias` added, or summed over b's rows where this is a gradient (`grad`); then through GELU,
     or times its derivative at `gelu_in`."""
     if quantizer is not None:

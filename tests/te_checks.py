@@ -63,11 +63,8 @@ def test_the_shipped_files_reach_their_recipes():
     for path in TE_FILES:
         asked = read(exported_by_accelerate(path))
         made = ours.recipe(on_a_gpu(asked))
-        given = {
-            key: value
-            for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
-            if key not in ("backend", "recipe")
-        }
+        given = {key: value for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
+                 if key not in ("backend", "recipe")}  # fmt: skip
         if "format" in given:
             given["fp8_format"] = recipes.Format[given.pop("format")]
         assert type(made).__name__ == NAMES[asked["level"]], path.name
@@ -98,14 +95,8 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
     made = ours.recipe(plan(f"backend: TE, recipe: {level}"))
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
         for cuda in ("12.8", "12.9", "13.2"):
-            machine = {
-                "device": "cuda",
-                "devices": 1,
-                "name": "a card",
-                "capability": capability,
-                "cuda": cuda,
-                "packages": ["transformer_engine"],
-            }
+            machine = {"device": "cuda", "devices": 1, "name": "a card", "capability": capability, "cuda": cuda,
+                       "packages": ["transformer_engine"]}  # fmt: skip
             monkeypatch.setattr(quantization, "get_device_compute_capability", lambda now=capability: now)
             monkeypatch.setattr(torch.version, "cuda", cuda)
             for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):

@@ -74,33 +74,18 @@ def test_a_comparison_counts(monkeypatch, capsys, tmp_path):
     def row(config, kind=None, rate=100, emulated=True):
         loss = {"relative": 0.002, "interval": [0.001, 0.003], "verdict": "equal within 1%", "kind": kind}
         loss |= {"verdict": "higher by 4%"} if kind == "higher" else {}
-        return {
-            "config": config,
-            "control": False,
-            "error": None,
-            "emulated": emulated,
-            "rehearsal": emulated,
-            "measures": {"eval_loss": loss if kind else {}, "samples_per_second": {"mean": rate}},
-        }
+        return {"config": config, "control": False, "error": None, "emulated": emulated, "rehearsal": emulated,
+                "measures": {"eval_loss": loss if kind else {}, "samples_per_second": {"mean": rate}}}  # fmt: skip
 
-    made = {
-        "schema_version": 2,
-        "measure": "eval_loss",
-        "recipe": "vit",
-        "args": {"dataset": "digits"},
-        "device": "CPU",
-        "rows": [row("single_bf16"), row("single_fp8_msamp_o2", "equal"), row("single_fp8", "higher")],
-    }
+    made = {"schema_version": 2, "measure": "eval_loss", "recipe": "vit", "args": {"dataset": "digits"}, "device": "CPU",
+            "rows": [row("single_bf16"), row("single_fp8_msamp_o2", "equal"), row("single_fp8", "higher")]}  # fmt: skip
     sizes = {"single_bf16": 90, "single_fp8_msamp_o2": 50, "single_fp8": 40}
     (tmp_path / "report.json").write_text(json.dumps(made))
     text, _ = advised(monkeypatch, capsys, sizes, "--comparison", str(tmp_path))
     assert best(text) == "single_fp8_msamp_o2" and "equal within 1%" in text and "vit, dataset digits, on CPU" in text
     assert "Nobody has measured the speed" in text, "emulated speed is none"
-    made["rows"] = [
-        row("single_bf16", rate=100, emulated=False),
-        row("single_fp8", "equal", 150, False),
-        row("single_fp8_msamp_o2", "higher", 300, False),
-    ]
+    made["rows"] = [row("single_bf16", rate=100, emulated=False), row("single_fp8", "equal", 150, False),
+                    row("single_fp8_msamp_o2", "higher", 300, False)]  # fmt: skip
     (tmp_path / "report.json").write_text(json.dumps(made))
     text, _ = advised(monkeypatch, capsys, sizes | {"single_bf16": 40}, "--comparison", str(tmp_path))
     assert best(text) == "single_fp8" and "fastest measured: 150 samples per second" in text

@@ -179,13 +179,8 @@ def impatient(ours):
 @pytest.mark.parametrize("ours", [False, True])
 def test_no_method_that_one_process_may_call_makes_a_collective(tmp_path, ours):
     (tmp_path / "mine.py").write_text(START + CALLS)
-    began = Ranks(
-        "ddp_fp32",
-        ["--output_dir", str(tmp_path / "run")],
-        script=tmp_path / "mine.py",
-        env={} if ours else {"ACCELERATE_USE_CPU": "true"},
-        before=lambda rank: impatient(ours),
-    )
+    began = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "run")], script=tmp_path / "mine.py",
+                  env={} if ours else {"ACCELERATE_USE_CPU": "true"}, before=lambda rank: impatient(ours))  # fmt: skip
     assert set(began.wait(60)) == {0}, began.text()
     text = began.text()
     assert text.count("came to its end") == 2

@@ -119,10 +119,8 @@ def test_sigterm_during_evaluation(tmp_path, config):
 
         gather = Accelerator.gather_for_metrics
         Accelerator.gather_for_metrics = lambda *seen: (
-            print("evaluating", flush=True),
-            time.sleep(0.2),
-            gather(*seen),
-        )[-1]
+            print("evaluating", flush=True), time.sleep(0.2), gather(*seen)
+        )[-1]  # fmt: skip
 
     argv = ("--max_steps", "10", "--eval_steps", "5", "--save_steps", "0", "--logging_steps", "1")
     few = ("--output_dir", str(out), "--per_device_eval_batch_size", "4")
@@ -303,10 +301,8 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
     """A checkpoint of an earlier version, without a format number and random states, is refused with what to do."""
     folder = tmp_path / "run" / "checkpoint-3"
     folder.mkdir(parents=True)
-    save_file(
-        {"model/head.bias": torch.zeros(10), "optimizer/head.bias/exp_avg": torch.zeros(10)},
-        folder / "rank0.safetensors",
-    )
+    save_file({"model/head.bias": torch.zeros(10), "optimizer/head.bias/exp_avg": torch.zeros(10)},
+              folder / "rank0.safetensors")  # fmt: skip
     state = {"step": 3, "batch": 3, "same": {"seed": 0}, "lr_scheduler": {"last_epoch": 3}, "scaler": None, "cuts": {}}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     files = {path.name: checkpoint.entry(path) for path in folder.iterdir()}

@@ -28,13 +28,8 @@ def run(client, config, folder, code=0, wins=False, script=None, more=None):
     env = {"FAITHFUL_PROJECT_DIR": str(folder / "run")} | ({"FAITHFUL_CONFIG_WINS": "1"} if wins else {})
     env |= more or {}
     (folder / "out").mkdir(exist_ok=True)
-    ranks = Ranks(
-        config,
-        ["--output_dir", str(folder / "out")],
-        script=script or CLIENTS / f"{client}.py",
-        env=env,
-        before=lambda rank: door.take_its_place(),
-    )
+    ranks = Ranks(config, ["--output_dir", str(folder / "out")], script=script or CLIENTS / f"{client}.py", env=env,
+                  before=lambda rank: door.take_its_place())  # fmt: skip
     codes = ranks.wait()
     sys.path.remove(str(CLIENTS))
     assert set(codes) == ({code} if isinstance(code, int) else code), f"exit codes {codes}\n{ranks.text()[-4000:]}"
@@ -130,12 +125,9 @@ def test_transformers_trainer_under_zero_ends_where_ddp_ends(tmp_path):
     sgd = [('optim="adamw_torch"', 'optim="sgd"'), ("learning_rate=1e-3", "learning_rate=0.1")]
     bare = ("num_labels=2)", "num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)")
     loose = ("max_grad_norm=1.0", "max_grad_norm=100.0")
-    for name, config, env, changes in (
-        ("ddp", "ddp_fp32", {}, []),
-        ("zero", tmp_path / "zero2_fp32.yml", {}, []),
-        ("twin", "ddp_fp32", {"FAITHFUL_PERTURBED": "1"}, []),
-        ("loose", "ddp_fp32", {}, [loose]),
-    ):
+    for name, config, env, changes in (("ddp", "ddp_fp32", {}, []), ("zero", tmp_path / "zero2_fp32.yml", {}, []),
+                                    ("twin", "ddp_fp32", {"FAITHFUL_PERTURBED": "1"}, []),
+                                    ("loose", "ddp_fp32", {}, [loose])):  # fmt: skip
         script = changed("classifier", tmp_path / name, *sgd, bare, *changes)
         run("classifier", config, tmp_path / name, script=script, more=env)
     rounding = apart(tmp_path / "ddp", tmp_path / "twin")
@@ -233,11 +225,8 @@ def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
 
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):
-    (tmp_path / "no.py").write_text(
-        (CLIENTS / "gan.py")
-        .read_text()
-        .replace("Accelerator()", "Accelerator(mixed_precision='fp16', split_batches=False)")
-    )
+    (tmp_path / "no.py").write_text((CLIENTS / "gan.py").read_text().replace(
+        "Accelerator()", "Accelerator(mixed_precision='fp16', split_batches=False)"))  # fmt: skip
     log = run("gan", "single_bf16", tmp_path, code=2, script=tmp_path / "no.py")
     assert "refused: the script passes mixed_precision='fp16', the config says bf16" in log
     assert "launch with --config_wins" in log and "Traceback" not in log
@@ -254,14 +243,8 @@ def test_nothing_is_added_to_a_scripts_arithmetic(tmp_path):
     for words, name in (((), "plain"), (("-m", "faithful"), "ours")):
         folder = tmp_path / name
         folder.mkdir()
-        done = launched(
-            sys.executable,
-            *words,
-            tmp_path / "mine.py",
-            folder,
-            cwd=tmp_path,
-            env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "OMP_NUM_THREADS": "1"},
-        )
+        done = launched(sys.executable, *words, tmp_path / "mine.py", folder, cwd=tmp_path,
+                        env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "OMP_NUM_THREADS": "1"})  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         results.append(json.loads((folder / "rank0.json").read_text()))
     assert results[0] == results[1]
@@ -318,13 +301,8 @@ def test_an_error_in_the_middle_of_a_run_is_shown(tmp_path):
     (tmp_path / "mine.py").write_text(
         (CLIENTS / "gan.py").read_text().replace("if step == 6:", "if step == 2:\n        1 / 0\n    if step == 6:")
     )
-    done = launched(
-        "./launch.sh",
-        "ddp_bf16",
-        tmp_path / "mine.py",
-        tmp_path,
-        env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)},
-    )
+    done = launched("./launch.sh", "ddp_bf16", tmp_path / "mine.py", tmp_path,
+                    env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)})  # fmt: skip
     assert done.returncode and "ZeroDivisionError: division by zero" in done.stderr
     assert "-m faithful" in done.stdout.splitlines()[0], "it does not import faithful: launch.sh sees to it"
     assert record(tmp_path / "run")["error"] == "ZeroDivisionError: division by zero"
@@ -346,30 +324,16 @@ def test_a_mistyped_command_is_one_line(tmp_path, words, line):
 @pytest.mark.parametrize("left", ["sys.exit(3)", "sys.exit('no')", "sys.exit()"])
 def test_a_scripts_own_exit_code_is_kept(tmp_path, left):
     (tmp_path / "mine.py").write_text((CLIENTS / "gan.py").read_text() + f"{left}\n")
-    done = launched(
-        sys.executable,
-        "-m",
-        "faithful",
-        tmp_path / "mine.py",
-        tmp_path,
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")},
-    )
+    done = launched(sys.executable, "-m", "faithful", tmp_path / "mine.py", tmp_path, cwd=tmp_path,
+                    env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")})  # fmt: skip
     assert done.returncode == {"sys.exit(3)": 3, "sys.exit('no')": 1, "sys.exit()": 0}[left], done.stderr
 
 
 def test_an_exit_that_the_script_caught_is_not_its_exit_code(tmp_path):
     tried = "import sys\ntry:\n    sys.exit(3)\nexcept SystemExit:\n    pass\n"
     (tmp_path / "mine.py").write_text(tried + (CLIENTS / "gan.py").read_text())
-    done = launched(
-        sys.executable,
-        "-m",
-        "faithful",
-        tmp_path / "mine.py",
-        tmp_path,
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")},
-    )
+    done = launched(sys.executable, "-m", "faithful", tmp_path / "mine.py", tmp_path, cwd=tmp_path,
+                    env={"PYTHONPATH": f"{ROOT}:{CLIENTS}", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")})  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

@@ -27,13 +27,8 @@ def test_the_trainjob_is_one_to_kubeflows_own_models():
 def test_the_trainjobs_line_is_a_launch():
     job = yaml.safe_load((ROOT / "cluster" / "trainjob.yaml").read_text())["spec"]["trainer"]
     [line] = job["args"]
-    env = {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "8",
-        "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "10.0.0.1",
-        "PET_MASTER_PORT": "29500",
-    }
+    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "10.0.0.1",
+           "PET_MASTER_PORT": "29500"}  # fmt: skip
     assert set(re.findall(r"PET_\w+", line)) == set(env)
     shown = launched("bash", "-c", line.replace("cd /srv/recipes && exec ./launch.sh", "printf '%s\\n'"), env=env)
     config, *words = shlex.split(shown.stdout)

@@ -150,22 +150,8 @@ def test_without_metrics_the_training_loss_is_compared_and_that_is_said(runs, tm
 
 
 def test_another_batch_optimizer_dataset_and_step_count_are_refused_by_name(runs, tmp_path):
-    other = train(
-        "single_fp8_msamp_o2",
-        tmp_path / "other",
-        "--dataset",
-        "photos",
-        "--per_device_train_batch_size",
-        16,
-        "--optimizer",
-        "adamw",
-        "--weight_decay",
-        0,
-        "--max_steps",
-        4,
-        "--save_steps",
-        0,
-    )
+    other = train("single_fp8_msamp_o2", tmp_path / "other", "--dataset", "photos", "--per_device_train_batch_size", 16,
+                  "--optimizer", "adamw", "--weight_decay", 0, "--max_steps", 4, "--save_steps", 0)  # fmt: skip
     with pytest.raises(Refused) as refused:
         compared(tmp_path, runs / "bf16-0", other)
     for line in ("dataset: digits in", "max_steps: 24 in", "weight_decay: 0.05 in", "global_batch_size: 32 in"):
@@ -338,25 +324,8 @@ def test_every_config_gets_the_baselines_global_batch():
 
 def start(folder):
     env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-    words = [
-        "./launch.sh",
-        "compare",
-        "single_fp32",
-        "single_bf16",
-        "fsdp_fp16",
-        "--seeds",
-        "1",
-        "--no-twin",
-        "--no-estimate",
-        "--output_dir",
-        str(folder),
-        "--",
-        "vit",
-        "--max_steps",
-        "4",
-        "--logging_steps",
-        "1",
-    ]
+    words = ["./launch.sh", "compare", "single_fp32", "single_bf16", "fsdp_fp16", "--seeds", "1", "--no-twin",
+             "--no-estimate", "--output_dir", str(folder), "--", "vit", "--max_steps", "4", "--logging_steps", "1"]  # fmt: skip
     with open(f"{folder}.log", "a") as log:
         return subprocess.Popen(words, cwd=ROOT, env=env, stdout=log, stderr=log)
 
@@ -435,22 +404,8 @@ def test_seeds_auto_stops_at_the_first_look_with_a_verdict(runs, tmp_path, monke
         same = record(runs / f"bf16-{seed}")["final"]["metrics"]["eval_loss"] / real
         seeded(runs / "real-o2", tmp_path / f"near-{seed}", seed, same * (1 + 0.03 * (-1) ** (seed // 2)))
         seeded(runs / "real-o2", tmp_path / f"far-{seed}", seed, same * (2 + 0.03 * (-1) ** (seed // 2)))
-    asked, argv = (
-        [],
-        [
-            "single_bf16",
-            "single_fp8_msamp_o2",
-            "--seeds",
-            "auto",
-            "--max-seeds",
-            "20",
-            "--no-estimate",
-            "--report",
-            str(tmp_path),
-            "--",
-            "vit",
-        ],
-    )
+    asked, argv = [], ["single_bf16", "single_fp8_msamp_o2", "--seeds", "auto", "--max-seeds", "20", "--no-estimate",
+                       "--report", str(tmp_path), "--", "vit"]  # fmt: skip
 
     def launched(kind, configs, words, folder, seeds, twin):
         asked.append(seeds)

@@ -100,17 +100,8 @@ def test_accelerate_launch_itself(tmp_path, name):
 
 def test_torchrun_and_python(tmp_path):
     out = str(tmp_path / "two")
-    result = launched(
-        "torchrun",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(free_port()),
-        "recipes/vit.py",
-        "--output_dir",
-        out,
-        *map(str, STEPS),
-    )
+    result = launched("torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), "recipes/vit.py",
+                      "--output_dir", out, *map(str, STEPS))  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert record(out)["plan"]["strategy"] == "ddp" and record(out)["plan"]["num_processes"] == 2
     assert "vit | ddp x2 gloo | fp32" in result.stdout
@@ -129,35 +120,15 @@ def test_two_processes_never_become_copies_of_one(tmp_path, options):
     config = tmp_path / "ddp_bf16.yml"
     config.write_text((CONFIGS / "ddp_bf16.yml").read_text())
     if options == ("--num_processes", "2"):  # the sound one: it must run, as two
-        result = launched(
-            "accelerate",
-            "launch",
-            "--config_file",
-            str(config),
-            *options,
-            "--main_process_port",
-            "0",
-            "recipes/vit.py",
-            "--output_dir",
-            str(tmp_path / "run"),
-            *map(str, STEPS),
-        )
+        result = launched("accelerate", "launch", "--config_file", str(config), *options, "--main_process_port", "0",
+                          "recipes/vit.py", "--output_dir", str(tmp_path / "run"), *map(str, STEPS))  # fmt: skip
         assert result.returncode == 0 and record(tmp_path / "run")["plan"]["num_processes"] == 2
         return
     # Rank 0 alone prints, and the launcher kills it when another rank refuses first: it must get to speak, however late.
     late = "import os, time\ntime.sleep(5 * (os.environ.get('RANK') == '0'))\n"
     (tmp_path / "sitecustomize.py").write_text(late)
-    result = launched(
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(config),
-        *options,
-        "recipes/vit.py",
-        "--output_dir",
-        str(tmp_path / "run"),
-        env={"PYTHONPATH": str(tmp_path)},
-    )
+    result = launched("accelerate", "launch", "--config_file", str(config), *options, "recipes/vit.py",
+                      "--output_dir", str(tmp_path / "run"), env={"PYTHONPATH": str(tmp_path)})  # fmt: skip
     assert result.returncode == 1  # accelerate's, whatever the worker's
     assert "refused: ddp_bf16.yml says" in result.stderr
     assert not (tmp_path / "run").exists()

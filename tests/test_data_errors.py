@@ -158,17 +158,8 @@ def test_the_image_pipeline_gives_the_same_images_whatever_the_workers_and_after
     assert distance(one, two) < 2e-5
     part = tmp_path / "part"
     shutil.copytree(one, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
-    train(
-        "single_fp32",
-        part,
-        *argv,
-        "--per_device_train_batch_size",
-        8,
-        "--resume_from_checkpoint",
-        "latest",
-        "--dataloader_num_workers",
-        1,
-    )
+    train("single_fp32", part, *argv, "--per_device_train_batch_size", 8, "--resume_from_checkpoint", "latest",
+          "--dataloader_num_workers", 1)  # fmt: skip
     assert metrics(part) == metrics(one) and distance(part, one) == 0
     a, b = (data.images(str(root), 32, seed=seed)[0] for seed in (0, 1))
     first, again, later = (a.__getitems__([i])["pixel_values"] for i in (3, 3, 3 + len(a)))  # the last: a later epoch

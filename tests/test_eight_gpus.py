@@ -99,13 +99,8 @@ def test_fsdp_keeps_no_whole_weights_while_it_shards(tmp_path):
 
         def watched(modules, **options):
             for module in modules if isinstance(modules, list) else [modules]:
-                whole.update(
-                    {
-                        id(one): (weakref.ref(one), one.numel())
-                        for one in module.parameters()
-                        if not isinstance(one, DTensor)
-                    }
-                )
+                whole.update({id(one): (weakref.ref(one), one.numel()) for one in module.parameters()
+                              if not isinstance(one, DTensor)})  # fmt: skip
             shards(modules, **options)
             held.append(sum(count for alive, count in whole.values() if alive() is not None))
             (tmp_path / f"rank{rank}.json").write_text(json.dumps([held, sum(count for _, count in whole.values())]))
@@ -285,13 +280,8 @@ def test_the_group_that_training_arguments_make_has_the_runs_timeout(tmp_path):
     script, env = tmp_path / "mine.py", {"COLLECTIVE_TIMEOUT": "3", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")}
     script.write_text(LATE)
     (tmp_path / "out").mkdir()
-    ranks = Ranks(
-        "ddp_fp32",
-        ["--output_dir", str(tmp_path / "out")],
-        script=script,
-        env=env,
-        before=lambda rank: __main__.take_its_place(),
-    )
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "out")], script=script, env=env,
+                  before=lambda rank: __main__.take_its_place())  # fmt: skip
     assert ranks.wait(60)[0] == 1
     assert "error: no answer from another process in 3 s (COLLECTIVE_TIMEOUT)" in ranks.text(), ranks.text()[-2000:]
 

@@ -86,13 +86,8 @@ accelerator = Accelerator(project_dir="run")
 
 @pytest.fixture(scope="module")
 def server():
-    started = subprocess.Popen(
-        [sys.executable, "-c", SERVER.format(root=str(ROOT))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
+    started = subprocess.Popen([sys.executable, "-c", SERVER.format(root=str(ROOT))], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
     STAYING.add(started.pid)
     started.changed = json.loads(started.stdout.readline())
     yield started
@@ -230,15 +225,8 @@ def test_a_forked_child_is_a_process_of_its_own(end):
 )
 def test_training_in_a_thread(end, last, left):
     """Python allows signal handlers in the main thread only, which does not see how the thread ends."""
-    body = "\n    ".join(
-        [
-            "def body():",
-            "global accelerator",
-            'accelerator = Accelerator(project_dir="run")',
-            "train(accelerator)",
-            last or "1 / 0",
-        ]
-    )
+    body = "\n    ".join(["def body():", "global accelerator", 'accelerator = Accelerator(project_dir="run")',
+                          "train(accelerator)", last or "1 / 0"])  # fmt: skip
     text = TRAIN.replace('accelerator = Accelerator(project_dir="run")\n', "")
     assert end(f"{text}{body}\nthread = threading.Thread(target=body)\nthread.start()\nthread.join()")[::2] == (0, left)
 

@@ -246,14 +246,9 @@ def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
     plain = models.vit("vit_nano", 8, 1, 10).state_dict()
     theirs = {}
     for name, tensor in plain.items():
-        for ours, te in (
-            ("norm1.", "self_attention.layernorm_qkv.layer_norm_"),
-            ("norm2.", "layernorm_mlp.layer_norm_"),
-            ("attn.qkv.", "self_attention.layernorm_qkv."),
-            ("attn.proj.", "self_attention.proj."),
-            ("mlp.fc1.", "layernorm_mlp.fc1_"),
-            ("mlp.fc2.", "layernorm_mlp.fc2_"),
-        ):
+        for ours, te in (("norm1.", "self_attention.layernorm_qkv.layer_norm_"), ("norm2.", "layernorm_mlp.layer_norm_"),
+                         ("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
+                         ("mlp.fc1.", "layernorm_mlp.fc1_"), ("mlp.fc2.", "layernorm_mlp.fc2_")):  # fmt: skip
             name = name.replace(ours, te)
         theirs[name] = tensor
     assert len(theirs.keys() - plain.keys()) == 4 * 12

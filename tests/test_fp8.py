@@ -55,9 +55,8 @@ def test_rehearses(tmp_path, bf16, name):
     evidence, backend, level = made["evidence"], promised["backend"], promised["level"]
     processes = made["plan"]["num_processes"]
     assert made["status"] == "finished" and {key: made["plan"][key] for key in ("backend", "level")} == {
-        "backend": backend,
-        "level": level,
-    }
+        "backend": backend, "level": level
+    }  # fmt: skip
     # head has 10 classes; torchao leaves the first Linear in high precision too
     assert (evidence["linear_converted"], evidence["linear_total"]) == ({"ao": 15}.get(backend, 16), 17)
     reasons = {entry["name"]: entry["reason"] for entry in evidence["linear_skipped"]}
@@ -197,24 +196,15 @@ def test_a_linear_of_another_class_is_named(name, count):
     skipped = backends.of(planned).convert(None, model, optimizer)
     assert converted(backends.of(planned), model) == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
-    assert reason in (
-        "a NonDynamicallyQuantizableLinear, not torch's own Linear",
-        "the module around it reads its weight directly",
-    )
+    assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
+                      "the module around it reads its weight directly")  # fmt: skip
 
 
 def counted_under_fsdp(rank, world, backend):
     """Counts the FP8 layers of a model in which FSDP2 shards each layer by itself, and evaluates it."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    asked = SimpleNamespace(
-        backend="ao",
-        level="tensorwise",
-        precision="fp8",
-        fp8_options={},
-        strategy="fsdp",
-        implementation=backend,
-        rehearsal=True,
-    )
+    asked = SimpleNamespace(backend="ao", level="tensorwise", precision="fp8", fp8_options={}, strategy="fsdp",
+                            implementation=backend, rehearsal=True)  # fmt: skip
     if backend == "emulated":
         emulate.convert(model, "delayed")
     else:

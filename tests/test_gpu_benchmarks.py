@@ -29,10 +29,8 @@ def test_every_timed_step_moves_the_weights(level, monkeypatch):
         def weights():  # under O3 the masters: one step need not reach the next FP8 value
             each = made["model"].named_parameters()
             whole = {name: getattr(getattr(p, "amp8_linear", None), "master", None) for name, p in each}
-            return {
-                name: (p if whole[name] is None else whole[name]).detach().clone()
-                for name, p in made["model"].named_parameters()
-            }
+            return {name: (p if whole[name] is None else whole[name]).detach().clone() for name, p in
+                    made["model"].named_parameters()}  # fmt: skip
 
         for _ in range(2):
             before = weights()
@@ -90,22 +88,8 @@ def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
     """A row is made from the record that a run leaves, and a config that fails in any way does not end the report."""
     import gpu_report
 
-    argv = (
-        "--dataset",
-        "synthetic",
-        "--image_size",
-        32,
-        "--per_device_train_batch_size",
-        4,
-        "--max_steps",
-        5,
-        "--eval_steps",
-        0,
-        "--save_steps",
-        0,
-        "--per_device_eval_batch_size",
-        64,
-    )
+    argv = ("--dataset", "synthetic", "--image_size", 32, "--per_device_train_batch_size", 4, "--max_steps", 5,
+            "--eval_steps", 0, "--save_steps", 0, "--per_device_eval_batch_size", 64)  # fmt: skip
     run = train("ddp_bf16", tmp_path / "run", *argv)
     monkeypatch.setattr(gpu_report, "launched", lambda *_, **__: models.own_run(run))
     row = gpu_report.tried("ddp_bf16", True, 5)
@@ -170,18 +154,8 @@ def test_what_the_report_refuses_before_it_begins(tmp_path, argv, why):
 @pytest.mark.slow
 def test_the_report_on_a_pretended_gpu(everywhere, tmp_path):
     page = tmp_path / "page.md"
-    words = (
-        "--rehearse",
-        "--steps",
-        "6",
-        "--output",
-        str(page),
-        "--only",
-        "single_bf16",
-        "single_fp8_msamp_o3",
-        "hsdp",
-        "single_fp8_te_mxfp8",
-    )
+    words = ("--rehearse", "--steps", "6", "--output", str(page), "--only", "single_bf16", "single_fp8_msamp_o3",
+             "hsdp", "single_fp8_te_mxfp8")  # fmt: skip
     done = launched("./launch.sh", "gpu-report", *words, env=everywhere, timeout=1500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     text = page.read_text()

@@ -105,26 +105,18 @@ def clipped(folder, config, call, code=0, changes=FLOATS):
 )
 def test_torchs_own_clipping_clips_what_the_accelerators_does(tmp_path, config):
     """Gradients that are FP8 or in parts: torch alone would see some of them, or none."""
-    runs = {
-        "torch": "clip(model.parameters(), 0.01)",
-        "ours": "accelerator.clip_grad_norm_(model.parameters(), 0.01)",
-        "none": "pass",
-    }
+    runs = {"torch": "clip(model.parameters(), 0.01)", "ours": "accelerator.clip_grad_norm_(model.parameters(), 0.01)",
+            "none": "pass"}  # fmt: skip
     runs = {name: clipped(tmp_path / name, config, call) for name, call in runs.items()}
     assert distance(runs["torch"], runs["ours"]) == 0 < distance(runs["ours"], runs["none"])
 
 
 def test_torchs_own_clipping_of_shards_is_that_of_whole_gradients(tmp_path):
-    for name, call in (
-        ("norm", "clip(model.parameters(), 0.01)"),
-        ("value", "by_value(model.parameters(), 1e-4)"),
-        ("ours", "accelerator.clip_grad_value_(model.parameters(), 1e-4)"),
-    ):
+    for name, call in (("norm", "clip(model.parameters(), 0.01)"), ("value", "by_value(model.parameters(), 1e-4)"),
+                       ("ours", "accelerator.clip_grad_value_(model.parameters(), 1e-4)")):  # fmt: skip
         changes = [("16, dtype=torch.float64), 16)", "16, dtype=torch.float64), 8)")]
-        a, b = (
-            clipped(tmp_path / f"{name}_{config}", config, call, changes=changes)
-            for config in ("ddp_fp32", "fsdp_fp32")
-        )
+        a, b = (clipped(tmp_path / f"{name}_{config}", config, call, changes=changes)
+                for config in ("ddp_fp32", "fsdp_fp32"))  # fmt: skip
         assert distance(a, b) < 1e-12
     assert distance(tmp_path / "value_ddp_fp32" / "run", tmp_path / "ours_fsdp_fp32" / "run") < 1e-12
     assert distance(tmp_path / "value_ddp_fp32" / "run", tmp_path / "norm_ddp_fp32" / "run") > 1e-4

@@ -49,16 +49,8 @@ def test_the_wheel_holds_two_packages_and_all_of_them(wheel):
 def test_a_script_of_ones_own_trains_with_the_installed_packages(wheel, tmp_path, config):
     pip("install", "--no-deps", "--no-index", "--target", tmp_path / "installed", wheel)
     (tmp_path / "own.py").write_text(SCRIPT)
-    out = launched(
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CONFIGS / f"{config}.yml"),
-        "own.py",
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path / "installed")},
-    )
+    out = launched(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yml"),
+                   "own.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "installed")})  # fmt: skip
     assert out.returncode == 0, out.stderr[-3000:]
     assert f"asked: own | {config.split('_')[0]}" in out.stdout and "global batch" in out.stdout, out.stdout
     made = record(tmp_path / "run")

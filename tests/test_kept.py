@@ -49,9 +49,7 @@ def run(folder, body, config="single_fp32", code=0):
 
 def test_a_folder_that_is_saved_to_keeps_its_files(tmp_path):
     """Also the project's folder itself, with its checkpoints and its record, and the working directory."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 import os
 accelerator = Accelerator(project_dir=folder)
 model = linear()
@@ -73,8 +71,7 @@ before = model.weight.detach().clone()
 step(model, optimizer)
 accelerator.load_state(".")
 assert model.weight.equal(before)
-""",
-    )
+""")  # fmt: skip
     folder = tmp_path / "run"
     assert (folder / "out/precious.txt").read_text() == "x" and (folder / "out/epoch_0/weights").read_text() == "y"
     assert record(folder)["status"] == "finished" and (folder / "metrics.jsonl").exists()
@@ -84,9 +81,7 @@ assert model.weight.equal(before)
 
 def test_pruning_keeps_the_newest_checkpoints_of_a_run_that_went_back(tmp_path):
     """It resumes the checkpoint of step 1 and saves step 2, while those of the steps 3, 5 and 7 are there."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_config=ProjectConfiguration(folder, total_limit=2))
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -102,8 +97,7 @@ saved = accelerator.save_state()
 assert Path(saved).name == "checkpoint-2" and Path(saved).exists(), saved
 accelerator.load_state()
 assert accelerator.steps.taken == 2, "the newest checkpoint is the one written last"
-""",
-    )
+""")  # fmt: skip
     names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")]
     assert names == ["checkpoint-2", "checkpoint-7"]
 
@@ -145,9 +139,7 @@ def test_a_model_without_an_optimizer_is_in_the_checkpoint(tmp_path, config):
 
 def test_a_script_that_evaluates_loads_its_model_alone(tmp_path):
     """Accelerate reads what the script has prepared. What the checkpoint lacks is an error."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
@@ -158,28 +150,21 @@ accelerator.free_memory()
 model = accelerator.prepare(linear())
 accelerator.load_state(folder / "saved")
 assert model.weight.equal(weight)
-""",
-    )
+""")  # fmt: skip
     notes = record(tmp_path / "run")["notes"]
     assert any("also holds 1 optimizers that the script has not prepared" in note for note in notes)
-    log = run(
-        tmp_path,
-        """
+    log = run(tmp_path, """
 accelerator = Accelerator(project_dir=folder / "new")
 a, b = linear(), linear()
 a, b, optimizer = accelerator.prepare(a, b, torch.optim.AdamW(a.parameters(), 0.1))
 accelerator.load_state(folder / "saved")
-""",
-        code=2,
-    )
+""", code=2)  # fmt: skip
     assert "saved holds 1 models, the script has 2: resume with the script as it was" in log and "Traceback" not in log
 
 
 def test_optimizer_state_that_is_no_tensor_or_of_no_model_is_kept(tmp_path):
     """LBFGS keeps lists. A tensor of the script's own may be in the optimizer beside the model's."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model, scale = linear(), torch.nn.Parameter(torch.ones(3))
 adam = torch.optim.AdamW([*model.parameters(), scale], 0.1)
@@ -208,15 +193,12 @@ assert adam.state[scale]["exp_avg"].equal(was[1])
 again = lbfgs.state[lbfgs.param_groups[0]["params"][0]]
 assert again.keys() == lists.keys() and again["n_iter"] == lists["n_iter"]
 assert all(a.equal(b) for a, b in zip(again["old_dirs"], lists["old_dirs"], strict=True)) and lists["old_dirs"]
-""",
-    )
+""")  # fmt: skip
 
 
 def test_the_epoch_s_number_is_kept(tmp_path):
     """Accelerate's seedable sampler draws the order of an epoch from its number."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 
 
@@ -236,15 +218,12 @@ for epoch in range(3):
 loader.set_epoch(0)
 accelerator.load_state(folder / "saved")
 assert [int(x) for x in loader] == epochs[2] != epochs[0]
-""",
-    )
+""")  # fmt: skip
 
 
 def test_a_stateful_loader_goes_on_where_it_was(tmp_path):
     pytest.importorskip("torchdata", reason="torchdata is not installed (setup --extra dev)")
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 config = DataLoaderConfiguration(use_stateful_dataloader=True)
 accelerator = Accelerator(project_dir=folder, dataloader_config=config)
 model = linear()
@@ -259,17 +238,13 @@ for at, x in enumerate(loader):
         left.append(int(x))
 accelerator.load_state(folder / "saved")
 assert [int(x) for x in loader] == left and len(left) == (10 // accelerator.num_processes - 3), left
-""",
-        config="ddp_fp32",
-    )
+""", config="ddp_fp32")  # fmt: skip
 
 
 def test_a_stateful_loader_of_a_stream_goes_on_too(tmp_path):
     """An IterableDataset has no length."""
     pytest.importorskip("torchdata", reason="torchdata is not installed (setup --extra dev)")
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from torch.arange(10.0)
@@ -282,16 +257,13 @@ next(batches), next(batches)
 accelerator.save_state(folder / "saved")
 accelerator.load_state(folder / "saved")
 assert [x.tolist() for x in loader] == [[4, 5], [6, 7], [8, 9]]
-""",
-    )
+""")  # fmt: skip
 
 
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16"])
 def test_a_weight_s_own_name_is_kept(tmp_path, config):
     """A model may have a layer called `module`, as DDP has."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -309,9 +281,7 @@ accelerator.save_state()
 accelerator.load_state()
 accelerator.save_model(model, folder / "model")
 accelerator.end_training()
-""",
-        config=config,
-    )
+""", config=config)  # fmt: skip
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert sorted(saved) == ["head.bias", "head.weight", "module.bias", "module.weight"]
 
@@ -337,9 +307,7 @@ def accelerates(tmp_path_factory):
 def test_the_weights_of_accelerate_s_own_checkpoint_are_loaded(tmp_path, accelerates, config):
     """What is a pickle is named and not read."""
     refused = config == "zero2_bf16"
-    log = run(
-        tmp_path,
-        f"""
+    log = run(tmp_path, f"""
 accelerator = Accelerator(project_dir=folder)
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
@@ -348,10 +316,7 @@ weights = accelerator.get_state_dict(model)
 assert not accelerator.is_main_process or weights["weight"].eq(0.5).all()
 step(model, optimizer)
 accelerator.end_training()
-""",
-        config=config,
-        code=2 * refused,
-    )
+""", config=config, code=2 * refused)  # fmt: skip
     assert "optimizer.bin, random_states_0.pkl" in log or refused
     assert ("loads whole weights only before" in log) is refused and "Traceback" not in log
 
@@ -363,9 +328,7 @@ accelerator.end_training()
 @pytest.mark.parametrize("clipped", ["both", "part", "before"])
 def test_no_gradient_that_is_not_finite_reaches_the_weights(tmp_path, config, clipped):
     """Whatever is clipped: two models one after the other, a part of a model, or gradients that change afterwards."""
-    log = run(
-        tmp_path,
-        f"""
+    log = run(tmp_path, f"""
 accelerator = Accelerator(project_dir=folder)
 g, d = (torch.nn.Sequential(linear(), torch.nn.LayerNorm(16), linear()) for _ in "gd")
 opt_g, opt_d = (torch.optim.AdamW(one.parameters(), 0.1) for one in (g, d))
@@ -387,33 +350,25 @@ try:
 finally:
     finite = [bool(getattr(p, "_local_tensor", p).isfinite().all()) for p in norms[0]]
     accelerator.print("finite weights:", finite)
-""",
-        config=config,
-        code=1,
-    )
+""", config=config, code=1)  # fmt: skip
     assert "finite weights: [True, True]" in log and "gradient norm nan is not finite; nothing was updated" in log
 
 
 def test_gradients_of_an_embedding_may_be_sparse(tmp_path):
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model = torch.nn.Embedding(8, 4, sparse=True)
 model, optimizer = accelerator.prepare(model, torch.optim.SparseAdam(model.parameters(), 0.1))
 accelerator.backward(model(torch.arange(4)).square().mean())
 optimizer.step()
 accelerator.end_training()
-""",
-    )
+""")  # fmt: skip
     assert record(tmp_path / "run")["status"] == "finished"
 
 
 @pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32"])
 def test_a_loss_may_have_one_element_and_a_dimension(tmp_path, config):
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -422,9 +377,7 @@ for number in range(40):
     optimizer.step()
     optimizer.zero_grad()
 accelerator.end_training()
-""",
-        config=config,
-    )
+""", config=config)  # fmt: skip
     curve = record(tmp_path / "run")["seen"]["loss_curve"]
     assert len(curve) > 1 and all(1 < loss < 10 for _, loss in curve)
 
@@ -478,9 +431,7 @@ def test_an_input_that_is_cast_to_the_dtype_of_codes_is_refused(tmp_path):
 
 @pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "single_fp8", "single_fp8_msamp_o2", "zero2_bf16"])
 def test_after_free_memory_the_run_goes_on_and_old_models_are_gone(tmp_path, config):
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 import gc, weakref
 accelerator, old = Accelerator(project_dir=folder), []
 for fold in range(3):
@@ -499,9 +450,7 @@ for fold in range(3):
     accelerator.print("alive:", [one() is not None for one in old])
     assert not any(one() is not None for one in old), gc.get_referrers(old[0]() or old[-1]())
 accelerator.end_training()
-""",
-        config=config,
-    )
+""", config=config)  # fmt: skip
     made = record(tmp_path / "run")
     assert made["status"] == "finished" and len(made["evidence_of_other_models"]) == 2
     assert made["evidence"]["optimizer_owns_all"] and len(made["seen"]["loss_curve"]) > 1

@@ -200,21 +200,8 @@ def test_a_copied_recipe_runs_from_an_empty_folder(tmp_path, with_git):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "accelerate_configs" / "ddp_bf16.yml", project)
     env = {"PYTHONPATH": ""}
-    result = launched(
-        "accelerate",
-        "launch",
-        "--config_file",
-        "ddp_bf16.yml",
-        "--main_process_port",
-        "0",
-        "recipes/vit.py",
-        "--max_steps",
-        "2",
-        "--output_dir",
-        "out",
-        cwd=project,
-        env=env,
-    )
+    result = launched("accelerate", "launch", "--config_file", "ddp_bf16.yml", "--main_process_port", "0",
+                      "recipes/vit.py", "--max_steps", "2", "--output_dir", "out", cwd=project, env=env)  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert record(project / "out")["status"] == "finished"
 

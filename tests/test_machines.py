@@ -197,18 +197,8 @@ def test_a_process_that_falls_silent_is_waited_for_as_long_as_was_said(tmp_path,
 def test_a_killed_worker_comes_back_on_one_machine(tmp_path):
     run, steps = tmp_path / "run", ("--max_steps", "80", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
-    command = [
-        "./launch.sh",
-        "ddp_fp32",
-        "--max_restarts",
-        "1",
-        "--monitor_interval",
-        "1",
-        "vit",
-        "--output_dir",
-        str(run),
-        *steps,
-    ]
+    command = ["./launch.sh", "ddp_fp32", "--max_restarts", "1", "--monitor_interval", "1", "vit",
+               "--output_dir", str(run), *steps]  # fmt: skip
     env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     log = open(tmp_path / "log", "w+")
     launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)

@@ -185,20 +185,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_pat
     run.mkdir()
     if before is None:  # a file where the folder is to be
         (run / "checkpoint-1.tmp").touch()
-    train(
-        "single_fp32",
-        run,
-        "--max_steps",
-        2,
-        "--save_steps",
-        1,
-        "--save_total_limit",
-        9,
-        "--eval_steps",
-        0,
-        before=before,
-        code=1,
-    )
+    train("single_fp32", run, "--max_steps", 2, "--save_steps", 1, "--save_total_limit", 9, "--eval_steps", 0,
+          before=before, code=1)  # fmt: skip
     log = (tmp_path / "run.log").read_text()
     assert f"checkpoint-1 could not be written ({why}" in log.replace("[Errno 28] ", "").replace("[Errno 17] ", "")
     assert "training goes on" in log and (run / "model" / "model.safetensors").exists() and "Traceback" not in log

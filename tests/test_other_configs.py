@@ -290,19 +290,8 @@ def test_processes_that_built_different_weights_start_with_those_of_the_first(tm
         "accelerator.end_training()\n"
     )
     path = written(tmp_path, fsdp())
-    result = launched(
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(path),
-        "--main_process_port",
-        "0",
-        "-m",
-        "faithful",
-        str(tmp_path / "unseeded.py"),
-        env={"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
+    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "-m", "faithful",
+                      str(tmp_path / "unseeded.py"), env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)  # fmt: skip
     assert "equal True" in result.stdout, result.stdout + result.stderr
 
 
@@ -320,19 +309,14 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
     for words, variables in ((("--cpu",), {}), ((), {"ACCELERATE_USE_CPU": "true"})):
         env = variables | {"HF_HOME": str(tmp_path / "home")}
         path = written(tmp_path, DDP)
-        launch = (
-            ("accelerate", "launch", *words)
-            if words
-            else ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
-        )
+        launch = ("accelerate", "launch", *words) if words else (
+            "accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")  # fmt: skip
         _, made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
         assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert read_env(os.environ)["use_cpu"]
-    assert (
-        "--cpu makes Accelerate run one process, not 2"
-        in plan.one_alone(["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]
-    )
+    assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(
+        ["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]  # fmt: skip
 
 
 def test_an_option_says_what_the_file_does_not(tmp_path):
@@ -397,20 +381,9 @@ def test_frozen_modules_that_are_not_sharded(tmp_path):
     seen = []
     for name, words in (("1", ()), (None, ()), ("1", ("trained",))):
         config = fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=name)
-        done = launched(
-            "accelerate",
-            "launch",
-            "--config_file",
-            str(written(tmp_path, config)),
-            "--main_process_port",
-            "0",
-            "-m",
-            "faithful",
-            str(tmp_path / "ignored.py"),
-            *words,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT)},
-        )
+        done = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
+                        "0", "-m", "faithful", str(tmp_path / "ignored.py"), *words, cwd=tmp_path,
+                        env={"PYTHONPATH": str(ROOT)})  # fmt: skip
         seen.append([line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("seen", "whole"))])
     assert [row[1] for row in seen[0][:-1]] == ["True"] * 4 and [row[1] for row in seen[1][:-1]] == ["False"] * 4
     assert [row[0] for row in seen[0][:-1]] == [row[0] for row in seen[1][:-1]] and seen[0][-1] == seen[1][-1]
@@ -436,14 +409,8 @@ def deepspeed_file(tmp_path, **sections):
 
 def test_a_file_of_deepspeeds_is_read(tmp_path):
     zero3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_gather_16bit_weights_on_model_save": "auto"}
-    config = deepspeed_file(
-        tmp_path,
-        bf16={"enabled": True},
-        gradient_clipping=0.5,
-        zero_optimization=zero3,
-        optimizer={"type": "AdamW"},
-        gradient_accumulation_steps=4,
-    )
+    config = deepspeed_file(tmp_path, bf16={"enabled": True}, gradient_clipping=0.5, zero_optimization=zero3,
+                            optimizer={"type": "AdamW"}, gradient_accumulation_steps=4)  # fmt: skip
     problems, notes, wanted = checked(written(tmp_path, config))
     assert problems == [] and len(notes) == 1 and "DummyOptim" in notes[0]
     assert [wanted[key] for key in ("strategy", "precision", "offload", "clip")] == ["zero3", "bf16", True, 0.5]
@@ -451,10 +418,8 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
     [problem] = checked(written(tmp_path, config | {"mixed_precision": "bf16"}))[0]
     assert "mixed_precision beside deepspeed_config_file, which Accelerate refuses" in problem
     lost = config | {"deepspeed_config": {"deepspeed_config_file": "lost.json"}}
-    assert any(
-        "deepspeed_config_file lost.json cannot be read: it is not in" in line
-        for line in checked(written(tmp_path, lost))[0]
-    )
+    assert any("deepspeed_config_file lost.json cannot be read: it is not in" in line
+               for line in checked(written(tmp_path, lost))[0])  # fmt: skip
     strange = deepspeed_file(tmp_path, tensor_parallel={"autotp_size": 2})
     assert "tensor_parallel in deepspeed_config_file: not supported" in checked(written(tmp_path, strange))[0][0]
 
@@ -492,20 +457,9 @@ def seen(tmp_path, config, *words, code=0):
     """[[loss, learning rate]] of the script's steps under `config`, or what it prints if it is refused."""
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = launched(
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(written(tmp_path, config)),
-        "--main_process_port",
-        "0",
-        "-m",
-        "faithful",
-        str(tmp_path / "train.py"),
-        *words,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-    )
+    result = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
+                      "0", "-m", "faithful", str(tmp_path / "train.py"), *words, cwd=tmp_path,
+                      env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == code, result.stdout + result.stderr
     assert "times per optimizer step" not in result.stdout  # DeepSpeed's engine steps its schedulers once
     lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("seen")]
@@ -550,20 +504,8 @@ def test_a_script_that_says_no_accumulation_takes_the_configs(tmp_path):
     (tmp_path / "train.py").write_text(ACCUMULATING)
     path = written(tmp_path, zero(zero_stage=2, gradient_accumulation_steps=2))
     for words in (("accumulate",), ()):
-        done = launched(
-            "accelerate",
-            "launch",
-            "--config_file",
-            str(path),
-            "--main_process_port",
-            "0",
-            "-m",
-            "faithful",
-            str(tmp_path / "train.py"),
-            *words,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT)},
-        )
+        done = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "-m", "faithful",
+                        str(tmp_path / "train.py"), *words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
         if words:
             assert done.returncode == 0, done.stderr
             assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("sync")] == [
@@ -593,18 +535,8 @@ def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_pa
     """recipes/gpt.py clips at 1.0."""
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     path = written(tmp_path, zero(zero_stage=2, gradient_clipping=0.3))
-    result = launched(
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(path),
-        "--main_process_port",
-        "0",
-        "recipes/gpt.py",
-        "--output_dir",
-        str(tmp_path / "run"),
-        *STEPS,
-    )
+    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "recipes/gpt.py",
+                      "--output_dir", str(tmp_path / "run"), *STEPS)  # fmt: skip
     assert result.returncode == 1
     assert "the script clips gradients at 1.0, gradient_clipping in the config at 0.3: say it in one" in result.stderr
 
@@ -612,10 +544,8 @@ def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_pa
 @pytest.mark.slow
 def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
     """mpirun is not there, so a script takes its place: it starts the processes with Open MPI's variables."""
-    path = written(
-        tmp_path,
-        WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mpirun_config": {"mpirun_hostfile": "hosts"}},
-    )
+    path = written(tmp_path, WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True,
+                                       "mpirun_config": {"mpirun_hostfile": "hosts"}})  # fmt: skip
     assert rules.problems_of_machines(files.file_problems(path)[1], {})  # no mpirun
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(
@@ -626,24 +556,10 @@ def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
     mpirun.chmod(0o755)
     here = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     result = subprocess.run(
-        [
-            "accelerate",
-            "launch",
-            "--config_file",
-            str(path),
-            "--main_process_port",
-            str(free_port()),
-            "recipes/gpt.py",
-            "--output_dir",
-            str(tmp_path / "run"),
-            *STEPS,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PATH": here},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        ["accelerate", "launch", "--config_file", str(path), "--main_process_port", str(free_port()), "recipes/gpt.py",
+         "--output_dir", str(tmp_path / "run"), *STEPS],
+        cwd=ROOT, env=os.environ | {"PATH": here}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     made = record(tmp_path / "run")
     assert made["plan"]["strategy"] == "ddp" and made["plan"]["num_processes"] == 2

@@ -73,18 +73,10 @@ def test_the_keys_are_those_of_the_installed_launcher():
 
     known = keys.known()
     assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(keys.OLD)
-    groups = {
-        group.title: {action.dest for action in group._group_actions}
-        for group in launch_command_parser()._action_groups
-    }
-    titles = {
-        "fsdp_config": "FSDP",
-        "deepspeed_config": "DeepSpeed",
-        "fp8_config": "FP8",
-        "mpirun_config": "MPI",
-        "megatron_lm_config": "Megatron-LM",
-        "parallelism_config": "ParallelismConfig",
-    }
+    groups = {group.title: {action.dest for action in group._group_actions}
+              for group in launch_command_parser()._action_groups}  # fmt: skip
+    titles = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "fp8_config": "FP8", "mpirun_config": "MPI",
+              "megatron_lm_config": "Megatron-LM", "parallelism_config": "ParallelismConfig"}  # fmt: skip
     for section, title in titles.items():
         [options] = [options for name, options in groups.items() if name.startswith(title)]
         assert options <= set(known[section]), section
@@ -275,12 +267,8 @@ def test_grammar_refuses_what_begins_as_ours():
     promised = files.grammar("fsdp_bf16_offload")
     assert promised == {"strategy": "fsdp", "precision": "bf16", "backend": None, "level": None,
                         "compile": False, "offload": True, "ckpt": False, "noreshard": False}  # fmt: skip
-    for name, backend, level in (
-        ("fp8", "ao", "tensorwise"),
-        ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
-        ("fp8_te", "te", "delayed"),
-        ("fp8_msamp_o3", "msamp", "o3"),
-    ):
+    for name, backend, level in (("fp8", "ao", "tensorwise"), ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
+                                 ("fp8_te", "te", "delayed"), ("fp8_msamp_o3", "msamp", "o3")):  # fmt: skip
         promised = files.grammar(f"single_{name}_compile")
         assert (promised["backend"], promised["level"], promised["compile"]) == (backend, level, True)
     assert files.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
@@ -375,18 +363,8 @@ def test_recipes_name_no_precision():
 
 def test_no_pickle_is_ever_loaded():
     found = subprocess.run(
-        [
-            "grep",
-            "-rnE",
-            r"torch\.load\(|pickle\.load|trust_remote_code=True",
-            "shared",
-            "faithful",
-            "amp8",
-            "tools",
-            "recipes",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+        ["grep", "-rnE", r"torch\.load\(|pickle\.load|trust_remote_code=True", "shared", "faithful", "amp8", "tools",
+         "recipes"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
     assert found.stdout == ""

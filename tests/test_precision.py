@@ -74,17 +74,13 @@ plan.launch_line = lambda: (None, None)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8", "no"])
 def test_without_a_launcher_the_scripts_precision_is_the_runs(tmp_path, precision):
-    text = run(
-        tmp_path,
-        f"""{NO_LAUNCHER}
+    text = run(tmp_path, f"""{NO_LAUNCHER}
 accelerator = Accelerator(mixed_precision="{precision}", project_dir=folder)
 {STEP}
 Accelerator(mixed_precision=accelerator.state.mixed_precision if "{precision}" != "fp8" else "fp8")
 Accelerator()
 Accelerator(mixed_precision="{"fp16" if precision == "bf16" else "bf16"}")
-""",
-        code=2,
-    )
+""", code=2)  # fmt: skip
     planned = {"no": "fp32", "fp8": "fp8 ao tensorwise"}.get(precision, precision)
     assert text.count(f"asked: mine | single | {planned} | rehearsal on a CPU") == 3, text
     other, asked = ("fp16" if precision == "bf16" else "bf16"), {"no": "fp32"}.get(precision, precision)

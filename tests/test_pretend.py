@@ -207,10 +207,8 @@ def test_fp16_counts_the_steps_that_were_taken(gpu, tmp_path):
     rehearsed = train("single_fp16", tmp_path / "cpu", *SHORT, *shrinking)
     for made, other in zip(metrics(here), metrics(rehearsed), strict=True):
         assert made["step"] == other["step"] and made.get("learning_rate") == other.get("learning_rate")
-    tried, other = (
-        json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["steps"]["tried"]
-        for run in (here, rehearsed)
-    )
+    tried, other = (json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["steps"]["tried"]
+                    for run in (here, rehearsed))  # fmt: skip
     assert tried == other > 2 and metrics(here)[1]["loss"] < 2.303  # ten classes by chance
 
 
@@ -309,22 +307,8 @@ def test_fsdp_with_activations_computed_again(gpu, tmp_path):
 def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
     """The rehearsal computes what the pretended card computes, with a number of rows that is no multiple of 8 (10
     images of 5 tokens) and scales updated at each of two micro-batches."""
-    argv = (
-        "--model",
-        "vit_tiny",
-        "--per_device_train_batch_size",
-        10,
-        "--gradient_accumulation_steps",
-        2,
-        "--max_steps",
-        2,
-        "--warmup_steps",
-        0,
-        "--eval_steps",
-        0,
-        "--save_steps",
-        2,
-    )
+    argv = ("--model", "vit_tiny", "--per_device_train_batch_size", 10, "--gradient_accumulation_steps", 2,
+            "--max_steps", 2, "--warmup_steps", 0, "--eval_steps", 0, "--save_steps", 2)  # fmt: skip
     card = gpu.train("single_fp8_te", tmp_path / "card", *argv, imports=["fake_tex"])
     rehearsal = train("single_fp8_te", tmp_path / "rehearsal", *argv)
     assert record(card)["evidence"]["linear_converted"] == record(rehearsal)["evidence"]["linear_converted"] == 48
@@ -483,11 +467,8 @@ COUNTED = {  # program -> waits for the device
 
 
 def test_waits_are_counted(gpu):
-    programs = [
-        f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
-        "assert 0, len(steps[0]['waits'])"
-        for program in COUNTED
-    ]
+    programs = [f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
+                "assert 0, len(steps[0]['waits'])" for program in COUNTED]  # fmt: skip
     line = [sys.executable, "-c", HEAD % ({f"case {i}": p for i, p in enumerate(programs)}, {}), str(ROOT / "tests")]
     said = subprocess.run(line, capture_output=True, text=True).stdout
     found = [row.split(" | ")[1] for row in said.splitlines() if row.startswith("case ")]

@@ -61,24 +61,13 @@ vit.main(vit.options.parse(vit.Arguments))
 
 
 def test_a_launcher_is_known_by_its_program_or_module():
-    for line in (
-        "accelerate launch train.py",
-        "/opt/venv/bin/python /opt/venv/bin/accelerate launch train.py",
-        "python -m accelerate.commands.launch --config_file a.yml train.py",
-        "python -u -m torch.distributed.run x.py",
-        "/usr/bin/torchrun --nproc_per_node 2 train.py",
-        "accelerate-launch train.py",
-        "python /home/me/recipes/tools/accelerate_launch.py --config_file a.yml train.py",
-    ):
+    for line in ("accelerate launch train.py", "/opt/venv/bin/python /opt/venv/bin/accelerate launch train.py",
+                 "python -m accelerate.commands.launch --config_file a.yml train.py", "python -u -m torch.distributed.run x.py",
+                 "/usr/bin/torchrun --nproc_per_node 2 train.py", "accelerate-launch train.py",
+                 "python /home/me/recipes/tools/accelerate_launch.py --config_file a.yml train.py"):  # fmt: skip
         assert launches(line.split()), line
-    for line in (
-        "vim accelerate_configs/ddp_bf16.yml",
-        "bash -c accelerate",
-        "/home/accelerate/venv/bin/python -m pytest",
-        "python train.py --out runs/accelerate",
-        "",
-        "python -m faithful train.py",
-    ):
+    for line in ("vim accelerate_configs/ddp_bf16.yml", "bash -c accelerate", "/home/accelerate/venv/bin/python -m pytest",
+                 "python train.py --out runs/accelerate", "", "python -m faithful train.py"):  # fmt: skip
         assert not launches(line.split()), line
 
 
@@ -349,21 +338,8 @@ def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
 def test_a_stopped_launch_says_what_was_saved_and_how_to_go_on(tmp_path, config, send, number, code):
     """The launcher waits for the checkpoint, and ends with the workers' exit code and their line."""
     out = tmp_path / "run"
-    command = [
-        "./launch.sh",
-        config,
-        "vit",
-        "--output_dir",
-        str(out),
-        "--max_steps",
-        "100000",
-        "--save_steps",
-        "0",
-        "--eval_steps",
-        "0",
-        "--dataloader_num_workers",
-        "1",
-    ]
+    command = ["./launch.sh", config, "vit", "--output_dir", str(out), "--max_steps", "100000", "--save_steps", "0",
+               "--eval_steps", "0", "--dataloader_num_workers", "1"]  # fmt: skip
     log = open(tmp_path / "log", "w+")
     env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -416,18 +392,8 @@ def test_ctrl_c_before_the_first_step_and_a_second_one(tmp_path):
 
 @pytest.mark.slow
 def test_eight_kills_leave_nothing_behind(tmp_path):
-    done = launched(
-        sys.executable,
-        "benchmarks/kills.py",
-        "ddp_bf16",
-        "--kills",
-        "8",
-        "--seed",
-        "5",
-        "--output",
-        str(tmp_path / "kills.json"),
-        timeout=590,
-    )
+    done = launched(sys.executable, "benchmarks/kills.py", "ddp_bf16", "--kills", "8", "--seed", "5",
+                    "--output", str(tmp_path / "kills.json"), timeout=590)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [row] = json.loads((tmp_path / "kills.json").read_text())["rows"]
     assert row["kills"] == sum(row["killed"].values()) == 8 and len(row["phase"]) > 1, row

@@ -83,12 +83,8 @@ def test_what_writes_to_a_given_tensor(product, replaced):
 
 def test_fp32_and_float64_take_torchs_own_kernels(replaced):
     x = torch.randn(64, 64)
-    assert torch.equal(
-        x @ x,
-        products.torch.library.get_kernel("aten::mm", "CPU").call_boxed(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x, x
-        ),
-    )
+    assert torch.equal(x @ x, products.torch.library.get_kernel("aten::mm", "CPU").call_boxed(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x, x))  # fmt: skip
     assert (x.double() @ x.double()).dtype == torch.float64
 
 

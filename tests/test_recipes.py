@@ -228,17 +228,8 @@ def test_tied_weights_are_stored_once_and_the_run_s_model_is_transformers_own(ra
         assert record(run)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-5)
         assert record(run)["final"]["metrics"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         assert (run / "sample.txt").read_text().startswith("The ")
-        again = train(
-            "single_fp32",
-            tmp_path / f"{kind}-again",
-            *argv,
-            "--model",
-            run,
-            "--pretrained",
-            "--learning_rate",
-            1e-9,
-            name="gpt",
-        )
+        again = train("single_fp32", tmp_path / f"{kind}-again", *argv, "--model", run, "--pretrained",
+                      "--learning_rate", 1e-9, name="gpt")  # fmt: skip
         assert record(again)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-4)
 
 
@@ -296,18 +287,8 @@ def test_the_loss_of_a_language_model_is_taken_of_rows(ragged, tmp_path):
 
         gpt.F.cross_entropy = of_rows
 
-    train(
-        "single_fp32",
-        tmp_path / "run",
-        "--dataset",
-        ragged,
-        "--sequence_length",
-        32,
-        "--max_steps",
-        1,
-        name="gpt",
-        before=before,
-    )
+    train("single_fp32", tmp_path / "run", "--dataset", ragged, "--sequence_length", 32, "--max_steps", 1, name="gpt",
+          before=before)  # fmt: skip
 
 
 def test_activation_checkpointing_changes_memory_and_nothing_else(ragged, tmp_path):
@@ -435,18 +416,12 @@ def test_texts_with_classes_of_a_table_of_the_hub_and_of_pairs(tmp_path):
     row = train_set.__getitems__([0])
     assert train_set.tokenizer.decode(row["input_ids"][row["attention_mask"].bool()]) == f"{text.END}a{text.END}d"
     rows.to_parquet(tmp_path / "glue" / "validation-00000-of-00001.parquet")
-    for name, reason in (
-        (tmp_path / "glue", "3 labels are out of range"),
-        (tmp_path, "reach|data file|label"),
-        (ROOT / "results/fp8_digits.json", 'a text and one named "label" are needed'),
-    ):
+    for name, reason in ((tmp_path / "glue", "3 labels are out of range"), (tmp_path, "reach|data file|label"),
+                         (ROOT / "results/fp8_digits.json", 'a text and one named "label" are needed')):  # fmt: skip
         with pytest.raises(Refused, match=reason):
             text.labelled(str(name), 16)
-    for rows, reason in (
-        (b"a,caf\xe9\nb,x\n", "can't decode byte 0xe9"),
-        (b"a,x\n" * 9, "has 1 class"),
-        (b"a,x\nb,y\n,z\n" * 9, "labels are out of range, the first is None at index"),
-    ):
+    for rows, reason in ((b"a,caf\xe9\nb,x\n", "can't decode byte 0xe9"), (b"a,x\n" * 9, "has 1 class"),
+                         (b"a,x\nb,y\n,z\n" * 9, "labels are out of range, the first is None at index")):  # fmt: skip
         (tmp_path / "one.csv").write_bytes(b"label,text\n" + rows)
         with pytest.raises(Refused, match=f"one.csv.*{reason}"):
             text.labelled(str(tmp_path / "one.csv"), 16)

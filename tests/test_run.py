@@ -82,13 +82,8 @@ def test_a_gradient_overflow_under_fp16_skips_the_step_everywhere(tmp_path):
 
 
 def test_options_of_the_gradient_scaler_reach_it(tmp_path):
-    run = train(
-        "ddp_fp16",
-        tmp_path / "run",
-        *QUICK,
-        "--grad_scaler",
-        "init_scale=1024,growth_factor=4,backoff_factor=0.25,growth_interval=3",
-    )
+    run = train("ddp_fp16", tmp_path / "run", *QUICK, "--grad_scaler",
+                "init_scale=1024,growth_factor=4,backoff_factor=0.25,growth_interval=3")  # fmt: skip
     state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())["scaler"]
     assert state["scale"] == 1024 * 4 * 4 and state["growth_interval"] == 3 and state["backoff_factor"] == 0.25
 
@@ -240,11 +235,8 @@ def test_dropout_differs_between_ranks_and_weights_do_not(tmp_path):
 
 
 def test_dropout_reaches_every_model_and_a_resumed_run_draws_the_same(tmp_path):
-    for build, x in (
-        (models.vit, torch.randn(4, 1, 8, 8)),
-        (models.resnet, torch.randn(4, 1, 8, 8)),
-        *((functools.partial(models.gpt, name, 32), torch.arange(16)[None]) for name in ("gpt_nano", "llama_nano")),
-    ):
+    for build, x in ((models.vit, torch.randn(4, 1, 8, 8)), (models.resnet, torch.randn(4, 1, 8, 8)),
+                     *((functools.partial(models.gpt, name, 32), torch.arange(16)[None]) for name in ("gpt_nano", "llama_nano"))):  # fmt: skip
         shape = (16,) if x.dim() == 2 else (f"{build.__name__}_nano", 8, 1, 10)
         for rate in (0.0, 0.5):
             model = build(*shape, dropout=rate).train()

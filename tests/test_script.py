@@ -49,20 +49,9 @@ def written(folder, *changes):
 
 def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
     script, out = written(tmp_path), tmp_path / "run"
-    result = launched(
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        CONFIGS / "ddp_bf16.yml",
-        "--main_process_port",
-        str(free_port()),
-        script,
-        "--output_dir",
-        out,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-    )
+    result = launched(sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / "ddp_bf16.yml",
+                      "--main_process_port", str(free_port()), script, "--output_dir", out,
+                      cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     made = record(out)
     assert (made["recipe"], made["status"], made["schema_version"]) == ("mine", "finished", 2)

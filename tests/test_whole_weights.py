@@ -104,17 +104,13 @@ step(model, optimizer, tokens)
 
 
 def test_the_main_process_alone_saves_weights_that_all_have_gathered(tmp_path):
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 model, optimizer, tokens = trained(llama())
 weights = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
     accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved", state_dict=weights)
 accelerator.save_model(model, f"{folder}/weights")
-""",
-        "fsdp_bf16",
-    )
+""", "fsdp_bf16")  # fmt: skip
     saved, weights = (load_file(tmp_path / "fsdp_bf16" / name / "model.safetensors") for name in ("saved", "weights"))
     assert len(weights) > 10 and all(torch.equal(saved[name], weights[name]) for name in weights)
 
@@ -122,9 +118,7 @@ accelerator.save_model(model, f"{folder}/weights")
 def test_diffusers_writes_the_models_own_class(tmp_path):
     """FSDP2 gives a sharded module a class with another name."""
     pytest.importorskip("diffusers", reason="not installed: diffusers")
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 from diffusers import AutoencoderKL
 
 model = AutoencoderKL(down_block_types=["DownEncoderBlock2D"], up_block_types=["UpDecoderBlock2D"], latent_channels=2,
@@ -133,9 +127,7 @@ model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters
 accelerator.backward(model(torch.randn(2, 3, 8, 8)).sample.square().mean())
 optimizer.step()
 model.save_pretrained(f"{folder}/saved")
-""",
-        "fsdp_bf16",
-    )
+""", "fsdp_bf16")  # fmt: skip
     made = tmp_path / "fsdp_bf16" / "saved"
     assert json.loads((made / "config.json").read_text())["_class_name"] == "AutoencoderKL"
     assert {weight.dtype for weight in load_file(made / "diffusion_pytorch_model.safetensors").values()} == {
@@ -164,9 +156,7 @@ def test_a_weight_in_three_places_is_sharded_once(tmp_path):
 
 def test_ddps_no_sync_is_there_under_fsdp2_too(tmp_path):
     """Scripts call it on the prepared model. It gives what two micro-batches give, each with its own reduction."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 model = torch.nn.Linear(16, 16, bias=False)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
 before = model.weight.full_tensor().clone()
@@ -178,9 +168,7 @@ with model.no_sync():
 accelerator.backward(model(each * x).sum())
 optimizer.step()
 assert torch.allclose(before - model.weight.full_tensor(), torch.full((16, 16), 3.0))
-""",
-        "fsdp_fp32",
-    )
+""", "fsdp_fp32")  # fmt: skip
 
 
 def test_a_block_list_that_cannot_be_set_is_none_to_fsdp2():
@@ -202,16 +190,11 @@ def test_a_block_list_that_cannot_be_set_is_none_to_fsdp2():
 
 @pytest.mark.parametrize("config", ["single_fp8_msamp_o2", "fsdp_fp8_msamp_o2"])
 def test_one_optimizer_of_two_models_is_refused_under_a_level(tmp_path, config):
-    log = run(
-        tmp_path,
-        """
+    log = run(tmp_path, """
 models = [torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)]
 optimizer = torch.optim.AdamW([parameter for model in models for parameter in model.parameters()])
 accelerator.prepare(*models, optimizer)
-""",
-        config,
-        code=2,
-    )
+""", config, code=2)  # fmt: skip
     assert log.count("refused: one optimizer updates two models") == 1 and "Traceback" not in log
 
 
@@ -219,18 +202,14 @@ accelerator.prepare(*models, optimizer)
 def test_peft_computes_its_prompts_from_whole_weights(tmp_path, config):
     """p-tuning's `save_pretrained` runs its encoder, with `state_dict` too, which only the main process has."""
     pytest.importorskip("peft", reason="not installed: peft")
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 from peft import PromptEncoderConfig, get_peft_model
 
 options = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
 model, *_ = trained(get_peft_model(llama(), options))
 weights = accelerator.get_state_dict(model)
 accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved", state_dict=weights)
-""",
-        config,
-    )
+""", config)  # fmt: skip
     [saved] = load_file(tmp_path / config / "saved" / "adapter_model.safetensors").values()
     assert saved.shape == (4, 32) and saved.isfinite().all() and saved.abs().sum() > 0
 

@@ -17,16 +17,8 @@ inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, un
 inner.pre_tokenizer = pre_tokenizers.Whitespace()
 folder = f"{sys.argv[-1]}/bert{os.environ.get('RANK', 0)}"
 PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", model_max_length=16).save_pretrained(folder)
-BertModel(
-    BertConfig(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-).save_pretrained(folder)
+BertModel(BertConfig(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                     max_position_embeddings=32)).save_pretrained(folder)  # fmt: skip
 bert = Transformer(folder)
 model = SentenceTransformer(modules=[bert, Pooling(bert.get_embedding_dimension())], device="cpu")
 nouns = [f"a {one} sees the {other}" for one in words[2:] for other in words[2:]]
