@@ -231,7 +231,8 @@ def main():
         if left < 5:
             break
         print(f"[{at}/{len(names)}] {name}", flush=True)
-        rows[name] = measured(name, args.rehearse, min(known[name][0], left), __file__)
+        limit = known[name][0] * (4 if args.rehearse else 1)  # a CPU takes longer
+        rows[name] = measured(name, args.rehearse, min(limit, left), __file__)
         print(f"  {rows[name].get('error', 'done')}", flush=True)
         args.output.write_text(page(about, rows, names[at:]))
     print(f"wrote {args.output}: this is the page to send")

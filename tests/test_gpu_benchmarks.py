@@ -52,7 +52,7 @@ esac
 """
 CUSTOMIZE = """
 import sys
-if any(part.endswith(("gpu.py", "gpu_report.py", "vit.py", "gpt.py")) for part in sys.orig_argv):
+if any(part.endswith(("gpu.py", "gpu_report.py", "gpu_first.py", "vit.py", "gpt.py")) for part in sys.orig_argv):
     sys.path.append({tests!r})
     import pretend
     pretend.wear(count=1)
@@ -163,6 +163,17 @@ def test_the_report_on_a_pretended_gpu(everywhere, tmp_path):
     assert rows["single_bf16"] == rows["single_fp8_msamp_o3"] == "ran on 1", text
     assert rows["hsdp_bf16"].startswith("refused: ") and rows["single_fp8_te_mxfp8"].startswith("refused: ")
     assert "- `single_bf16`: single | bf16 compute" in text and "1 x NVIDIA H100 (pretended)" in text
+
+
+@pytest.mark.slow
+def test_the_first_minutes_on_a_pretended_gpu(everywhere, tmp_path):
+    page, only = tmp_path / "page.md", ("machine", "step", "resume", "kernels")
+    line = ("./launch.sh", "gpu-first", "--rehearse", "--output", str(page), "--only", *only)
+    done = launched(*line, env=everywhere, timeout=1500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    text = page.read_text()
+    assert "error" not in text and text.count("single | ") == 4 and "1 x NVIDIA H100 (pretended)" in text, text
+    assert "- --deterministic: equal bit for bit" in text and "## kernels" in text
 
 
 @pytest.mark.slow
