@@ -81,6 +81,26 @@ class Refused(RuntimeError):
     """What a GPU would not do, or not do right."""
 
 
+class Current:
+    """The index of the device that `cuda` without an index means: 0 until torch.cuda.set_device is called."""
+
+    index = 0
+
+    def set(self, device):
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        self.index = self.index if device.index is None else device.index
+
+    def check(self, device=None):
+        """Raises Refused unless `device`, or a collective's device, is the one of this process. torch's C++ makes 0 of
+        no index here, because its guard does nothing: 0 counts as no index."""
+        index = (device.index if device is not None else None) or self.index
+        if index != CUDA.index:
+            raise Refused(f"the process of cuda:{CUDA.index} uses cuda:{index}: was torch.cuda.set_device called?")
+
+
+current = Current()
+
+
 # ---------------------------------------------------------------------------------------------------------- the tensor
 
 
@@ -203,6 +223,8 @@ def dispatch(func, kinds, args, kwargs):
     if not mine and not collective and (device is None or device.type != "cuda"):
         return on_the_host(func, name, args, kwargs)
     here = bool(mine) if device is None else device.type == "cuda"  # where the result is
+    if device is not None and device.type == "cuda":
+        current.check(device)
     refuse(func, name, args, kwargs, leaves)
     if collective and lost_process and len(steps) > 2:
         raise dist.DistBackendError(lost_process)
@@ -327,6 +349,7 @@ def refuse(func, name, args, kwargs, leaves):
             f"tensors must be CUDA and dense, not on the CPU: {described(host)}",
         )
         need(all(tensor.is_contiguous() for tensor in mine), f"tensors must be contiguous: {described(mine)}")
+        current.check()  # NCCL makes a communicator on the current device
         # torch/csrc/distributed/c10d/NCCLUtils.hpp, ncclDataType
         odd = [tensor for tensor in mine if tensor.dtype not in NCCL_DTYPES]
         need(not odd, f"data type not supported by NCCL: {described(odd)}")
@@ -492,7 +515,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
     if isinstance(DRIVER, str):
         raise SystemExit(DRIVER)
     importlib.import_module("torch._dynamo")  # makes a table of torch's functions, of those of CUDA too
-    nothing, queue, here = lambda *_, **__: None, Stream(), lambda *_, **__: CUDA.index
+    nothing, queue, here = lambda *_, **__: None, Stream(), lambda *_, **__: current.index
     torch._C._ensureCUDADeviceGuardSet()  # while there is no device yet, so that torch takes a guard that does nothing
     torch.ones(1, requires_grad=True).sum().backward()  # nor autograd a thread for each
     DRIVER.set_devices(100)  # autograd asks for some that are not there
@@ -516,7 +539,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
     for module, names in {
         torch.cuda: {
             "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": nothing, "device_count": lambda: count,
-            "current_device": here, "set_device": nothing, "synchronize": lambda *_: queue.synchronize(), "empty_cache": nothing,
+            "current_device": here, "set_device": current.set, "synchronize": lambda *_: queue.synchronize(), "empty_cache": nothing,
             "get_device_capability": lambda *_: capability, "get_device_name": lambda *_: name,
             "get_device_properties": lambda *_: properties, "is_bf16_supported": lambda *_, **__: True,
             "manual_seed": nothing, "manual_seed_all": nothing, "utilization": asked_for_utilization,

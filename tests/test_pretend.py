@@ -393,6 +393,7 @@ BAD = {  # program -> a part of what the device says
     "torch.zeros(()).add_(torch.ones((), **here))": "on the CPU are float32 []",
     "torch.ones(4, **here)[torch.tensor([0, 1])] = torch.ones(2)": "on the CPU are float32 [2]",
     "torch.nn.Linear(4, 4)(torch.ones(2, 4, **here))": "on the CPU are",
+    "torch.ones(2, device='cuda:1')": "the process of cuda:0 uses cuda:1",
     "torch.ones(2, **here).numpy()": "can't convert cuda:0 device type tensor to numpy",
     "adam('cpu')": "a fused optimizer reads device memory",
     "sgd(torch.ones(4))": "a fused optimizer reads device memory",
