@@ -1,7 +1,11 @@
 """What `.grad` of a converted weight is: a tensor that reads and changes the values of the FP8 gradient."""
 
+from typing import NamedTuple
+
 import torch
 from torch.utils._pytree import tree_map
+
+from . import scaling
 
 aten = torch.ops.aten
 
@@ -45,3 +49,27 @@ class FP8Gradient(torch.Tensor):
 
         result = function(*tree_map(value_of, args), **tree_map(value_of, kwargs or {}))
         return first if schema.is_mutable and isinstance(first, cls) else result
+
+
+class Lent(NamedTuple):
+    """What a gradient was when somebody got a view of it in fp32: its magnitude, a bound that is the same on all ranks,
+    and its scale. While the magnitude is the same the other two are still right, so that a view which nobody has
+    written to changes nothing in the step."""
+
+    amax: torch.Tensor
+    bound: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, value, bound, scale):
+        return cls(scaling.amax(value), bound, scale)
+
+    def bound_of(self, value):
+        amax = scaling.amax(value)
+        return torch.where(amax == self.amax, self.bound, amax)
+
+    def rounded(self, value):
+        """(e4m3 codes, scale)"""
+        amax = scaling.amax(value)
+        scale = torch.where(amax == self.amax, self.scale, scaling.gradient_scale(amax))
+        return scaling.quantize(value, scale, scaling.E4M3), scale

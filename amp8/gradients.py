@@ -14,21 +14,17 @@ from . import scaling
 from .coded import CodedWeight, CodesRead
 from .comm import linear_of
 from .compiled import compiled_on_cuda
-from .dotgrad import FP8Gradient
+from .dotgrad import FP8Gradient, Lent
 from .phase import AVERAGED, Phase
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
-OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are small, and leaves room for clipping
 BATCH = 16  # tensors in one compiled call on a GPU
 
 
 @compiled_on_cuda
 def quantize_gradient(gradient):
-    """Rounds an fp32 gradient with in-time scaling: (e4m3 codes, scale). The scale is NaN if the gradient is not
-    finite, because the saturated codes would hide that."""
-    amax = scaling.amax(gradient)
-    scale = torch.where(torch.isfinite(amax), scaling.power_of_two_scale(amax, scaling.E4M3), torch.nan)
-    scale = torch.where(amax == 0, OF_ZEROS, scale)
+    """Rounds an fp32 gradient with in-time scaling: (e4m3 codes, scale)."""
+    scale = scaling.gradient_scale(scaling.amax(gradient))
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
 
@@ -49,9 +45,10 @@ class WeightGradient:
     fp32: fp32 [the weight's shape].
     piece, unrounded: the part of the flattened weight whose mean this rank computes, and its own gradient of that
     part in fp32, while it is READY. It is not sent, so it is not rounded.
+    lent: a Lent, if somebody has a view of `fp32`.
     sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. accumulated: the
-    mean of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks; None
-    if somebody may have changed the mean. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
+    mean of earlier backward passes of this step, fp32, a bound on its magnitude that is the same on all ranks, and a
+    Lent, if somebody has a view. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
     """
 
     def __init__(self, linear, owner, state):
@@ -62,9 +59,10 @@ class WeightGradient:
         self.misused = None  # our own hook on the weight
         self.clear()
 
-    def become(self, phase, codes=None, scale=None, fp32=None, unrounded=None):
+    def become(self, phase, codes=None, scale=None, fp32=None, unrounded=None, lent=None):
         """Changes the phase, with the tensors that belong to it. `accumulated` stays."""
         self.phase, self.codes, self.scale, self.fp32, self.unrounded = phase, codes, scale, fp32, unrounded
+        self.lent = lent
 
     def clear(self):
         self.accumulated = None
@@ -104,7 +102,7 @@ class WeightGradient:
 
     def store(self, value):
         """Rounds this rank's fp32 gradient: it is ready to be sent or used."""
-        codes, scale = quantize_gradient(value)
+        codes, scale = quantize_gradient(value) if self.lent is None else self.lent.rounded(value)
         unrounded = None if self.piece is None else value.reshape(-1)[self.piece].clone()
         self.become(Phase.READY, codes, scale, unrounded=unrounded)
 
@@ -156,7 +154,7 @@ class WeightGradient:
         if self.phase is Phase.SUM:  # no last micro-batch was announced
             self.store(self.fp32)
         elif self.phase is Phase.CHANGED:
-            self.become(Phase.MEAN, *quantize_gradient(self.fp32))
+            self.become(Phase.MEAN, *(quantize_gradient if self.lent is None else self.lent.rounded)(self.fp32))
         elif self.phase is Phase.RUNNING:
             self.round()
 
@@ -186,8 +184,9 @@ class WeightGradient:
         if comm is not None and comm.stream is not None:
             torch.cuda.current_stream().wait_stream(comm.stream)
         value = self.value()
-        if shared:
-            self.become({Phase.READY: Phase.SUM, Phase.MEAN: Phase.CHANGED}.get(self.phase, self.phase), fp32=value)
+        if shared and self.codes is not None:
+            phase = {Phase.READY: Phase.SUM, Phase.MEAN: Phase.CHANGED}.get(self.phase, self.phase)
+            self.become(phase, fp32=value, lent=Lent.of(value, None, self.scale))
         return value
 
     def replace(self, value):
@@ -250,7 +249,7 @@ class WeightGradient:
             if value is not None:
                 self.become(Phase.SUM, fp32=value)
         else:
-            self.accumulated = None if value is None else (value, None)
+            self.accumulated = None if value is None else (value, scaling.amax(value), None)
             if self.phase not in (Phase.SUM, Phase.READY):  # those are of a backward pass that is not in `.grad` yet
                 self.become(Phase.NONE if value is None else Phase.RUNNING)
         self.set_grad()
@@ -260,9 +259,13 @@ class WeightGradient:
             raise CodesRead(f"{self.linear.name}.weight.grad was cleared after it was read: read it again")
         if self.state.comm.stream is not None:
             torch.cuda.current_stream().wait_stream(self.state.comm.stream)
-        mean = self.value() if self.accumulated is None else self.accumulated[0]
-        if shared:
-            self.accumulated = mean, None  # its bound may change
+        if self.accumulated is None:
+            mean, bound, scale, lent = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, self.scale, None
+        else:
+            mean, bound, lent = self.accumulated
+            scale = scaling.gradient_scale(bound)
+        if shared and lent is None:
+            self.accumulated = mean, bound, Lent.of(mean, bound, scale)
             if self.phase is Phase.MEAN:
                 self.become(Phase.RUNNING)
         return mean
@@ -277,7 +280,7 @@ class WeightGradient:
         if self.sharding is None:
             return
         if self.phase is Phase.MEAN:
-            self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale
+            self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, None
         if self.averaged:
             self.become(Phase.NONE)
 
@@ -285,8 +288,9 @@ class WeightGradient:
         """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
         bound = scaling.dtype_max(scaling.E4M3) / scale
         if self.accumulated is not None:
-            mean, bound = mean + self.accumulated[0], bound + self.bound()
-        self.accumulated = mean, bound
+            before, bound_before, lent = self.accumulated
+            mean, bound = mean + before, bound + (bound_before if lent is None else lent.bound_of(before))
+        self.accumulated = mean, bound, None
         self.become(Phase.RUNNING)
         if self.state.accumulate == "fp8" or not self.state.more_to_come():
             self.round()
@@ -295,18 +299,15 @@ class WeightGradient:
         """No rank had a gradient to send."""
         self.become(Phase.NONE if self.accumulated is None else Phase.RUNNING)
 
-    def bound(self):
-        """The bound on the magnitude of `accumulated`: of this rank's rows alone if somebody may have changed them."""
-        mean, bound = self.accumulated
-        return scaling.amax(mean) if bound is None else bound
-
     def round(self):
         """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale, unless
-        somebody may have changed the mean."""
-        (mean, _), bound = self.accumulated, self.bound()
-        scale = torch.where(torch.isfinite(bound), scaling.power_of_two_scale(bound, scaling.E4M3), torch.nan)
-        self.accumulated = None
-        self.become(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
+        somebody has changed the mean."""
+        (mean, bound, lent), self.accumulated = self.accumulated, None
+        if lent is None:
+            scale = scaling.gradient_scale(bound)
+            self.become(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
+        else:
+            self.become(Phase.MEAN, *lent.rounded(mean))
 
 
 @torch.no_grad()

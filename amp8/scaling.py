@@ -23,6 +23,7 @@ E4M3 = torch.float8_e4m3fn  # 448 is its largest value; no infinity, one NaN
 E5M2 = torch.float8_e5m2  # 57344; infinity and NaN as in IEEE 754
 PIECE = 1 << 18  # elements: their fp32 copies stay in a core's cache
 FEW = 1 << 13  # elements: fewer are read faster by torch's own cast
+OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are small, and leaves room for clipping
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -67,6 +68,13 @@ def power_of_two_scale(amax, dtype, margin=0, previous=None):
     exponent = max_exponent - margin + 126 - ((amax.float().view(torch.int32) + carry) >> 23)
     scale = ((exponent.clamp(-126, 126) + 127) << 23).view(torch.float32)  # exp2() need not be exact either
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
+
+
+def gradient_scale(amax):
+    """The scale of a gradient of magnitude `amax`. It is NaN if the gradient is not finite, because the saturated codes
+    would hide that."""
+    scale = torch.where(torch.isfinite(amax), power_of_two_scale(amax, E4M3), torch.nan)
+    return torch.where(amax == 0, OF_ZEROS, scale)
 
 
 def quantize(x, scale, dtype):

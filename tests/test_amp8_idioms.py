@@ -535,3 +535,38 @@ def changed_on_each_rank_by_another_factor(rank, world):
 def test_ranks_that_change_their_rows_unlike_keep_one_scale():
     first, second = run_ranks(2, changed_on_each_rank_by_another_factor)
     assert torch.equal(first, second)
+
+
+def trained_with_a_look(rank, world):
+    """[weights without a look, weights with] per strategy, after 3 clipped steps of 2 micro-batches."""
+
+    def weights(make, look):
+        model, optimizer = make()
+        for _ in range(3):
+            for micro in range(2):
+                rank_loss(model, 2 * rank + micro).backward()
+                look(model)
+            amp8.clip_grad_norm_(model.parameters(), 0.3)
+            look(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = model.state_dict()
+        return [getattr(value, "to_local", lambda value=value: value)() + 0 for value in state.values()]
+
+    def under_ddp():
+        model, optimizer = start()
+        return amp8.attach(DistributedDataParallel(model)), optimizer
+
+    def a_look(model):
+        for p in model.parameters():
+            p.grad.detach().view(-1).norm() if not hasattr(p, "placements") else p.grad.to_local().norm()
+
+    makes = [under_ddp, lambda: sharded("O2")] if world > 1 else [start, lambda: sharded("O2")]
+    return [[weights(make, look) for look in (lambda model: None, a_look)] for make in makes]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_view_of_a_gradient_that_nobody_writes_to_changes_nothing(world):
+    for rank in run_ranks(world, trained_with_a_look, timeout=120):
+        for without, with_looks in rank:
+            assert all(map(torch.equal, without, with_looks))

@@ -124,7 +124,7 @@ def test_a_process_that_saves_too_late_saves_nothing(tmp_path):
     run = train("ddp_fp32", tmp_path / "run", script=script, before=impatient)
     log = (tmp_path / "run.log").read_text()
     assert all(f"rank {rank} {run / 'checkpoint-4'}" in log for rank in (0, 1))
-    assert "note: the main process alone calls save_state: the random states of the others are in no" in log
+    assert "note: the main process alone calls save_state: the others' random states are in no checkpoint" in log
     assert [path.name for path in (run / "checkpoint-4").glob("rank*")] == ["rank0.safetensors"]
 
 

@@ -133,7 +133,8 @@ class Strategy:
 
     def gradients(self, parameters, optimizer):
         """The gradient tensors that this process holds before the first update. The backend counts amp8's layers."""
-        plain = [parameter for parameter in parameters.values() if not hasattr(local(parameter), "amp8_linear")]
+        shards = {name: getattr(parameter, "_local_tensor", parameter) for name, parameter in parameters.items()}
+        plain = [parameters[name] for name, shard in shards.items() if not hasattr(shard, "amp8_linear")]
         return [local(parameter.grad) for parameter in plain if parameter.grad is not None]
 
     def gradient_elements(self, parameters, optimizer):
