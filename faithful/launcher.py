@@ -14,6 +14,7 @@ import ctypes
 import datetime
 import fcntl
 import functools
+import ipaddress
 import itertools
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from faithful.config import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
-COMES = 10  # seconds that the main process waits for processes of which nothing is known, see `all_ranks_called`
+COMES = 10  # seconds that the main process waits for others of which nothing is known, see `all_ranks_called`
 GRACE = 25  # seconds that a process may live on without its launcher
 LONGEST = 3600  # seconds that processes wait for one that writes or verifies its part of a checkpoint
 # Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
@@ -209,7 +210,8 @@ def rendezvous(timeout):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     end = time.monotonic() + timeout.total_seconds()
     within = f"within {timeout.total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher does
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not by_launcher
     if serves and port_in_use(port):
         raise Alone(f"port {port} of this machine is in use, by another run perhaps: choose another one")
     while not serves and not answers(address, port):
@@ -218,16 +220,41 @@ def rendezvous(timeout):
                 f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
             )
         time.sleep(0.1)
-    rendezvous.store = dist.TCPStore(  # keep rank 0's store until init_process_group has joined it
-        address, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
-    )
-    rendezvous.store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
-    rendezvous.store.add("came", 1)
-    while rendezvous.store.add("came", 0) < world:
+    options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    rendezvous.store = store = dist.TCPStore(address, port, is_master=serves, **options)  # init_process_group joins it
+    store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
+    store.add("came", 1)
+    while store.add("came", 0) < world:
         if time.monotonic() > end:
-            missing = [str(other) for other in range(world) if not rendezvous.store.check([f"came/{other}"])]
+            missing = [str(other) for other in range(world) if not store.check([f"came/{other}"])]
             raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
         time.sleep(0.05)
+    if by_launcher:
+        rendezvous.store = store_of_our_own(store, rank, address, port, options)
+
+
+def store_of_our_own(launchers, rank, address, port, options):
+    """A store that rank 0 serves. The launcher's ends with the launcher, and after that a checkpoint is still saved.
+    launchers: its store, at address:port. Rank 0 may be on another machine than the launcher's store."""
+    import torch.distributed as dist
+
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, **options)
+        with socket.create_connection((address, port)) as connection:  # others reach rank 0 as it reaches them
+            launchers.set("ours", f"{connection.getsockname()[0]} {store.port}")
+    else:
+        host, _, port = launchers.get("ours").decode().partition(" ")
+        host = address if ipaddress.ip_address(host).is_loopback else host
+        store = dist.TCPStore(host, int(port), is_master=False, **options)
+    store.set(f"came/{rank}", launchers.get(f"came/{rank}"))
+    return store
+
+
+def store():
+    """The store in which the processes tell each other where they are."""
+    import torch.distributed as dist
+
+    return getattr(rendezvous, "store", None) or dist.distributed_c10d._get_default_store()
 
 
 def keep_timeout():
@@ -257,7 +284,7 @@ def tell(where):
 
     if several() and dist.get_rank():
         with contextlib.suppress(dist.DistError):  # the main process has ended
-            dist.distributed_c10d._get_default_store().set(f"at/{dist.get_rank()}", str(where))
+            store().set(f"at/{dist.get_rank()}", str(where))
 
 
 def passes(*_):
@@ -290,23 +317,23 @@ def all_ranks_called(what, needed=False):
 
     if not several():
         return True
-    store, call = dist.distributed_c10d._get_default_store(), f"all_ranks_called/{what}/{next(calls(what))}"
+    call = f"all_ranks_called/{what}/{next(calls(what))}"
     if dist.get_rank():
         tell(call)
     else:
         here["judged"].add(call)
-        store.set(f"{call}/verdict", "all" if others_come(store, call, what, needed) else "alone")
-    return store.get(f"{call}/verdict") == b"all"
+        store().set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
+    return store().get(f"{call}/verdict") == b"all"
 
 
-def others_come(store, call, what, needed):
+def others_come(call, what, needed):
     import torch.distributed as dist
 
     began, said, kind = time.monotonic(), False, what.split("/")[0]
     longest = timeout_seconds() if needed else 1 if kind in here["impatient"] else COMES
     while True:
         keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
-        at = {rank: store.get(key).decode() if store.check([key]) else "forward:0" for rank, key in keys.items()}
+        at = {rank: store().get(key).decode() if store().check([key]) else "forward:0" for rank, key in keys.items()}
         if all(where == call for where in at.values()):
             return True
         if any(elsewhere(where, call) for where in at.values()):
@@ -338,14 +365,14 @@ def wait_for_all(what):
 
     if not several():
         return
-    store, call = dist.distributed_c10d._get_default_store(), f"here/{what}/{next(calls(f'here/{what}'))}"
-    store.set(f"{call}/{dist.get_rank()}", "")
+    call = f"here/{what}/{next(calls(f'here/{what}'))}"
+    store().set(f"{call}/{dist.get_rank()}", "")
     keys, end = [f"{call}/{rank}" for rank in range(dist.get_world_size())], time.monotonic() + LONGEST
-    while not store.check(keys):
+    while not store().check(keys):
         if time.monotonic() > end:
             raise Alone(f"rank {dist.get_rank()}: the other processes did not come in {LONGEST} s to {what}")
-        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if any(map(gone, late)) and not store.check(keys):
+        late = [rank for rank, key in enumerate(keys) if not store().check([key])]
+        if any(map(gone, late)) and not store().check(keys):
             raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
         time.sleep(0.02)
 
@@ -358,10 +385,9 @@ def where_pids_count():
 
 def gone(rank):
     """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
-    store = getattr(rendezvous, "store", None)
-    if store is None or not store.check([f"came/{rank}"]):
+    if not store().check([f"came/{rank}"]):
         return False
-    pid, _, where = store.get(f"came/{rank}").decode().partition(" ")
+    pid, _, where = store().get(f"came/{rank}").decode().partition(" ")
     if where != where_pids_count():
         return False
     with contextlib.suppress(psutil.NoSuchProcess):
