@@ -10,7 +10,7 @@ from torch import nn
 
 from faithful import __main__ as door
 from shared.args import Refused
-from tools import estimate, tracing
+from tools import estimate, fake, tracing
 
 VIT = ROOT / "recipes" / "vit.py"
 
@@ -48,10 +48,10 @@ def test_gradients_that_fsdp_accumulates_are_whole(vit, seen):
 def test_memory_knows_what_lives():
     """The trace knows which tensors are alive in y = (x w).relu().sum(): relu's result is saved for its backward, x for
     the gradient of w."""
-    memory = tracing.Memory()
+    memory = fake.Memory()
     w, x = nn.Parameter(torch.randn(64, 32)), torch.randn(8, 64)
     w.register_post_accumulate_grad_hook(memory.is_gradient)
-    with memory.watch():
+    with fake.Watch(memory):
         y = (x @ w).relu()
         held = memory.live
         y.sum().backward()
@@ -64,12 +64,12 @@ def test_memory_knows_what_lives():
 
 
 def test_tied_weights_stay_tied():
-    with tracing.without_storage():
+    with fake.without_storage():
         model = nn.ModuleList([nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)])
         model[1].weight = model[0].weight
         optimizer = torch.optim.AdamW(model.parameters())
     assert model[0].weight.is_meta and model[1].weight is model[0].weight
-    tracing.make_fake(model, optimizer)
+    fake.make_fake(model, optimizer)
     [owned] = optimizer.param_groups[0]["params"]
     assert owned is model[0].weight is model[1].weight and owned.device.type == "cpu" and owned.shape == (10, 4)
 

@@ -237,7 +237,8 @@ def estimator(folder):
         recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
         free = records.FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
         options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
-        by = [(ROOT / "tools" / name).read_text() for name in ("estimate.py", "tracing.py")], record["code_sha256"]
+        code = [(ROOT / "tools" / name).read_text() for name in ("estimate.py", "tracing.py", "fake.py")]
+        by = code, record["code_sha256"]
         key = sha256(repr((text, options, record["plan"]["num_processes"], by)).encode()).hexdigest()
         if key not in known and text and recipe.is_file():
             known[key] = estimate_of(record, text, recipe, options)
