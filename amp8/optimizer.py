@@ -23,7 +23,7 @@ from . import scaling
 from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
 from .gradients import BATCH
-from .rounding import random_noise, store
+from .rounding import above, random_noise, store
 from .tensors import amaxes_of, flat, without_waiting
 
 # Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
@@ -352,11 +352,6 @@ def largest_move(beta1, beta2):
     if ratio >= 1:
         return 100.0  # no bound exists; the weights would saturate, which takes more than 100 lr in one step
     return 3 * (1 - beta1) / math.sqrt(max(1 - beta2, 1e-12) * (1 - ratio))
-
-
-def above(bound, dtype):
-    """A bound that also holds for the values after rounding to `dtype`, up as well as to nearest."""
-    return bound * (1 + torch.finfo(dtype).eps)
 
 
 def start_of(parameter):

@@ -87,3 +87,8 @@ def round_stochastically(x, dtype, noise):
     fp32_bit = torch.finfo(torch.float32).eps / info.eps  # fp32's last bit over the grid's
     x.addcmul_(noise, unit, value=info.eps * 2.0**-32 * (1 - 2 * fp32_bit))
     return scaling.to_grid(x, unit, dtype)
+
+
+def above(bound, dtype):
+    """A bound that also holds for the values after rounding to `dtype`, up as well as to nearest."""
+    return bound * (1 + torch.finfo(dtype).eps)

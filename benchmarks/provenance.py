@@ -46,3 +46,10 @@ def save(file, figures, packages=(), run=None):
     file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text(json.dumps(origin | figures, indent=1) + "\n")
     print(f"wrote {file}")
+
+
+def came_from(figures):
+    """The command, the machine and the main versions; the file has all versions."""
+    versions = [f"{name} {version}" for name, version in figures["versions"].items() if version and name != "cuda"]
+    shown = ", ".join(versions[:4])
+    return f"`{figures['command']}` ({figures['device']}; {shown}; {figures['date']})"

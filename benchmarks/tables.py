@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
+from benchmarks import amp8_tables  # noqa: E402
+from benchmarks.provenance import came_from  # noqa: E402
 from tools import drawings, page, paired, report  # noqa: E402
 
 COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
@@ -24,13 +26,6 @@ PICTURE = "differences.svg"  # beside a comparison
 
 def read(name):
     return json.loads((ROOT / name).read_text())
-
-
-def came_from(figures):
-    """The command, the machine and the main versions; the file has all versions."""
-    versions = [f"{name} {version}" for name, version in figures["versions"].items() if version and name != "cuda"]
-    shown = ", ".join(versions[:4])
-    return f"`{figures['command']}` ({figures['device']}; {shown}; {figures['date']})"
 
 
 def comparison(file, figures):
@@ -125,97 +120,6 @@ def fp8_digits(figures):
     ]  # fmt: skip
     heads = ["config", "loss, mean", "max - min", "accuracy", "Linear in FP8", "B/param"]
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
-def amp8_memory(figures):
-    rows = [[row["level"], f"{row['peak'] / 1e9:.2f}", f"{row['ratio']:.2f}x", f"{row['bytes_per_parameter']:.1f}"]
-            for row in figures["rows"]]  # fmt: skip
-    heads = ["level", "peak, GB", "of bf16 AMP with fp32 masters", "B/param"]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
-def amp8_parity(figures):
-    vit, gpt = (figures["tasks"][task]["levels"] for task in ("digits_vit", "byte_gpt"))
-    rows = [
-        [level, f"{vit[level]['mean']:.4f}", f"{row['mean']:.4f}", f"{row['difference_percent']:+.2f}%"]
-        for level, row in gpt.items()
-    ]
-    spread = (f"bf16's own seeds are spread by {vit['bf16']['spread_percent']:.0f}% on the ViT and "
-              f"{gpt['bf16']['spread_percent']:.2f}% on the GPT.")  # fmt: skip
-    heads = ["level", "digits ViT", "byte-level GPT", "GPT against bf16"]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\n{spread}"
-
-
-def amp8_comm(figures):
-    names = {"amp8": "amp8", "msamp": "MS-AMP's FP8 sum, 1/sqrt(N)", "floor": "rounding once", "bf16": "bf16 sum"}
-    errors, wire = figures["simulated_8"], figures["wire_4"]
-    rows = [[name, *(f"{errors[key][at]:.1%}" for at in ("0.0", "0.9", "1.0"))] for key, name in names.items()]
-    rest = (f"On 4 gloo processes {figures['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
-            f"{wire['of_bf16_hook']:.2f}x of a bf16 hook, {wire['of_fp32_ddp']:.2f}x of fp32 DDP.")  # fmt: skip
-    return f"{came_from(figures)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
-
-
-def amp8_drift(figures):
-    marks = list(figures["rows"][0]["moved"][0])
-    rows = [[f"{row['betas'][0]}, {row['betas'][1]}", row["way"],
-             *(f"{statistics.mean(one[mark] for one in row['moved']):,.1f}" for mark in marks)]
-            for row in figures["rows"]]  # fmt: skip
-    heads = ["betas", "way", *(f"step {int(mark):,}" for mark in marks)]
-    text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-    if figures["words"]:
-        rows = [[row["way"], f"{statistics.mean(row['losses']):.4f}", f"{max(row['losses']) - min(row['losses']):.4f}",
-                 f"{statistics.mean(row['rare_words_moved']):.1f}"] for row in figures["words"]]  # fmt: skip
-        heads = ["way", "held-out loss, mean", "max - min", "rare words moved", "loss over fp32's, paired"]
-        fp32 = figures["words"][0]["losses"]
-        for row, way in zip(rows, figures["words"], strict=True):
-            shares = [100 * (loss / own - 1) for loss, own in zip(way["losses"], fp32, strict=True)]
-            mean, low, high = paired.interval(shares)
-            row.append("" if way["way"] == "fp32" else f"{mean:+.2f}% ({low:+.2f} to {high:+.2f})")
-        text += (f"\n\nA word-level language model after {figures['word_steps']} steps at betas (0.9, 0.95), "
-                 f"{len(figures['words'][0]['losses'])} seeds:\n\n{report.table(heads, rows)}")  # fmt: skip
-    times = figures["seconds_per_step_of_2_million"]
-    return text + "\n\nAn optimizer step of 2 million parameters on this CPU: " + ", ".join(
-        f"{way} {1000 * seconds:.0f} ms" for way, seconds in times.items()) + "."  # fmt: skip
-
-
-def amp8_finetune(figures):
-    rows = [[f"{row['lr']:g}", row["way"], f"{statistics.mean(row['gains']):.4f}",
-             f"{statistics.mean(row['shares_of_fp32']):.1%}", f"{min(row['shares_of_fp32']):.1%}"]
-            for row in figures["rows"]]  # fmt: skip
-    heads = ["learning rate", "way", "gain in held-out loss", "of fp32's, mean", "smallest of the seeds"]
-    seeds = len(figures["rows"][0]["gains"])
-    return f"{came_from(figures)}; {figures['steps']} steps, {seeds} seeds:\n\n{report.table(heads, rows)}"
-
-
-def amp8_accumulation(figures):
-    def worst(data, n, way):
-        runs = next(row["runs"] for row in figures["rows"]
-                    if (row["data"], row["micro_batches"], row["way"]) == (data, n, way))  # fmt: skip
-        return f"{max(run['error'] for run in runs):.1%}"
-
-    kinds = list(dict.fromkeys(row["data"] for row in figures["rows"]))
-    ways = list(dict.fromkeys(row["way"] for row in figures["rows"]))
-    counts = list(dict.fromkeys(row["micro_batches"] for row in figures["rows"]))
-    rows = [[data, way, *(worst(data, n, way) for n in counts)] for data in kinds for way in ways]
-    heads = ["data", "sums", *(f"{n} backward passes" for n in counts)]
-    seeds = len(figures["rows"][0]["runs"])
-    return f"{came_from(figures)}; the largest error of {seeds} seeds:\n\n{report.table(heads, rows)}"
-
-
-def amp8_fsdp(figures):
-    errors = [
-        [name, *(f"{row[at]:.1%}" for at in ("0.0", "0.5", "0.9", "1.0"))] for name, row in figures["error"].items()
-    ]
-    rows = [
-        [ranks, f"FSDP2 {way}" if way in ("fp32", "bf16") else f"amp8 {way}", f"{row['bytes']:.2f}",
-         f"{row['wire'] / 1e6:.2f}", f"{row['wire_of_fp32']:.2f}x",
-         f"{row['converted_of_fp32']:.2f}x" if row["converted"] else ""]
-        for ranks, ways in figures["ways"].items() for way, row in ways.items()
-    ]  # fmt: skip
-    heads = ["ranks", "way", "B per Linear parameter", "sent per step, MB", "of fp32", "converted layers"]
-    text = "Relative error of the mean gradient, by correlation between ranks:"
-    return (f"{came_from(figures)}, per rank:\n\n{report.table(heads, rows)}\n\n{text}\n\n"
-            + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
 
 
 def fsdp_levels(figures):
@@ -326,16 +230,6 @@ def diagnose(figures):
     return text + report.table(["recipe", "config", "found first"], rows)
 
 
-def amp8_optimizers(figures):
-    rows = [
-        [name, f"{row['bytes_per_parameter']['total']:.1f}", f"{row['seconds']['median_step'] * 1e3:.0f}",
-         f"{row['validation_loss']:.4f}"]
-        for name, row in figures["rows"].items()
-    ]  # fmt: skip
-    heads = ["optimizer", "B/param", "median step, ms", "validation loss"]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
 def demo(figures):
     rows = [[f"`{row['command']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['seconds']:.1f}"]
             for row in figures["rows"]]  # fmt: skip
@@ -444,14 +338,14 @@ TABLES = {
     "results/onnx_latency.json": onnx_latency,
     "results/emulation.json": emulation,
     "results/fp8_digits.json": fp8_digits,
-    "results/amp8_memory.json": amp8_memory,
-    "results/amp8_parity.json": amp8_parity,
-    "results/amp8_comm.json": amp8_comm,
-    "results/amp8_optimizers.json": amp8_optimizers,
-    "results/amp8_fsdp.json": amp8_fsdp,
-    "results/amp8_drift.json": amp8_drift,
-    "results/amp8_finetune.json": amp8_finetune,
-    "results/amp8_accumulation.json": amp8_accumulation,
+    "results/amp8_memory.json": amp8_tables.memory,
+    "results/amp8_parity.json": amp8_tables.parity,
+    "results/amp8_comm.json": amp8_tables.comm,
+    "results/amp8_optimizers.json": amp8_tables.optimizers,
+    "results/amp8_fsdp.json": amp8_tables.fsdp,
+    "results/amp8_drift.json": amp8_tables.drift,
+    "results/amp8_finetune.json": amp8_tables.finetune,
+    "results/amp8_accumulation.json": amp8_tables.accumulation,
     "results/fsdp_levels.json": fsdp_levels,
     "results/clients.json": clients,
     "results/other_configs.json": other_configs,

@@ -168,12 +168,9 @@ def claim(folder):
 def take_part_in_mpi():
     """Sets the variables that torchrun sets, if mpirun started this process, as MULTI_CPU files with mpirun_config do.
     Accelerate reads those of the MPI programs itself."""
-    found = {
-        name: next((os.environ[theirs] for theirs in names if theirs in os.environ), None)
-        for name, names in MPI.items()
-    }
-    if "LOCAL_RANK" not in os.environ and None not in found.values() and found["WORLD_SIZE"] != "1":
-        os.environ |= found
+    theirs = {name: next((os.environ[n] for n in names if n in os.environ), None) for name, names in MPI.items()}
+    if "LOCAL_RANK" not in os.environ and None not in theirs.values() and theirs["WORLD_SIZE"] != "1":
+        os.environ |= theirs
 
 
 def take_part():
