@@ -45,6 +45,7 @@ def take_its_place():
     from faithful.accelerator import Accelerator
 
     plan.resolve()  # before the script asks torch or transformers for the device
+    Accelerator.async_save = False  # the script may read what it has just saved
     original = accelerate.accelerator.Accelerator
     for name, module in list(sys.modules.items()):
         if getattr(module, "Accelerator", None) is original and not name.startswith("faithful"):

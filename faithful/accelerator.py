@@ -48,11 +48,12 @@ from faithful.tensors import nudge
 
 class Accelerator(accelerate.Accelerator):
     current = None  # the newest one; faithful/process.py closes its record at exit
+    async_save = True  # see saving.py
 
     # ---- the launch ----
 
     def __init__(self, *args, **kwargs):
-        process.guard(Accelerator)  # before anything that can be refused, or waits for other processes
+        process.guard(Accelerator)  # before anything that is refused, or waits for other processes
         patches.users.add(id(self))
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         script, self.made_by = arguments.given(args, kwargs), os.getpid()
@@ -78,6 +79,7 @@ class Accelerator(accelerate.Accelerator):
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
         self.resumed = self.stopping = self.closed = False
+        self.saving = None  # the checkpoint.Save that may still be going on
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
@@ -89,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __getstate__(self):
         """What is pickled and copied: not the Accelerators that this process made earlier."""
-        return self.__dict__ | {"before": None}
+        return self.__dict__ | {"before": None, "saving": None}
 
     def project_folder(self, merged):
         """Returns (project folder, folder of the record)."""
@@ -156,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
     @property
     def evidence(self):
         """The evidence of the prepared models that have a prepared optimizer."""
-        return [one.evidence for one in self.models if one.evidence]
+        return [model.evidence for model in self.models if model.evidence]
 
     def prepared_parameters(self):
         """The ids of all prepared parameters."""
@@ -297,6 +299,7 @@ class Accelerator(accelerate.Accelerator):
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
+            saving.look(self)
             process.finish_steps_first(self)
 
     def samples_per_step(self):
@@ -334,8 +337,8 @@ class Accelerator(accelerate.Accelerator):
     # ---- saving ----
 
     def save_state(self, output_dir=None, safe_serialization=True, **kwargs):
-        """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. If it cannot be written,
-        training goes on, and the process exits with an error at the end."""
+        """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. With `async_save` it is
+        written while training goes on. If that fails, training goes on too, and the process exits with an error."""
         return saving.save_state(self, output_dir)
 
     def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
@@ -352,8 +355,7 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        accelerates = functools.partial(super().get_state_dict, model, unwrap)  # unwrap=False keeps DDP's `module.`
-        return whole_weights.state_dict(self, model, accelerates)
+        return whole_weights.state_dict(self, model, functools.partial(super().get_state_dict, model, unwrap))
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization=True):
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
@@ -390,7 +392,6 @@ class Accelerator(accelerate.Accelerator):
         patches.release(id(self))
 
     def how_to_go_on(self):
-        """A sentence for the user: what was saved, and how to resume it."""
         return ending.how_to_go_on(self)
 
     def close(self, error, code):

@@ -25,15 +25,15 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 
-from faithful import launcher
+from faithful import launcher, tensor_files
 from faithful.errors import NotSaved, Refused
 from faithful.tensors import local
 
@@ -73,67 +73,92 @@ def entry(path):
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def write(accelerator, folder, parts, state, keep=None, write_more=lambda temporary: None):
-    """Writes the checkpoint `folder`. Returns the error as text, or None. Every rank calls it.
+class Save:
+    """A checkpoint that is being written to `folder`. Every rank makes one, or if state["alone"] the main process.
 
-    parts: {name: tensor} of this rank. state: JSON values, of rank 0; if state["alone"], only the main process calls.
-    keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
-    keeps all. write_more: writes a script's own files into the folder. After an error on any rank (a full disk, say)
-    the earlier checkpoints are still there.
+    state: JSON values, of rank 0. keep: number of complete checkpoints to keep, with the new one, which is written
+    before older ones are deleted; None keeps all. After an error on any rank (a full disk, say) the earlier checkpoints
+    are still there.
     """
-    main, folder, alone = accelerator.is_main_process, folder.resolve(), state["alone"]
-    existed = folder.exists()
-    if not alone:  # a script may give each process a temporary folder of its own: the main process's is used
-        folder, existed = broadcast_object_list([folder, existed])
-    temporary = folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
-    error, written = None, {}
-    if main:
-        settle(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    def __init__(self, accelerator, folder, state, keep=None):
+        self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, state["alone"]
+        self.state, self.keep, self.error, self.thread = state, keep, None, None
+        folder = folder.resolve()
+        existed = folder.exists()
+        if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
+            folder, existed = broadcast_object_list([folder, existed])
+        self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
+        if self.main:
+            settle(folder)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            try:
+                self.temporary.mkdir(parents=True)
+            except OSError as problem:
+                self.error = str(problem)
+        self.together("make the checkpoint's folder")
+
+    def together(self, what, value=None):
+        """Waits for the other ranks, and returns what each says."""
+        return [value] if self.alone else launcher.wait_for_all(what, value)
+
+    def write(self, parts):
+        """Writes {name: tensor} of this rank, and completes the checkpoint when all ranks have. Sets `error` to the
+        first error of any rank, as text, or None. No collective is called: this may run in a thread."""
+        written, path = {}, self.temporary / f"rank{self.rank}.safetensors"
         try:
-            temporary.mkdir(parents=True)
+            written = {path.name: tensor_files.write(parts, path)}
         except OSError as problem:
-            error = str(problem)
-    if not alone:
-        accelerator.wait_for_everyone()
-    try:
-        path = temporary / f"rank{accelerator.process_index}.safetensors"
-        save_file(parts, path)
-        sync(path)
-        written = {path.name: entry(path)}
-        write_more(temporary)
-    except (OSError, SafetensorError) as problem:
-        error = error or str(problem)
-    if not alone:
-        launcher.wait_for_all("write their part of the checkpoint")
-    outcomes = [(error, written)] if alone else gather_object([(error, written)])
-    error = next((problem for problem, _ in outcomes if problem), None)
-    if main and not error:
-        try:
-            write_json(temporary / STATE, state)
-            files = {name: value for _, each in outcomes for name, value in each.items()}
-            for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
-                name = str(path.relative_to(temporary))
-                files[name] = files.get(name) or entry(path)
-            write_json(temporary / MANIFEST, files)
-            sync(temporary)
-            if existed:
-                settle(folder)
-            else:
-                os.rename(temporary, folder)
-                sync(folder.parent)
-        except OSError as problem:
-            error = str(problem)
-    if not alone:
-        launcher.wait_for_all("complete the checkpoint")
-    [error] = [error] if alone else broadcast_object_list([error])
-    if main and error:
-        shutil.rmtree(temporary, ignore_errors=True)
-    elif main and keep:
-        older = [path for path in list_checkpoints(folder.parent) if path != folder]
-        for old in older[keep - 1 :]:
-            shutil.rmtree(old, ignore_errors=True)
-    return error
+            self.error = self.error or str(problem)
+        outcomes = self.together("write their part of the checkpoint", [self.error, written])
+        self.error = next((error for error, _ in outcomes if error), None)
+        if self.main and not self.error:
+            try:
+                self.complete({name: of_file for _, files in outcomes for name, of_file in files.items()})
+            except OSError as problem:
+                self.error = str(problem)
+        [self.error, *_] = self.together("complete the checkpoint", self.error)
+        if self.main and self.error:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        elif self.main and self.keep:
+            older = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
+            for old in older[self.keep - 1 :]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def complete(self, files):
+        """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files."""
+        write_json(self.temporary / STATE, self.state)
+        for path in sorted(path for path in self.temporary.rglob("*") if path.is_file()):
+            name = str(path.relative_to(self.temporary))
+            files[name] = files.get(name) or entry(path)
+        write_json(self.temporary / MANIFEST, files)
+        sync(self.temporary)
+        if self.folder.exists():  # the script may have made it in the meantime
+            os.rename(self.temporary, self.folder / STAGED)
+            settle(self.folder)
+        else:
+            os.rename(self.temporary, self.folder)
+            sync(self.folder.parent)
+
+    def behind(self, parts):
+        """Writes in a thread, while training goes on. parts: tensors that training does not change."""
+
+        def run():
+            try:
+                with launcher.writing():
+                    self.write(parts)
+            except Exception as problem:  # another process has ended: this one ends of it in its next collective
+                self.error = str(problem)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def finished(self):
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self, seconds=None):
+        if self.thread is not None:
+            self.thread.join(seconds)
 
 
 def settle(folder):
@@ -233,26 +258,9 @@ def read_state(folder):
     return state
 
 
-class Part:
-    """A mapping {name: tensor} of one rank's file: the names that begin with `prefix`, without it. Reads lazily."""
-
-    def __init__(self, folder, rank, prefix):
-        self.file = safe_open(folder / f"rank{rank}.safetensors", "pt")
-        self.names = {name.removeprefix(prefix): name for name in self.file.keys() if name.startswith(prefix)}
-
-    def keys(self):
-        return self.names.keys()
-
-    def __getitem__(self, name):
-        return self.file.get_tensor(self.names[name])
-
-
-def read_tensors(folder, rank):
-    path = folder / f"rank{rank}.safetensors"
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise Refused(f"{path} cannot be read as safetensors ({error}): take another checkpoint") from None
+def tensors_of(folder, rank, prefix=""):
+    """The tensors in one rank's file whose names begin with `prefix`."""
+    return tensor_files.TensorFile(folder / f"rank{rank}.safetensors", prefix)
 
 
 def write_weights(weights, folder, max_shard_size, safe_serialization):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
 
-from faithful import checkpoint, launcher, process
+from faithful import checkpoint, launcher, process, saving
 from faithful.errors import Stopped
 from faithful.record import errors_left, leave_error, now
 
@@ -13,6 +13,7 @@ from faithful.record import errors_left, leave_error, now
 def stop(accelerator):
     """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
     steps = accelerator.steps
+    saving.wait(accelerator)
     folder = Path(accelerator.project_dir, f"checkpoint-{steps.taken}")
     written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoint.MANIFEST).exists()
     [written] = broadcast_object_list([written])
@@ -39,6 +40,7 @@ def how_to_go_on(accelerator):
 def finish(accelerator):
     """Closes the record when the script calls `end_training`, while the processes can still communicate."""
     record, steps = accelerator.record, accelerator.steps
+    saving.wait(accelerator)
     if not accelerator.closed and record.opened and record.status == "running":
         accelerator.closed, record.status = True, "finished"
         if record.failed_saves:
@@ -61,6 +63,7 @@ def close(accelerator, error, code):
     """Writes the final record, however the process ends, also of the Accelerators that the script made before."""
     if accelerator.made_by != os.getpid():  # of the process that has forked this one
         return code
+    saving.wait(accelerator, None if error is None else launcher.GRACE)
     launcher.tell("ended")
     record, stopped = accelerator.record, accelerator.record.status == "preempted"
     lost = error is not None and error.startswith((process.ENDED, process.SILENT))

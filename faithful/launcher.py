@@ -16,6 +16,7 @@ import fcntl
 import functools
 import ipaddress
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -181,8 +182,8 @@ def take_part():
 
     if not (dist.is_available() and dist.is_initialized()) or "LOCAL_RANK" in os.environ:
         return
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    if world != "1":  # a single process trains without DDP, in Accelerate too
+    if (world := str(dist.get_world_size())) != "1":  # a single process trains without DDP, in Accelerate too
+        rank = str(dist.get_rank())
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     if not torch.accelerator.is_available():
         os.environ.pop("ACCELERATE_USE_CPU", None)
@@ -249,9 +250,9 @@ def store_of_our_own(launchers, rank, address, port, options):
 
 def store():
     """The store in which the processes tell each other where they are."""
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
 
-    return getattr(rendezvous, "store", None) or dist.distributed_c10d._get_default_store()
+    return getattr(rendezvous, "store", None) or _get_default_store()
 
 
 def keep_timeout():
@@ -320,6 +321,8 @@ def all_ranks_called(what, needed=False):
     else:
         here["judged"].add(call)
         store().set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
+    while not store().check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
+        time.sleep(0.005)
     return store().get(f"{call}/verdict") == b"all"
 
 
@@ -354,16 +357,16 @@ def elsewhere(where, call):
     return where == "ended" or where not in (call, *here["judged"])
 
 
-def wait_for_all(what):
-    """Waits until every process is here. A collective would end the run after COLLECTIVE_TIMEOUT, and NCCL with an
-    abort: this waits LONGEST seconds, for work that takes one process much longer than others, and raises Alone then.
-    Raises ConnectionError if a process of this machine ends before it comes."""
+def wait_for_all(what, value=None):
+    """Waits until every process is here, in any thread. Returns the `value` of each, JSON. A collective would end the
+    run after COLLECTIVE_TIMEOUT, and NCCL with an abort: this waits LONGEST seconds, for work that takes one process
+    much longer than others, and raises Alone then, or ConnectionError if a process of this machine ends before."""
     import torch.distributed as dist
 
     if not several():
-        return
+        return [value]
     call = f"here/{what}/{next(calls(f'here/{what}'))}"
-    store().set(f"{call}/{dist.get_rank()}", "")
+    store().set(f"{call}/{dist.get_rank()}", json.dumps(value))
     keys, end = [f"{call}/{rank}" for rank in range(dist.get_world_size())], time.monotonic() + LONGEST
     while not store().check(keys):
         if time.monotonic() > end:
@@ -372,6 +375,7 @@ def wait_for_all(what):
         if any(map(gone, late)) and not store().check(keys):
             raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
         time.sleep(0.02)
+    return [json.loads(store().get(key)) for key in keys]
 
 
 def where_pids_count():

@@ -140,7 +140,7 @@ def load_state_dict(epochs, parts, states):
             own.set_state(parts[f"loader/{i}/now"])
         if state["running"]:
             names = [name for name in ("torch", "own") if f"loader/{i}/{name}" in parts]
-            epoch.again = {name: parts[f"loader/{i}/{name}"] for name in names}
+            epoch.again = {name: parts[f"loader/{i}/{name}"].clone() for name in names}
         if (loader := epoch.stateful()) is not None and f"loader/{i}/stateful" in parts:
             text = bytes(parts[f"loader/{i}/stateful"].tolist()).decode()
             loader.load_state_dict(unpack(json.loads(text), parts))

@@ -3,10 +3,13 @@
 checkpoint.py has the files of a checkpoint, state.py its content.
 """
 
+import os
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate.utils.modeling import has_offloaded_params
+from safetensors import SafetensorError
 
 from faithful import checkpoint, foreign, launcher, state
 from faithful.errors import Refused
@@ -26,24 +29,63 @@ def save_state(accelerator, output_dir):
         return str(folder)
     hooks = accelerator._save_model_state_pre_hook.values()
     weights = [accelerator.get_state_dict(model) for model in accelerator._models] if hooks else []
-
-    def write_more(temporary):
+    wait(accelerator)
+    parts, values = state.state_dict(accelerator, alone=not together)
+    if not together:
+        accelerator.note("the main process alone calls save_state: the others' random states are in no checkpoint")
+    save = checkpoint.Save(accelerator, folder, values, project.total_limit)
+    try:
         for hook in hooks:
-            hook(accelerator._models, weights, str(temporary))
-
-    with launcher.writing():
-        parts, values = state.state_dict(accelerator, alone=not together)
-        if not together:
-            accelerator.note("the main process alone calls save_state: the others' random states are in no checkpoint")
-        error = checkpoint.write(accelerator, folder, parts, values, project.total_limit, write_more)
-    if error:
-        accelerator.record.failed_saves += 1
-        accelerator.print(f"warning: {folder} could not be written ({error}); training goes on", flush=True)
-    elif together:
-        accelerator.newest = steps.taken, folder.resolve()
+            hook(accelerator._models, weights, str(save.temporary))
+    except (OSError, SafetensorError) as problem:
+        save.error = save.error or str(problem)
+    save.step = steps.taken if together else None
+    accelerator.saving = save
+    if asynchronous(accelerator) and room_for_a_copy(parts):
+        save.behind(state.host_copy(parts))
+    else:
+        with launcher.writing():
+            save.write(parts)
+        wait(accelerator)
     project.iteration += 1
     steps.pause()
     return str(folder)
+
+
+def asynchronous(accelerator):
+    """Whether to write while training goes on: FAITHFUL_ASYNC_SAVE (1 or 0), or as the class says. The last checkpoint
+    of a run that was told to stop is written at once."""
+    asked = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(accelerator.async_save)))
+    if asked not in ("0", "1"):
+        raise Refused(f"FAITHFUL_ASYNC_SAVE={asked}: set 1 to save while training goes on, or 0 to wait")
+    return asked == "1" and not accelerator.stopping
+
+
+def room_for_a_copy(parts):
+    """Whether the host has room for a second copy of these tensors, in each process of this machine, twice."""
+    size = sum(tensor.nbytes for tensor in parts.values())
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return psutil.virtual_memory().available > 2 * size * processes
+
+
+def wait(accelerator, seconds=None):
+    """Waits until the checkpoint that is being written is complete, and tells the user if it could not be."""
+    if accelerator.saving is not None:
+        accelerator.saving.wait(seconds)
+        look(accelerator)
+
+
+def look(accelerator):
+    """Takes note of how writing a checkpoint ended, if it has ended."""
+    save = accelerator.saving
+    if save is None or not save.finished():
+        return
+    accelerator.saving = None
+    if save.error:
+        accelerator.record.failed_saves += 1
+        accelerator.print(f"warning: {save.folder} could not be written ({save.error}); training goes on", flush=True)
+    elif save.step is not None:
+        accelerator.newest = save.step, save.folder
 
 
 def checkpoint_folder(accelerator, output_dir):
@@ -67,6 +109,7 @@ def load_state(accelerator, input_dir):
             "folder of the run to go on with"
         )
     accelerator.record.claim()
+    wait(accelerator)
     folder = checkpoint.find(accelerator, input_dir, accelerator.checkpoints_folder())
     accelerator.resumed = True
     if folder is None:

@@ -21,7 +21,7 @@ PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_op
 
 
 def state_dict(accelerator, alone=False):
-    """({name: tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main process."""
+    """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main one."""
     plan, main = accelerator.plan, accelerator.is_main_process
     strategy, backend = accelerator.strategy, accelerator.backend
     parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
@@ -54,6 +54,11 @@ def state_dict(accelerator, alone=False):
         "cuts": strategy.tp_dims(models[0][0]) if models else {},
     }
     return parts | (tensors if main else {}), state
+
+
+def host_copy(parts):
+    """The tensors on the host, in memory of their own."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
 
 
 def models_of(accelerator):
@@ -96,8 +101,8 @@ def load_state_dict(accelerator, folder):
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-    mine = checkpoint.read_tensors(folder, 0 if state["alone"] else min(rank, saved_by - 1))
-    first = mine if rank == 0 else checkpoint.read_tensors(folder, 0)
+    writer = 0 if state["alone"] else min(rank, saved_by - 1)
+    mine, first = checkpoint.tensors_of(folder, writer), checkpoint.tensors_of(folder, 0)
     models = models_of(accelerator)
     if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
         models = [(one.model, one.optimizers) for one in accelerator.evidence]
@@ -115,11 +120,10 @@ def load_state_dict(accelerator, folder):
     )
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
-    parts = mine if holds_own_parts(accelerator) else first
     for index, (model, optimizers) in enumerate(models):
-        own = {n.removeprefix(f"{index}:"): tensor for n, tensor in parts.items() if n.startswith(f"{index}:")}
+        own = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else 0, f"{index}:")
         if saved_by != plan.num_processes:
-            own = [checkpoint.Part(folder, one, f"{index}:") for one in range(saved_by)]
+            own = [checkpoint.tensors_of(folder, other, f"{index}:") for other in range(saved_by)]
         for optimizer in optimizers or [None]:
             backend.restore(strategy, model, optimizer, own)
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]

@@ -56,9 +56,9 @@ def unpack(value, tensors):
     if kind is None:
         return {key: unpack(one, tensors) for key, one in value.items()}
     if kind == "tensor":
-        return tensors[value["at"]]
+        return tensors[value["at"]].clone()
     if kind == "array":
-        return tensors[value["at"]].numpy()
+        return tensors[value["at"]].clone().numpy()
     if kind == "number":
         return tensors[value["at"]].numpy()[()]
     if kind == "deque":

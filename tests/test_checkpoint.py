@@ -273,18 +273,17 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
     def fill(rank):
         import resource
 
-        write = checkpoint.write
+        write = checkpoint.Save.write
 
-        def limited(accelerator, folder, *rest):
-            if folder.name != "checkpoint-3" and rank in ranks:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        def limited(save, parts):
+            if save.folder.name != "checkpoint-3" and rank in ranks:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
             try:
-                return write(accelerator, folder, *rest)
+                return write(save, parts)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-        checkpoint.write = limited
+        checkpoint.Save.write = limited
 
     argv = ("--max_steps", 7, "--save_steps", 3, "--save_total_limit", 1)
     run = train(config, tmp_path / "run", *argv, before=fill, code=1)

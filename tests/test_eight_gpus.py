@@ -131,8 +131,8 @@ def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
 
         launcher.launches, launcher.GRACE, launcher.SAVING = lambda command: True, 1, 60
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
-        save = checkpoint.save_file
-        checkpoint.save_file = lambda *parts: (time.sleep(3), save(*parts))
+        save = checkpoint.tensor_files.write
+        checkpoint.tensor_files.write = lambda *parts: (time.sleep(3), save(*parts))[1]
 
     if not (pid := os.fork()):  # stands for the launcher
         ranks = Ranks(
@@ -160,9 +160,9 @@ def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
     def slow(rank):
         from faithful import checkpoint
 
-        save, hashed = checkpoint.save_file, checkpoint.sha256
+        save, hashed = checkpoint.tensor_files.write, checkpoint.sha256
         if rank == 1:
-            checkpoint.save_file = lambda *parts: (time.sleep(5), save(*parts))
+            checkpoint.tensor_files.write = lambda *parts: (time.sleep(5), save(*parts))[1]
 
         def counted(path):
             if "checkpoint-2" == path.parent.name:  # complete: this is the resumed run's
@@ -187,7 +187,7 @@ def test_a_process_that_dies_while_it_saves_is_not_waited_for(tmp_path):
         from faithful import checkpoint
 
         if rank == 1:
-            checkpoint.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            checkpoint.tensor_files.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     argv, out = ("--max_steps", "3", "--save_steps", "2", "--eval_steps", "0"), tmp_path / "run"
     ranks, began = Ranks("fsdp_fp32", ["--output_dir", str(out), *argv], before=dies), time.monotonic()

@@ -51,7 +51,7 @@ if os.environ["RANK"] == "1":
     elif phase == "evaluation":
         steps.Steps.anyone_told_to_stop = hold
     elif phase == "saving":
-        checkpoint.write = hold
+        checkpoint.Save.write = hold
     elif phase == "end":
         Accelerator.end_training = hold
 sys.argv[0] = {root!r} + "/recipes/vit.py"

@@ -67,7 +67,7 @@ class Backend:
         return None
 
     def tensors(self, strategy, model, optimizer):
-        """Model and optimizer state for a checkpoint: {name: what this process holds}, on the CPU."""
+        """Model and optimizer state for a checkpoint: {name: what this process holds}, live."""
         return strategy.tensors(model, optimizer)
 
     def restore(self, strategy, model, optimizer, parts):

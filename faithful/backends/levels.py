@@ -90,8 +90,7 @@ class MSAMP(Backend):
         """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
         if not converted(model):
             return super().tensors(strategy, model, optimizer)
-        exact = ours("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
-        return {name: tensor.cpu().clone() for name, tensor in exact.items()}
+        return ours("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
 
     def restore(self, strategy, model, optimizer, parts):
         if not converted(model):

@@ -65,7 +65,7 @@ class TransformerEngine(Backend):
         return skipped
 
     def tensors(self, strategy, model, optimizer):
-        own = {f"te/{name}": tensor.detach().cpu().clone() for name, tensor in named(state(unwrapped(model)).items())}
+        own = {f"te/{name}": tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
         return super().tensors(strategy, model, optimizer) | own
 
     @torch.no_grad()

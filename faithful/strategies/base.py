@@ -154,11 +154,11 @@ class Strategy:
     # ---- checkpoints and weights ----
 
     def tensors(self, model, optimizer):
-        """{"model/<name>", "buffer/<name>", "optimizer/<name>/<state>": what this process holds}, on the CPU, for a
+        """{"model/<name>", "buffer/<name>", "optimizer/<name>/<state>": what this process holds}, live, for a
         checkpoint. optimizer: or None."""
         parts = buffers_by_place(model)
         parts |= {shard.place: shard.tensor for shard in self.shards(dict(parameters_of(model)), optimizer)}
-        return {place: tensor.detach().cpu().contiguous() for place, tensor in parts.items()}
+        return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
     def restore(self, model, optimizer, parts):
@@ -218,7 +218,7 @@ def load_state(optimizer, parameters, parts):
     state = {}
     for name, parameter in parameters.items():
         prefix = f"optimizer/{name}/"
-        values = {place.removeprefix(prefix): value for place, value in parts.items() if place.startswith(prefix)}
+        values = {place.removeprefix(prefix): parts[place].clone() for place in parts if place.startswith(prefix)}
         if isinstance(parameter, DTensor):
             values = {key: like(parameter, value) if value.dim() else value for key, value in values.items()}
         if values and id(parameter) in index:

@@ -111,8 +111,8 @@ def restore_engine(zero, parameters, parts):
     for i, flat in enumerate(masters(zero)):
         for key in keys:
             counter = parts.get(f"optimizer/group{i}/{key}")
-            if counter is not None and fused:
-                counter = counter.to(flat.device)
+            if counter is not None:
+                counter = counter.to(flat.device if fused else "cpu", copy=True)
             zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
     for name, parameter in parameters:
         if not parameter.requires_grad:

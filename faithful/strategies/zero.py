@@ -236,7 +236,7 @@ class ZeRO(Strategy):
                 parts[shard.place] = shard.tensor
         for key, values in states(zero).items():
             parts |= {f"optimizer/group{i}/{key}": value for i, value in enumerate(values) if not value.dim()}
-        return {place: tensor.detach().cpu().clone() for place, tensor in parts.items()}
+        return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
     def restore(self, model, optimizer, parts):

@@ -1,0 +1,79 @@
+"""Files of tensors in the safetensors format, hashed while they are written, and read tensor by tensor.
+
+The safetensors package writes a file in one call, after which its hash would need a second reading. The format is a
+header in JSON and the tensors' bytes (github.com/huggingface/safetensors, README: Format).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from faithful.errors import Refused
+
+PIECE = 1 << 24  # bytes that are written and hashed at once
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.complex64: "C64",
+}  # fmt: skip
+
+
+def write(tensors, path):
+    """Writes {name: tensor} to a file, on the disk when this returns. Returns {"bytes", "sha256"} of the file. A tensor
+    on a device is copied to the host when its turn comes. Raises OSError."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each begins aligned
+    header, end = {}, 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape),
+                        "data_offsets": [begin, end]}  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    hashed = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        for piece in pieces(text, [tensors[name] for name in order]):
+            hashing = beside.submit(hashed.update, piece)
+            rest = memoryview(piece)
+            while len(rest):
+                rest = rest[file.write(rest) :]
+            hashing.result()
+        os.fsync(file.fileno())
+    return {"bytes": 8 + len(text) + end, "sha256": hashed.hexdigest()}
+
+
+def pieces(header, tensors):
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        for begin in range(0, len(values), PIECE):
+            yield values[begin : begin + PIECE]
+
+
+class TensorFile(Mapping):
+    """The tensors of a file whose names begin with `prefix`, {name without it: tensor}. A tensor is read when it is
+    asked for, and may be a view of the file: copy what is to be kept. Raises Refused if the file cannot be read."""
+
+    def __init__(self, path, prefix=""):
+        try:
+            self.file = safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"{path} cannot be read as safetensors ({error}): take another checkpoint") from None
+        self.names = {name.removeprefix(prefix): name for name in self.file.keys() if name.startswith(prefix)}
+
+    def __getitem__(self, name):
+        return self.file.get_tensor(self.names[name])
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+    def __contains__(self, name):
+        return name in self.names

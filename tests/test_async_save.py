@@ -1,0 +1,177 @@
+"""A checkpoint is written while training goes on: what is in it, who waits for it, and what a crash loses."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CONFIGS, ROOT, Ranks, distance, free_port, launched, metrics, record, train
+
+from faithful import checkpoint, tensor_files
+
+STEPS = ("--max_steps", 9, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+def wait_for(path, ranks):
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, ranks.text()
+        time.sleep(0.01)
+
+
+def slow(*ranks, seconds=2, begun=None):
+    """Makes these ranks write slowly. begun: a file that says that the sixth step's checkpoint is being written."""
+
+    def before(rank):
+        from faithful import tensor_files
+
+        write = tensor_files.write
+
+        def late(tensors, path):
+            if begun and "checkpoint-6" in str(path):
+                begun.touch()
+            time.sleep(seconds if rank in ranks else 0)
+            return write(tensors, path)
+
+        tensor_files.write = late
+
+    return before
+
+
+@pytest.mark.parametrize("config", ["single_bf16", "fsdp_fp8_msamp_o2", "ddp_fp8_msamp_o3"])
+def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, config):
+    """Rank 0 needs 2 seconds to write, in which the next steps are taken. What is written is of the step of the call."""
+
+    def before(rank):
+        from faithful import checkpoint
+
+        slow(0)(rank)
+        complete = checkpoint.Save.complete
+
+        def completed(save, files):
+            (tmp_path / f"rows at {save.folder.name}").write_text((tmp_path / "run" / "metrics.jsonl").read_text())
+            complete(save, files)
+
+        checkpoint.Save.complete = completed
+
+    run = train(config, tmp_path / "run", *STEPS, before=before)
+    rows = (tmp_path / "rows at checkpoint-3").read_text().splitlines()
+    after = [json.loads(row)["step"] for row in rows]
+    assert max(after) > 4, "training has waited for the checkpoint"
+    again = tmp_path / "again"
+    shutil.copytree(run / "checkpoint-3", again / "checkpoint-3")
+    train(config, again, *STEPS, *LATEST)
+    assert metrics(again) == [row for row in metrics(run) if row["step"] > 3] and distance(again, run) == 0
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-9", "checkpoint-6", "checkpoint-3"]
+
+
+def test_the_end_and_a_signal_wait_for_it(tmp_path):
+    run = train("ddp_fp32", tmp_path / "end", "--max_steps", 3, "--save_steps", 3, "--eval_steps", 0, before=slow(1))
+    assert checkpoint.unsound(run / "checkpoint-3") is None and record(run)["status"] == "finished"
+    begun = tmp_path / "begun"
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "stopped"), "--max_steps", "100000", "--save_steps", "3",
+                               "--eval_steps", "0", "--save_total_limit", "9"], before=slow(1, begun=begun))  # fmt: skip
+    wait_for(begun, ranks)
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert set(ranks.wait()) == {143}
+    newest, *older = checkpoint.list_checkpoints(tmp_path / "stopped")
+    assert older and not any(map(checkpoint.unsound, [newest, *older]))
+
+
+def test_a_crash_loses_only_the_one_that_is_being_written(tmp_path):
+    begun, out = tmp_path / "begun", tmp_path / "run"
+    whole = train("fsdp_fp32", tmp_path / "whole", *STEPS)
+    shutil.copytree(whole / "checkpoint-3", out / "checkpoint-3")
+    argv = ["--output_dir", str(out), *map(str, STEPS), *LATEST]
+    ranks = Ranks("fsdp_fp32", argv, before=slow(0, 1, seconds=60, begun=begun))
+    wait_for(begun, ranks)
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGKILL)
+    ranks.wait()
+    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["checkpoint-3"]
+    train("fsdp_fp32", out, *STEPS, *LATEST)
+    assert distance(out, whole) == 0 and not list(out.glob("*.tmp"))
+
+
+SCRIPT = """
+import os, sys, time, torch
+{imports} import Accelerator
+from faithful import tensor_files
+write = tensor_files.write
+tensor_files.write = lambda *parts: (time.sleep(1), write(*parts))[1]
+accelerator = Accelerator(project_dir=sys.argv[1])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
+optimizer.step()
+folder = os.path.join(sys.argv[1], "mine")
+accelerator.save_state(folder)
+print("there:", os.path.exists(folder))
+os.makedirs(folder, exist_ok=True)
+open(os.path.join(folder, "notes.txt"), "w").write("mine")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "how", "asked", "there"),
+    [
+        ("from faithful", [], None, False),
+        ("from faithful", [], "0", True),
+        ("from accelerate", ["-m", "faithful"], None, True),  # the script may read what it has just saved
+        ("from accelerate", ["-m", "faithful"], "1", False),
+    ],
+)
+def test_who_waits_and_a_script_may_write_into_the_folder(tmp_path, imports, how, asked, there):
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT.format(imports=imports))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "single_fp32.yml"),
+               "--main_process_port", str(free_port()), *how, str(script), str(tmp_path / "run")]  # fmt: skip
+    env = {"FAITHFUL_ASYNC_SAVE": asked} if asked else {}
+    done = launched(*command, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and f"there: {there}" in done.stdout, done.stdout + done.stderr
+    folder = tmp_path / "run" / "mine"
+    assert checkpoint.unsound(folder) is None and (folder / "notes.txt").read_text() == "mine"
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_without_room_for_a_copy_it_waits(tmp_path):
+    def before(rank):
+        from faithful import checkpoint, saving
+
+        saving.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0))
+        checkpoint.Save.behind = lambda *_: os._exit(9)
+
+    run = train("single_fp32", tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, before=before)
+    assert checkpoint.unsound(run / "checkpoint-2") is None
+
+
+def test_a_setting_that_is_none_is_refused(tmp_path):
+    env = {"FAITHFUL_ASYNC_SAVE": "yes"}
+    train("single_fp32", tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, env=env, code=2)
+    assert "refused: FAITHFUL_ASYNC_SAVE=yes: set 1" in (tmp_path / "run.log").read_text()
+
+
+DTYPES = [*tensor_files.NAMES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_a_file_of_tensors_is_what_safetensors_reads(tmp_path, dtype):
+    from safetensors.torch import load_file
+
+    bits = torch.arange(96, dtype=torch.uint8).view(dtype)
+    tensors = {"b": bits, "a": torch.tensor(2.5), "empty": bits[:0], "turned": torch.randn(3, 4).T}
+    written = tensor_files.write(tensors, tmp_path / "x")
+    assert written == checkpoint.entry(tmp_path / "x")
+    found, lazily = load_file(tmp_path / "x"), tensor_files.TensorFile(tmp_path / "x")
+    for name, tensor in tensors.items():
+        for other in (found[name], lazily[name]):
+            assert other.dtype == tensor.dtype and other.shape == tensor.shape
+            assert torch.equal(other.contiguous().reshape(-1).view(torch.uint8),
+                               tensor.contiguous().reshape(-1).view(torch.uint8))  # fmt: skip
