@@ -228,7 +228,7 @@ def dispatch(func, kinds, args, kwargs):
     refuse(func, name, args, kwargs, leaves)
     if collective and lost_process and len(steps) > 2:
         raise dist.DistBackendError(lost_process)
-    count(func, name, args, kwargs, here)
+    to_host_later = count(func, name, args, kwargs, here)
     if name == "is_pinned":
         return False
     given = {id(leaf.held): leaf for leaf in mine}  # an operator in place gives back what it was given
@@ -236,6 +236,8 @@ def dispatch(func, kinds, args, kwargs):
     out = (scaled_mm if name == "_scaled_mm" else func)(
         *(each(inside, value) for value in args), **{key: each(inside, value) for key, value in kwargs.items()}
     )
+    if to_host_later:
+        postpone(out)
     out = each(lambda value: given[id(value)] if id(value) in given else wrapped(value, here), out)
     return each(functools.partial(done, out), out) if func.namespace == "c10d" else out
 
@@ -419,18 +421,37 @@ steps = [nothing_yet()]  # from one optimizer step to the next; the last one is 
 compiled = 0  # how deep in functions that a GPU would run compiled
 
 
+late = []  # (tensor on the host, its values) of copies for which nobody has waited yet
+
+
+def postpone(tensor):
+    """A copy to the host that is not waited for: until the next wait it holds no values."""
+    if tensor.is_floating_point():
+        late.append((tensor, tensor.clone()))
+        tensor.fill_(torch.nan)
+
+
+def arrive():
+    """The host waits: all copies to it are complete."""
+    for tensor, values in late:
+        tensor.copy_(values)
+    late.clear()
+
+
 def count(func, name, args, kwargs, here):
     """A launch for each operator that computes or copies, and a wait where the host needs what the device computes:
-    CUDA's documentation, "API synchronization behavior": a copy is asynchronous from and to pinned memory only."""
+    CUDA's documentation, "API synchronization behavior": a copy is asynchronous from and to pinned memory only. Returns
+    whether it is a copy to the host without a wait."""
     if name in FREE or func.is_view:
-        return
+        return False
     now = steps[-1]
     now["in_compiled" if compiled else "launches"] += 1
-    waits = name in ASK
+    waits, to_host = name in ASK, False
     if name in ("_to_copy", "copy_"):
         source, there = (args[1], isinstance(args[0], CudaTensor)) if name == "copy_" else (args[0], here)
         asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
-        if isinstance(source, CudaTensor) and not there:  # torch makes what _to_copy returns pinned
+        to_host = isinstance(source, CudaTensor) and not there
+        if to_host:  # torch makes what _to_copy returns pinned
             waits = not (asynchronous and (name == "_to_copy" or is_pinned(args[0])))
         elif there and not isinstance(source, CudaTensor):
             waits = not (asynchronous and is_pinned(source))
@@ -439,6 +460,8 @@ def count(func, name, args, kwargs, here):
         waits = any(index is not None and index.dtype in masks for index in args[1])  # nonzero() of each
     if waits:
         now["waits"].append([name, place()])
+        arrive()
+    return to_host and not waits
 
 
 def place():
@@ -499,6 +522,7 @@ class Stream:
 
     def synchronize(self):
         steps[-1]["waits"].append(["synchronize", place()])
+        arrive()
 
     record = wait = wait_stream = wait_event = lambda self, *_: None
 

@@ -450,6 +450,20 @@ def test_what_a_gpu_refuses_is_refused(gpu):
     assert "compute capability 8.9" in without
 
 
+LATE = """
+w = torch.ones(4, **here)
+host = w.to("cpu", non_blocking=True)
+assert host.isnan().all()
+torch.cuda.synchronize()
+assert host.equal(torch.ones(4))
+"""
+
+
+def test_a_copy_that_nobody_waits_for_holds_no_values(gpu):
+    [said] = outcomes([LATE]).values()
+    assert said == "ran", said
+
+
 COUNTED = {  # program -> waits for the device
     "w.sum().item()": 1,
     "w.tolist()": 1,
