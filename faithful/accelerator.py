@@ -112,19 +112,19 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args, device_placement=None):
         args = self.strategy.real(self, args)
-        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
-        if self.plan.rehearsal and any(products.of(one) for one in args if isinstance(one, nn.Module)):
+        optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
+        if self.plan.rehearsal and any(products.of(model) for model in args if isinstance(model, nn.Module)):
             products.start()
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
             self.perturb(filter(trains, args))
         converted = {at: self.convert(model, optimizers) for at, model in enumerate(args) if trains(model)}
         prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
-        for at, one in enumerate(prepared):
-            if isinstance(one, nn.Module) and not any(other.is_of(one) for other in self.models):
-                self.models.append(PreparedModel(one, *converted.get(at, ())))
-                whole_weights.saved_whole(self, one)
+        for at, module in enumerate(prepared):
+            if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
+                self.models.append(PreparedModel(module, *converted.get(at, ())))
+                whole_weights.saved_whole(self, module)
                 if at in converted and self.num_processes > 1:
-                    one.register_forward_pre_hook(launcher.passes, prepend=True)
+                    module.register_forward_pre_hook(launcher.passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -141,7 +141,7 @@ class Accelerator(accelerate.Accelerator):
     def convert(self, model, optimizers):
         """Converts `model` in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
         of_model = set(map(id, model.parameters()))
-        optimizer = next((one for one in optimizers if parameter_ids(one) & of_model), None)
+        optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
         dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
         if dtype != torch.float32 and self.plan.precision != "fp32":
             raise Refused(
@@ -162,11 +162,11 @@ class Accelerator(accelerate.Accelerator):
 
     def prepared_parameters(self):
         """The ids of all prepared parameters."""
-        return set().union(*(one.parameters for one in self.models))
+        return set().union(*(model.parameters for model in self.models))
 
     def free_memory(self, *objects):
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
-        self.freed += [one.record for one in self.evidence if one.complete]
+        self.freed += [evidence.record for evidence in self.evidence if evidence.complete]
         self.strategy.free(self)
         self.models, self.epochs, self.looked = [], [], False
         self.norms.clear()
@@ -189,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
     def skip_first_batches(self, dataloader, num_batches=0):
         """The loader of the rest of an epoch, watched like the loader that it comes from."""
         left = super().skip_first_batches(dataloader, num_batches)
-        mine = next((epoch for epoch in self.epochs if any(one is dataloader for one in epoch.loaders)), None)
+        mine = next((epoch for epoch in self.epochs if any(loader is dataloader for loader in epoch.loaders)), None)
         return mine.watch(left) if mine else left
 
     def prepare_optimizer(self, optimizer, device_placement=None):
@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):
             return
         self.looked = True
         refuse_unprepared(self)
-        refuse_unknown(self.plan.skip, [name for one in self.models if one.layers for name in one.layers.names])
+        refuse_unknown(self.plan.skip, [name for model in self.models if model.layers for name in model.layers.names])
         refuse_unaveraged(self)
         for line in notes(self):
             self.note(line)
@@ -226,7 +226,7 @@ class Accelerator(accelerate.Accelerator):
 
     def leading(self):
         """The optimizer whose steps are those of the run: the first one of the first model, or None."""
-        return next((one.optimizers[0] for one in self.models if one.evidence), None)
+        return next((model.optimizers[0] for model in self.models if model.evidence), None)
 
     def note(self, line):
         """Prints a note for the user and keeps it in the record."""
@@ -382,7 +382,7 @@ class Accelerator(accelerate.Accelerator):
 
     def write_record(self, finished=None):
         if self.record.main:
-            evidence = self.freed + [one.record for one in self.evidence]
+            evidence = self.freed + [evidence.record for evidence in self.evidence]
             self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self):

@@ -81,13 +81,13 @@ def typed(words):
 def merged(plan, script):
     """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
     given_by_script, script = script, dict(script)
-    found = list(contradictions(plan, script))
-    if found and not config.config_wins():
-        raise Refused("\n".join(f"{both}: {cure}, or launch with --config_wins" for _, both, cure in found))
-    for name, _, _ in found:
+    contradicting = list(contradictions(plan, script))
+    if contradicting and not config.config_wins():
+        raise Refused("\n".join(f"{both}: {cure}, or launch with --config_wins" for _, both, cure in contradicting))
+    for name, _, _ in contradicting:
         if name == "kwargs_handlers":
             script[name] = [
-                one for one in script[name] if type(one).__name__ not in {*FP8_HANDLERS, "GradScalerKwargs"}
+                handler for handler in script[name] if type(handler).__name__ not in {*FP8_HANDLERS, "GradScalerKwargs"}
             ]
         else:
             script.pop(name, None)
@@ -116,8 +116,8 @@ def project(plan, merged, before):
     earlier = []
     while before:
         earlier, before = [before.record, *earlier], before.before
-    made = merged.get("project_config")
-    named = (made and made.project_dir) or merged.get("project_dir")
+    configuration = merged.get("project_config")
+    named = (configuration and configuration.project_dir) or merged.get("project_dir")
     folder = named or config.default_project_dir()
     other = f"run_{len(earlier) + 1}"
     if folder:
@@ -125,7 +125,7 @@ def project(plan, merged, before):
         return named, folder, Path(folder, other) if taken else folder
     if earlier:
         return None, earlier[0].folder / other, earlier[0].folder / other
-    handlers = [one for one in merged["kwargs_handlers"] if isinstance(one, InitProcessGroupKwargs)]
+    handlers = [each for each in merged["kwargs_handlers"] if isinstance(each, InitProcessGroupKwargs)]
     PartialState(**(handlers[0].to_kwargs() if handlers else {}))
     [folder] = broadcast_object_list([default_folder(plan)])
     return None, folder, folder

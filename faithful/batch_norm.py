@@ -19,6 +19,6 @@ class BatchNorm(torch.nn.BatchNorm2d):
             return super().forward(x)
         if self.training:
             self.num_batches_tracked.add_(1)
-        running, own = (self.running_mean, self.running_var), (self.weight.float(), self.bias.float())
-        out = torch.nn.functional.batch_norm(x.float(), *running, *own, self.training, self.momentum, self.eps)
+        running, affine = (self.running_mean, self.running_var), (self.weight.float(), self.bias.float())
+        out = torch.nn.functional.batch_norm(x.float(), *running, *affine, self.training, self.momentum, self.eps)
         return out.to(x.dtype)

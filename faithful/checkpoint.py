@@ -26,11 +26,13 @@ import re
 import shutil
 import tempfile
 import threading
+from collections import deque
 from pathlib import Path
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.modeling import get_state_dict_offloaded_model
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 from faithful import launcher, tensor_files
@@ -264,14 +266,50 @@ def tensors_of(folder, rank, prefix=""):
 
 
 def write_weights(weights, folder, max_shard_size, safe_serialization):
-    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`. Of the files in `folder`,
-    only those of an earlier save are replaced. Raises NotSaved; then they are still there."""
+    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
+    plain = {name: alone(weight) for name, weight in weights.items()}
+    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    write_model(folder, lambda temporary: save_torch_state_dict(plain, temporary, **options), safe_serialization)
+
+
+def stream_weights(pieces, folder, max_shard_size, main):
+    """As `write_weights`, of a model that no process holds whole: one tensor after the other. Every rank calls it.
+
+    pieces: {name: (a tensor of its shape and dtype, function that returns the whole tensor)}; every rank calls these
+    functions, in one order. main: whether this process writes."""
+    like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
+    split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
+    files = {file: {name: like[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    left = deque(name for tensors in files.values() for name in tensor_files.in_order(tensors))
+
+    def load(name):
+        assert left.popleft() == name
+        return pieces[name][1]()
+
+    def write(temporary):
+        for file, tensors in files.items():
+            tensor_files.write(tensors, temporary / file, load, {"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            write_json(temporary / "model.safetensors.index.json", index)
+
+    try:
+        if main:
+            write_model(folder, write, safe_serialization=True)
+    finally:
+        while left:  # the others' share of the work, or after an error what the other ranks wait for
+            load(left[0])
+        launcher.wait_for_all("write the weights")
+
+
+def write_model(folder, write, safe_serialization):
+    """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
+    an earlier save are replaced. Raises NotSaved; then they are still there."""
     temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder))
-        plain = {name: alone(weight) for name, weight in weights.items()}
-        save_torch_state_dict(plain, temporary, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        write(temporary)
         new = sorted(path.name for path in temporary.iterdir())
         for name in new:
             sync(temporary / name)

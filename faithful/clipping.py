@@ -16,7 +16,7 @@ from faithful.errors import Refused
 def keeper(accelerator):
     """The run's backend or strategy if it keeps gradients outside `.grad`, else None."""
     both = accelerator.backend, accelerator.strategy
-    return next((one for one in both if one.gradients_elsewhere), None)
+    return next((keeper for keeper in both if keeper.gradients_elsewhere), None)
 
 
 def clip(accelerator, parameters, max_norm, norm_type):
@@ -44,7 +44,7 @@ class Norms:
 
     def keep(self, parameters, norm):
         """Remembers that these parameters were clipped together."""
-        self.clipped |= {id(one): (one, version(one.grad), norm) for one in parameters}
+        self.clipped |= {id(p): (p, version(p.grad), norm) for p in parameters}
 
     def clear(self):
         """Forgets all norms, because gradients change."""
@@ -88,7 +88,7 @@ def by_kind(parameters):
 
 
 def total_norm(gradients):
-    values = [one.coalesce().values() if one.layout is torch.sparse_coo else one for one in gradients]
+    values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
     return torch.nn.utils.get_total_norm(values)
 
 
@@ -146,9 +146,9 @@ def value(current, torchs, parameters, *args, **kwargs):
     accelerator, parameters = current(), listed(parameters)
     if is_own(accelerator, parameters):
         refuse_by_value(accelerator)
-    there = [parameter for parameter in parameters if parameter.grad is not None]
-    for kind in {isinstance(one.grad, DTensor) for one in there}:  # torch takes DTensors or tensors, not both in a call
-        torchs([one for one in there if isinstance(one.grad, DTensor) is kind], *args, **kwargs)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    for kind in {isinstance(p.grad, DTensor) for p in trained}:  # torch takes DTensors or tensors, not both in a call
+        torchs([p for p in trained if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
 
 
 def is_own(accelerator, parameters):

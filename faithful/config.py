@@ -108,7 +108,7 @@ def asked_of_fsdp(env):
     )
     sharding = SHARDINGS[int(sharding) - 1] if sharding in "12345" else sharding.upper()
     ram = on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
-    found = {
+    asked = {
         "version": int(version) if version.isdigit() else version,
         "sharding": sharding,
         "ram_efficient": ram,
@@ -118,12 +118,12 @@ def asked_of_fsdp(env):
     if version == "1":
         if sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
             sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(reshard.upper(), reshard.upper())
-        found["sharding"] = sharding
+        asked["sharding"] = sharding
     turned = {"backward_prefetch": get("BACKWARD_PREFETCH", "NO_PREFETCH").upper() != "NO_PREFETCH",
               "forward_prefetch": on(get("FORWARD_PREFETCH")),
               "use_orig_params": not on(get("USE_ORIG_PARAMS", "true")),
               "state_dict_type": get("STATE_DICT_TYPE") == "LOCAL_STATE_DICT"}  # fmt: skip
-    return found | {
+    return asked | {
         "dead": [f"fsdp_{key}" for key, is_on in turned.items() if is_on],
         "reshard": on(reshard or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
         "wrap": get("AUTO_WRAP_POLICY", "NO_WRAP").upper(),
@@ -142,22 +142,22 @@ def asked_of_deepspeed(env):
         return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
 
     clip, on_here = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower(), on(env.get("ACCELERATE_USE_DEEPSPEED"))
-    found = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
+    asked = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
              "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False,
              "as_ddp": False}  # fmt: skip
     if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
-        found |= deepspeed_file.requests(file)
+        asked |= deepspeed_file.requests(file)
     elif on_here:
-        found |= {
+        asked |= {
             "stage": int(get("ZERO_STAGE", 2)),
             "devices": [get("OFFLOAD_OPTIMIZER_DEVICE"), get("OFFLOAD_PARAM_DEVICE")],
             "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
             "save_16bit": get("ZERO_STAGE") == "3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
         }
-        found["as_ddp"] = found["stage"] == 0 and not found["clip"] and {*found["devices"]} <= {"none"}
-    devices = found.pop("devices")[: 2 if found["stage"] == 3 else 1]  # only stage 3 offloads parameters
-    found |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
-    return found | {"init": found["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
+        asked["as_ddp"] = asked["stage"] == 0 and not asked["clip"] and {*asked["devices"]} <= {"none"}
+    devices = asked.pop("devices")[: 2 if asked["stage"] == 3 else 1]  # only stage 3 offloads parameters
+    asked |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
+    return asked | {"init": asked["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
 
 
 def asked_of_fp8(env, precision, sharded):

@@ -123,12 +123,12 @@ class Evidence:
                 "accelerator.prepare returned, or compute inside accelerator.autocast()"
             )
         mine = self.updated_by(optimizer)
-        own = self.backend.gradients(mine)
+        elsewhere = self.backend.gradients(mine)
         gradients = add(
-            [self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer), elements(own)]
+            [self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer), elements(elsewhere)]
         )
         self.record["dtypes"]["gradients"] = gradients
-        self.gradient_bytes += size(own) + size(self.strategy.gradients(mine, optimizer))
+        self.gradient_bytes += size(elsewhere) + size(self.strategy.gradients(mine, optimizer))
 
     def updated_by(self, optimizer):
         """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
@@ -317,5 +317,5 @@ def add(parts):
         keys = dict.fromkeys(key for part in parts for key in part)
         return {key: add([part[key] for part in parts if key in part]) for key in keys}
     if isinstance(parts[0], list):
-        return [one for part in parts for one in part]
+        return [value for part in parts for value in part]
     return sum(parts) if isinstance(parts[0], int) else parts[0]

@@ -31,27 +31,27 @@ TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", 
 def known():
     """{section, or "" for the top level: {key: its type, a word}} of the installed Accelerate."""
     folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
-    found = {"": fields(folder / "commands/config/config_args.py") | dict.fromkeys(OLD, "any")}
-    found |= {section: {} for section in SECTIONS}
+    keys = {"": fields(folder / "commands/config/config_args.py") | dict.fromkeys(OLD, "any")}
+    keys |= {section: {} for section in SECTIONS}
     for group, option, kind in options(folder / "commands/launch.py"):
         section = "dynamo_config" if option.startswith("dynamo_") else group.removesuffix("_config") + "_config"
-        if section in found:
-            found[section][option] = kind
+        if section in keys:
+            keys[section][option] = kind
     for name in handed_on(folder / "utils/launch.py"):  # some keys have no option
         if name.startswith("fsdp_"):
-            found["fsdp_config"].setdefault(name, "str")
-    found["fp8_config"] |= dict.fromkeys(FP8, "any") | {"fp8_override_linear_precision": "any"}
-    found["fsdp_config"]["fsdp_reshard_after_forward"] = "any"  # a boolean, or a strategy of version 1
-    return found
+            keys["fsdp_config"].setdefault(name, "str")
+    keys["fp8_config"] |= dict.fromkeys(FP8, "any") | {"fp8_override_linear_precision": "any"}
+    keys["fsdp_config"]["fsdp_reshard_after_forward"] = "any"  # a boolean, or a strategy of version 1
+    return keys
 
 
 def fields(file):
     """{name: type} of the fields of ClusterConfig and its base class."""
     classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     lines = [line for node in classes if node.name in ("BaseConfig", "ClusterConfig") for line in node.body]
-    made = {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line, ast.AnnAssign)}
+    types = {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line, ast.AnnAssign)}
     kinds = {"int": "int", "Optional[int]": "int", "bool": "bool", "Optional[bool]": "bool"}
-    return {name: kinds.get(kind, "any") for name, kind in made.items()}
+    return {name: kinds.get(kind, "any") for name, kind in types.items()}
 
 
 def options(file):

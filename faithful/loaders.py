@@ -36,7 +36,7 @@ class Epoch:
     def running(self, between_batches):
         """Whether an epoch is under way. between_batches: whether the newest batch is not trained on yet."""
         for loader in self.loaders:
-            if any(one is loader for one in loader.gradient_state.dataloader_references):
+            if any(known is loader for known in loader.gradient_state.dataloader_references):
                 return between_batches or not loader.end_of_dataloader
         return False
 
@@ -47,7 +47,7 @@ class Epoch:
     def number(self, running):
         """The number of the epoch under way, or of the next one, as Accelerate counts them. running: see `running`."""
         newest = self.loaders[-1]
-        in_last_batch = not running and any(one is newest for one in newest.gradient_state.dataloader_references)
+        in_last_batch = not running and any(known is newest for known in newest.gradient_state.dataloader_references)
         return newest.iteration + in_last_batch  # Accelerate counts on after the last batch
 
     def stateful(self):
@@ -79,18 +79,18 @@ ANNOUNCED = {DataLoaderShard: AnnouncedShard, DataLoaderDispatcher: AnnouncedDis
 
 class Watched(DataLoader):
     def _get_iterator(self):
-        epoch, own = self.epoch, sampler_generator(self)
-        again, epoch.again, later = epoch.again, None, generators(own)
+        epoch, generator = self.epoch, sampler_generator(self)
+        again, epoch.again, later = epoch.again, None, generators(generator)
         if again is not None:
-            set_generators(own, again)
-        epoch.began = generators(own)
+            set_generators(generator, again)
+        epoch.began = generators(generator)
         iterator = super()._get_iterator()
         if again is not None:
             if hasattr(iterator, "_sampler_iter"):  # the sampler draws the order with its first batch
                 batches = iterator._sampler_iter
                 first = list(itertools.islice(batches, 1))
                 iterator._sampler_iter = itertools.chain(first, batches)
-            set_generators(own, later)
+            set_generators(generator, later)
         return iterator
 
 
@@ -105,14 +105,14 @@ def sampler_generator(loader):
     return None
 
 
-def generators(own):
-    return {"torch": torch.get_rng_state()} | ({"own": own.get_state()} if own is not None else {})
+def generators(of_sampler):
+    return {"torch": torch.get_rng_state()} | ({"own": of_sampler.get_state()} if of_sampler is not None else {})
 
 
-def set_generators(own, states):
+def set_generators(of_sampler, states):
     torch.set_rng_state(states["torch"])
-    if own is not None and "own" in states:
-        own.set_state(states["own"])
+    if of_sampler is not None and "own" in states:
+        of_sampler.set_state(states["own"])
 
 
 def state_dict(epochs, between_batches):
@@ -120,9 +120,9 @@ def state_dict(epochs, between_batches):
     number of the epoch)."""
     parts, states = {}, []
     for i, epoch in enumerate(epochs):
-        running, own = epoch.running(between_batches), epoch.generator()
+        running, generator = epoch.running(between_batches), epoch.generator()
         states.append({"running": running and epoch.began is not None, "epoch": epoch.number(running)})
-        parts |= {f"loader/{i}/now": own.get_state()} if own is not None else {}
+        parts |= {f"loader/{i}/now": generator.get_state()} if generator is not None else {}
         parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if states[i]["running"] else {}
         if (loader := epoch.stateful()) is not None:  # differs from process to process; a loader may have no length
             text = json.dumps(pack(loader.state_dict(), parts, f"loader/{i}/stateful."))
@@ -133,11 +133,11 @@ def state_dict(epochs, between_batches):
 def load_state_dict(epochs, parts, states):
     """Loads what `collect` returned. In format 3 a state is only whether the loader was in the middle of an epoch."""
     for i, (epoch, state) in enumerate(zip(epochs, states, strict=False)):
-        state, own = state if isinstance(state, dict) else {"running": state}, epoch.generator()
+        state, generator = state if isinstance(state, dict) else {"running": state}, epoch.generator()
         if "epoch" in state:
             epoch.loaders[0].set_epoch(state["epoch"])
-        if own is not None and f"loader/{i}/now" in parts:
-            own.set_state(parts[f"loader/{i}/now"])
+        if generator is not None and f"loader/{i}/now" in parts:
+            generator.set_state(parts[f"loader/{i}/now"])
         if state["running"]:
             names = [name for name in ("torch", "own") if f"loader/{i}/{name}" in parts]
             epoch.again = {name: parts[f"loader/{i}/{name}"].clone() for name in names}

@@ -83,8 +83,8 @@ def of_torch():
 
 def unseen():
     """Why torch does not see the GPUs that the driver lists, in one line; None if it lists none that is visible."""
-    there = of_driver()
-    if not there["devices"]:
+    gpus = of_driver()
+    if not gpus["devices"]:
         return None
     import torch
 
@@ -97,7 +97,7 @@ def unseen():
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
     return (
-        f"this machine has {there['devices']} x {there['name']}, and torch does not see them: {reason}. The driver "
+        f"this machine has {gpus['devices']} x {gpus['name']}, and torch does not see them: {reason}. The driver "
         f"is {driver}, torch is built {built}: update the driver, or install a torch for a CUDA that it runs. "
         "CUDA_VISIBLE_DEVICES= rehearses on the CPU"
     )
@@ -107,8 +107,8 @@ def in_tf32():
     """In what torch computes fp32 by TF32, with 10 bits of mantissa, on NVIDIA's GPUs from Ampere on."""
     import torch
 
-    found = {"products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn.conv}
-    return [what for what, settings in found.items() if settings.fp32_precision == "tf32"]
+    kinds = {"products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn.conv}
+    return [what for what, settings in kinds.items() if settings.fp32_precision == "tf32"]
 
 
 def use_tf32(products, convolutions):
@@ -131,13 +131,13 @@ def versions():
     import torch
 
     names = "torch accelerate timm transformers datasets torchao transformer-engine deepspeed numpy".split()
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             pass
-    return found | {"cuda": torch.version.cuda}
+    return installed | {"cuda": torch.version.cuda}
 
 
 class Memory:

@@ -38,9 +38,9 @@ def slow():
 def start():
     """Replaces what is slow here, until the run ends. All processes do as the first one finds."""
     if not active:
-        [found] = broadcast_object_list([slow()])
-        active.update(found)
-        patches.undo_with("kernels of torch.ops.aten for CPUs", replace(found))
+        [kinds] = broadcast_object_list([slow()])
+        active.update(kinds)
+        patches.undo_with("kernels of torch.ops.aten for CPUs", replace(kinds))
 
 
 def of(model):
@@ -54,33 +54,33 @@ def through_fp32(precision):
     return f" ({kinds} in fp32 from {precision} values: this CPU has no fast {precision} kernels)" if kinds else ""
 
 
-def replace(found):
-    """Replaces the kernels of what `slow` has found. Returns a function that restores them."""
+def replace(slow_kinds):
+    """Replaces the kernels of what `slow` returned. Returns a function that restores them."""
     library = torch.library.Library("aten", "IMPL")
-    for kind, names in found.items():
+    for kind, names in slow_kinds.items():
         dtypes = {DTYPES[name] for name in names}
         for name in OPERATORS[kind] if dtypes else ():
-            own = torch.library.get_kernel(f"aten::{name}", "CPU")
+            torchs = torch.library.get_kernel(f"aten::{name}", "CPU")
             plain = torch.library.get_kernel(f"aten::{name.removesuffix('.out').rstrip('_')}", "CPU")
-            library.impl(name, functools.partial(in_fp32, name, own, plain, dtypes), "CPU", with_keyset=True)
+            library.impl(name, functools.partial(in_fp32, name, torchs, plain, dtypes), "CPU", with_keyset=True)
     return lambda: (library._destroy(), active.clear())
 
 
-def in_fp32(name, own, plain, dtypes, keys, *args, **kwargs):
-    """A kernel of aten. name: the operator's. own: torch's kernel. plain: torch's kernel that returns a new tensor."""
+def in_fp32(name, torchs, plain, dtypes, keys, *args, **kwargs):
+    """A kernel of aten. name: the operator's. torchs: torch's kernel. plain: torch's, which returns a new tensor."""
     dtype = args[0].dtype
     if dtype not in dtypes:
-        return own.call_boxed(keys, *args, **kwargs)
+        return torchs.call_boxed(keys, *args, **kwargs)
     target = kwargs.pop("out", None)
     if name.endswith("_"):
         target = args[0]
-    args = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-    kwargs = {key: one.float() if isinstance(one, torch.Tensor) else one for key, one in kwargs.items()}
-    made = plain.call_boxed(keys, *args, **kwargs)
+    args = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
+    kwargs = {key: x.float() if isinstance(x, torch.Tensor) else x for key, x in kwargs.items()}
+    result = plain.call_boxed(keys, *args, **kwargs)
     if target is not None:
-        return target.resize_(made.shape).copy_(made)
-    if isinstance(made, torch.Tensor):
-        return made.to(dtype)
+        return target.resize_(result.shape).copy_(result)
+    if isinstance(result, torch.Tensor):
+        return result.to(dtype)
     if name == "_scaled_dot_product_flash_attention_for_cpu":  # its second result is in fp32 in any case
-        return made[0].to(dtype), made[1]
-    return tuple(one if one is None else one.to(dtype) for one in made)
+        return result[0].to(dtype), result[1]
+    return tuple(x if x is None else x.to(dtype) for x in result)

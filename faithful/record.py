@@ -126,8 +126,8 @@ class Record:
 
     def set_aside(self):
         """Moves the record of an earlier run in this folder to a folder of its own in it."""
-        there = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
-        if not there:
+        files = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
+        if not files:
             return
         try:
             earlier = json.loads((self.folder / "run.json").read_text())
@@ -141,9 +141,9 @@ class Record:
             )
         name = f"run_{re.sub('[^0-9T]', '', started)[:15] or 'earlier'}"
         names = [name, *(f"{name}_{again}" for again in range(2, 1000))]
-        aside = next(self.folder / one for one in names if not (self.folder / one).exists())
+        aside = next(self.folder / each for each in names if not (self.folder / each).exists())
         aside.mkdir()
-        for path in there:
+        for path in files:
             os.replace(path, aside / path.name)
         status = "was killed" if status == "running" else f"is {status}"
         self.note(
@@ -167,7 +167,7 @@ class Record:
                 "large. Trackers get them as they are",
             )
         steps = row.get("step"), as_json(step, left), taken
-        at = next(one for one in steps if isinstance(one, int | float))
+        at = next(number for number in steps if isinstance(number, int | float))
         line = json.dumps({"step": at} | row | {"step": at})
         if self.opened:
             with self.writing("metrics.jsonl"):
@@ -233,23 +233,23 @@ def leave_error(folder, rank, error):
 
 
 def errors_left(folder):
-    """The errors of other processes in one line, the earliest first, or None."""
-    found = []
+    """The errors of other processes in error line, the earliest first, or None."""
+    errors = []
     for file in folder.glob("error-rank*.json"):
         with contextlib.suppress(OSError, ValueError):
-            found.append(json.loads(file.read_text()))
-    found.sort(key=lambda one: (one["time"], one["rank"]))
-    return "; ".join(f"rank {one['rank']}: {one['error']}" for one in found[:3]) or None
+            errors.append(json.loads(file.read_text()))
+    errors.sort(key=lambda error: (error["time"], error["rank"]))
+    return "; ".join(f"rank {error['rank']}: {error['error']}" for error in errors[:3]) or None
 
 
 def end_for(folder, why):
     """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
     launcher knows."""
     with contextlib.suppress(OSError, ValueError):
-        made = json.loads((folder / "run.json").read_text())
-        if made["status"] == "running":
+        record = json.loads((folder / "run.json").read_text())
+        if record["status"] == "running":
             error = errors_left(folder) or why
-            write_json(folder / "run.json", made | {"status": "failed", "error": error, "finished": now()})
+            write_json(folder / "run.json", record | {"status": "failed", "error": error, "finished": now()})
 
 
 def stays(row, step):
@@ -286,11 +286,11 @@ def as_json(value, left, at=""):
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        parts = {str(key): as_json(one, left, f"{at}.{key}".lstrip(".")) for key, one in value.items()}
+        parts = {str(key): as_json(inner, left, f"{at}.{key}".lstrip(".")) for key, inner in value.items()}
         return {key: one for key, one in parts.items() if one is not LEFT_OUT}
     if isinstance(value, list | tuple):
         lacks = []
-        parts = [as_json(one, lacks, at) for one in value]
+        parts = [as_json(inner, lacks, at) for inner in value]
         if not lacks:
             return parts
     left.append(f"{at} ({type(value).__name__})")

@@ -281,10 +281,10 @@ def problems_of_fp8(asked, machine):
     if options.get("recipe", "te_delayed") != "te_delayed":
         lines.append(f"fp8_config recipe {options['recipe']}: MSAMP combines with te_delayed only")
     if backend == "msamp" and strategy.startswith("zero"):
-        own = "" if strategy == "zero3" else ", or ddp_fp8_msamp_o3, which is what MS-AMP's own ZeRO was"
+        partitions = "" if strategy == "zero3" else ", or ddp_fp8_msamp_o3, which is what MS-AMP's own ZeRO was"
         lines.append(
             f"MS-AMP's levels do not combine with {strategy}: DeepSpeed keeps masters of its own and reduces .grad "
-            f"alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it{own}"
+            f"alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it{partitions}"
         )
     if backend == "msamp" and strategy in ("fsdp", "hsdp"):
         if level == "o3":
@@ -307,8 +307,8 @@ def problems_of_fp8(asked, machine):
         )
     has = "{}.{}".format(*(machine["capability"] or ("", "")))
     if level == "mxfp8" and not (10, 0) <= (machine["capability"] or (0, 0)) < (12, 0):  # TE's own limits
-        there = f"{machine['name']} has {has}" if machine["capability"] else "its kernels don't rehearse on a CPU"
-        lines.append(f"mxfp8 needs compute capability 10.0 to 11.x, {there}: use {strategy}_fp8_te")
+        lacks = f"{machine['name']} has {has}" if machine["capability"] else "its kernels don't rehearse on a CPU"
+        lines.append(f"mxfp8 needs compute capability 10.0 to 11.x, {lacks}: use {strategy}_fp8_te")
     elif backend != "msamp" and machine["capability"] and machine["capability"] < (8, 9):
         lines.append(f"FP8 needs compute capability 8.9, {machine['name']} has {has}: use {strategy}_bf16")
     elif level == "block" and machine["capability"] and machine["capability"] < (9, 0):

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 
-from faithful import checkpoint, foreign, launcher, state
+from faithful import checkpoint, foreign, launcher, state, whole_weights
 from faithful.errors import Refused
 from faithful.tensors import parameters_of
 
@@ -141,15 +141,21 @@ def save_model(accelerator, model, folder, max_shard_size, safe_serialization):
             f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
             "model's weights before"
         )
+    if folder.is_file():  # Accelerate says so, too, and goes on
+        if accelerator.is_main_process:
+            accelerator.record.failed_saves += 1
+            accelerator.print(f"warning: {folder} is a file, save_model writes to a folder: nothing was saved")
+        return
+    first_names = {name for name, _ in parameters_of(model)}
+    twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - first_names
+    each_node = accelerator.project_configuration.save_on_each_node
+    if safe_serialization and not each_node and (pieces := whole_weights.pieces(accelerator, model)):
+        pieces = {name: piece for name, piece in pieces.items() if name not in twice}
+        checkpoint.stream_weights(pieces, folder, max_shard_size, accelerator.is_main_process)
+        return
     weights = checkpoint.offloaded_weights(model) if offloaded else accelerator.get_state_dict(model)
-    each_node = accelerator.project_configuration.save_on_each_node and weights  # only process 0 has those of shards
+    each_node = each_node and weights  # only process 0 has those of shards
     if not (accelerator.is_local_main_process if each_node else accelerator.is_main_process):
         return
-    if folder.is_file():  # Accelerate says so, too, and goes on
-        accelerator.record.failed_saves += 1
-        accelerator.print(f"warning: {folder} is a file, save_model writes to a folder: nothing was saved")
-        return
-    own = {name for name, _ in parameters_of(model)}
-    twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - own
     tensors = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
     checkpoint.write_weights(tensors, folder, max_shard_size, safe_serialization)

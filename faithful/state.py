@@ -30,14 +30,12 @@ def state_dict(accelerator, alone=False):
     stored = models if main or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
     for index, (model, optimizers) in enumerate(stored):
         for optimizer in optimizers or [None]:
-            own = backend.tensors(strategy, model, optimizer)
-            parts |= {f"{index}:{name}": tensor for name, tensor in own.items()}
-    tensors = {}
-    inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
-    groups = [
-        [{key: value for key, value in group.items() if key != "params"} for group in o.param_groups] for o in inner
-    ]
-    scaler = accelerator.scaler
+            held = backend.tensors(strategy, model, optimizer)
+            parts |= {f"{index}:{name}": tensor for name, tensor in held.items()}
+    tensors, scaler = {}, accelerator.scaler  # tensors: those in the JSON values
+    groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in accelerator._optimizers]
+    rest = [rest_of(strategy, optimizer, models) for optimizer in accelerator._optimizers]
+    registered = [each.state_dict() for each in accelerator._custom_objects]
     state = {
         "format": checkpoint.FORMAT,
         "saved": time.time(),
@@ -45,15 +43,20 @@ def state_dict(accelerator, alone=False):
         "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
         "models": len(models),
         "groups": pack(groups, tensors, "groups"),
-        "optimizers": pack([rest_of(strategy, one, models) for one in accelerator._optimizers], tensors, "optimizers"),
+        "optimizers": pack(rest, tensors, "optimizers"),
         "schedulers": pack([scheduler.state_dict() for scheduler in accelerator._schedulers], tensors, "schedulers"),
         "scaler": None if scaler is None else scaler.state_dict(),
         "loaders": loaders_state,
         "alone": alone,
-        "registered": pack([one.state_dict() for one in accelerator._custom_objects], tensors, "registered"),
+        "registered": pack(registered, tensors, "registered"),
         "cuts": strategy.tp_dims(models[0][0]) if models else {},
     }
     return parts | (tensors if main else {}), state
+
+
+def numbers_of_groups(optimizer):
+    """The param_groups of a torch optimizer, without the parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def host_copy(parts):
@@ -63,11 +66,11 @@ def host_copy(parts):
 
 def models_of(accelerator):
     """[(model, its prepared optimizers)] of all models that were prepared and not freed, in Accelerate's order."""
-    found = []
+    ids_of, pairs = accelerator.strategy.parameter_ids, []
     for model in accelerator._models:
         ids = set(map(id, model.parameters()))
-        found.append((model, [one for one in accelerator._optimizers if accelerator.strategy.parameter_ids(one) & ids]))
-    return found
+        pairs.append((model, [optimizer for optimizer in accelerator._optimizers if ids_of(optimizer) & ids]))
+    return pairs
 
 
 def rest_of(strategy, optimizer, models):
@@ -105,7 +108,7 @@ def load_state_dict(accelerator, folder):
     mine, first = checkpoint.tensors_of(folder, writer), checkpoint.tensors_of(folder, 0)
     models = models_of(accelerator)
     if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
-        models = [(one.model, one.optimizers) for one in accelerator.evidence]
+        models = [(evidence.model, evidence.optimizers) for evidence in accelerator.evidence]
     registered, groups = unpack(state["registered"], first), unpack(state["groups"], first)
     schedulers = unpack(state["schedulers"], first)
     compare_numbers(
@@ -121,11 +124,11 @@ def load_state_dict(accelerator, folder):
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     for index, (model, optimizers) in enumerate(models):
-        own = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else 0, f"{index}:")
+        saved = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else 0, f"{index}:")
         if saved_by != plan.num_processes:
-            own = [checkpoint.tensors_of(folder, other, f"{index}:") for other in range(saved_by)]
+            saved = [checkpoint.tensors_of(folder, other, f"{index}:") for other in range(saved_by)]
         for optimizer in optimizers or [None]:
-            backend.restore(strategy, model, optimizer, own)
+            backend.restore(strategy, model, optimizer, saved)
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
     for optimizer, saved in zip(inner, unpack(state.get("optimizers", []), first), strict=False):
         restore_rest(optimizer, saved)
@@ -149,13 +152,13 @@ def compare_numbers(accelerator, folder, numbers):
     """Raises Refused if the checkpoint lacks what the script has prepared. Notes what it holds in addition: a script
     that evaluates needs no optimizer. numbers: {what: (number in the script, number in the checkpoint)}"""
     lacks = [
-        f"{there} {what}, the script has {here}"
-        for what, (here, there) in numbers.items()
-        if here > there or (here != there and what == "registered objects")
+        f"{saved} {what}, the script has {here}"
+        for what, (here, saved) in numbers.items()
+        if here > saved or (here != saved and what == "registered objects")
     ]
     if lacks:
         raise Refused(f"{folder} holds {'; '.join(lacks)}: resume with the script as it was")
-    more = [f"{there - here} {what}" for what, (here, there) in numbers.items() if there > here]
+    more = [f"{saved - here} {what}" for what, (here, saved) in numbers.items() if saved > here]
     if more:
         accelerator.note(f"{folder} also holds {', '.join(more)} that the script has not prepared: not loaded")
 

@@ -24,12 +24,17 @@ NAMES = {
 }  # fmt: skip
 
 
-def write(tensors, path):
+def in_order(tensors):
+    """The names in the order in which `write` writes the tensors: so that each begins aligned to its elements."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def write(tensors, path, load=None, metadata=None):
     """Writes {name: tensor} to a file, on the disk when this returns. Returns {"bytes", "sha256"} of the file. A tensor
-    on a device is copied to the host when its turn comes. Raises OSError."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each begins aligned
-    header, end = {}, 0
-    for name in order:
+    on a device is copied to the host when its turn comes. load: returns the tensor of a name when its turn comes, where
+    `tensors` have shapes and dtypes only. metadata: {name: text}. Raises OSError."""
+    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name in in_order(tensors):
         begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
         header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape),
                         "data_offsets": [begin, end]}  # fmt: skip
@@ -37,7 +42,7 @@ def write(tensors, path):
     text += b" " * (-len(text) % 8)
     hashed = hashlib.sha256()
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        for piece in pieces(text, [tensors[name] for name in order]):
+        for piece in pieces(text, map(load or tensors.get, in_order(tensors))):
             hashing = beside.submit(hashed.update, piece)
             rest = memoryview(piece)
             while len(rest):

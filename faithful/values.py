@@ -25,16 +25,16 @@ def pack(value, tensors, at):
         return {"!": "array" if isinstance(value, np.ndarray) else "number", "at": at}
     if isinstance(value, dict):
         if "!" not in value and all(isinstance(key, str) for key in value):
-            return {key: pack(one, tensors, f"{at}.{key}") for key, one in value.items()}
+            return {key: pack(inner, tensors, f"{at}.{key}") for key, inner in value.items()}
         items = [
             [pack(k, tensors, f"{at}.{i}.key"), pack(v, tensors, f"{at}.{i}")] for i, (k, v) in enumerate(value.items())
         ]
         return {"!": "dict", "items": items}
     if isinstance(value, list | tuple):
-        items = [pack(one, tensors, f"{at}.{i}") for i, one in enumerate(value)]
+        items = [pack(inner, tensors, f"{at}.{i}") for i, inner in enumerate(value)]
         return items if type(value) is list else {"!": "tuple", "items": items}
     if isinstance(value, set | frozenset | deque):
-        items = [pack(one, tensors, f"{at}.{i}") for i, one in enumerate(value)]
+        items = [pack(inner, tensors, f"{at}.{i}") for i, inner in enumerate(value)]
         return {"!": type(value).__name__, "items": items} | ({"maxlen": value.maxlen} if type(value) is deque else {})
     raise Refused(
         f"save_state: {at} is a {type(value).__name__}, which a checkpoint without a pickle cannot hold: let "
@@ -49,12 +49,12 @@ def local_copy(tensor):
 def unpack(value, tensors):
     """The inverse of `pack`."""
     if isinstance(value, list):
-        return [unpack(one, tensors) for one in value]
+        return [unpack(inner, tensors) for inner in value]
     if not isinstance(value, dict):
         return value
     kind = value.get("!")
     if kind is None:
-        return {key: unpack(one, tensors) for key, one in value.items()}
+        return {key: unpack(inner, tensors) for key, inner in value.items()}
     if kind == "tensor":
         return tensors[value["at"]].clone()
     if kind == "array":
@@ -62,7 +62,7 @@ def unpack(value, tensors):
     if kind == "number":
         return tensors[value["at"]].numpy()[()]
     if kind == "deque":
-        return deque((unpack(one, tensors) for one in value["items"]), value["maxlen"])
+        return deque((unpack(inner, tensors) for inner in value["items"]), value["maxlen"])
     if kind in COLLECTIONS:
-        return COLLECTIONS[kind](unpack(one, tensors) for one in value["items"])
-    return {unpack(key, tensors): unpack(one, tensors) for key, one in value["items"]}
+        return COLLECTIONS[kind](unpack(inner, tensors) for inner in value["items"])
+    return {unpack(key, tensors): unpack(inner, tensors) for key, inner in value["items"]}

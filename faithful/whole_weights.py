@@ -21,17 +21,37 @@ from faithful.tensors import named, parameters_of, unwrapped
 def state_dict(accelerator, model, accelerates):
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way."""
+    need_all(accelerator, model)
+    whole = accelerator.strategy.full_state(accelerator, model)
+    whole = dict(named((accelerates() if whole is None else whole).items()))
+    if accelerator.plan.precision != "fp8":
+        return whole
+    return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
+
+
+def need_all(accelerator, model):
+    """Raises Refused if the main process alone asks for weights that are sharded."""
     if accelerator.strategy.sharded(model.parameters()) and not launcher.all_ranks_called("get_state_dict", True):
         raise Refused(
             "the main process alone asks for the weights, but each process holds a part of them: call "
             "get_state_dict or save_model on all of them"
         )
-    whole = accelerator.strategy.full_state(accelerator, model)
-    whole = dict(named((accelerates() if whole is None else whole).items()))
-    if accelerator.plan.precision != "fp8":
-        return whole
-    tensors = {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor)}
-    return {n: tensor for n, tensor in tensors.items() if ".fp8_" not in f".{n}" and not n.endswith("_extra_state")}
+
+
+def of_fp8(name):
+    """Whether an entry of a state_dict is FP8 state: a scale, a history."""
+    return ".fp8_" in f".{name}" or name.endswith("_extra_state")
+
+
+def pieces(accelerator, model):
+    """As `state_dict`, for one tensor after the other: see Strategy.pieces. None where that is not to be used."""
+    if not accelerator.strategy.sharded(model.parameters()):
+        return None
+    need_all(accelerator, model)
+    pieces = accelerator.strategy.pieces(accelerator, model)
+    if pieces is None or accelerator.plan.precision != "fp8":
+        return pieces
+    return {name: piece for name, piece in pieces.items() if not of_fp8(name)}
 
 
 def saved_whole(accelerator, model):

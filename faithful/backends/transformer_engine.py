@@ -65,8 +65,8 @@ class TransformerEngine(Backend):
         return skipped
 
     def tensors(self, strategy, model, optimizer):
-        own = {f"te/{name}": tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
-        return super().tensors(strategy, model, optimizer) | own
+        scales = {f"te/{name}": tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
+        return super().tensors(strategy, model, optimizer) | scales
 
     @torch.no_grad()
     def restore(self, strategy, model, optimizer, parts):

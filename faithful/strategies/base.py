@@ -175,6 +175,12 @@ class Strategy:
         """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
         return None
 
+    def pieces(self, accelerator, model):
+        """{name: (a tensor of its shape and dtype, function that returns the whole tensor on process 0)}, of parameters
+        and persistent buffers, for `save_model` of a model that no process holds whole. Every rank calls the functions,
+        in one order. None if `full_state`, or Accelerate's `get_state_dict`, is to be used."""
+        return None
+
     def tp_dims(self, model):
         """{name: dimension along which tensor parallel splits it, or None}, for readers of a checkpoint."""
         return {}

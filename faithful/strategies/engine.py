@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 def zero_of(optimizer):
     """DeepSpeed's ZeRO optimizer inside Accelerate's, or None."""
-    found = getattr(optimizer, "optimizer", optimizer)
-    return found if type(found).__name__.startswith("DeepSpeedZeroOptimizer") else None
+    zero = getattr(optimizer, "optimizer", optimizer)
+    return zero if type(zero).__name__.startswith("DeepSpeedZeroOptimizer") else None
 
 
 def count_gradients(zero, model):

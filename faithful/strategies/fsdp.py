@@ -10,12 +10,13 @@ from types import MethodType
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
 
 from faithful import averages, batch_norm, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
-from faithful.tensors import fingerprint, parameters_of
+from faithful.tensors import fingerprint, named, parameters_of
 
 
 class FSDP(Strategy):
@@ -94,6 +95,17 @@ class FSDP(Strategy):
         names = plan.layers or ([] if plan.wrap == "NO_WRAP" else block_names(model))
         return f", sharded by {', '.join(names)}" if names else ", sharded as one piece"
 
+    def pieces(self, accelerator, model):
+        reshard(model)
+        state = {name: tensor for name, tensor in named(model.state_dict().items()) if torch.is_tensor(tensor)}
+        if any(isinstance(t, DTensor) and type(t.to_local()) is not torch.Tensor for t in state.values()):
+            return None  # torchao's weights that are gathered in FP8 know themselves what they are whole
+
+        def whole(tensor):
+            return tensor.to(accelerator.device).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+        return {name: (tensor, functools.partial(whole, tensor)) for name, tensor in state.items()}
+
     def tensors(self, model, optimizer):
         reshard(model)
         return super().tensors(model, optimizer)
@@ -113,12 +125,12 @@ class HSDP(FSDP):
 
 def ignored_and_trained(plan, model):
     """The names of trainable parameters of modules that the config does not shard."""
-    names = [name for name, _ in model.named_modules() if plan.ignored and re.fullmatch(plan.ignored, name)]
+    modules = [name for name, _ in model.named_modules() if plan.ignored and re.fullmatch(plan.ignored, name)]
     return [
-        f"{name}.{own}"
-        for name in names
-        for own, one in model.get_submodule(name).named_parameters()
-        if one.requires_grad
+        f"{module}.{name}"
+        for module in modules
+        for name, parameter in model.get_submodule(module).named_parameters()
+        if parameter.requires_grad
     ]
 
 
@@ -146,7 +158,7 @@ def shard(accelerator, accelerates, model, optimizers):
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
-    was = {name: (id(one), weakref.ref(one)) for name, one in parameters_of(model, remove_duplicate=False)}
+    was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -154,7 +166,7 @@ def shard(accelerator, accelerates, model, optimizers):
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
     accelerator._optimizers.remove(throwaway)
-    accelerator._models[:] = [one for one in accelerator._models if one is not model] + [model]
+    accelerator._models[:] = [other for other in accelerator._models if other is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
     now = dict(parameters_of(model, remove_duplicate=False))
     for parameters, i, name in places:
@@ -182,8 +194,8 @@ def taken_out(optimizers, name_of):
 
 def named_layers(plan, model):
     """The classes of `model` that the config names, all of them."""
-    there = {type(module).__name__ for module in model.modules()}
-    if missing := [name for name in plan.layers if name not in there]:
+    classes = {type(module).__name__ for module in model.modules()}
+    if missing := [name for name in plan.layers if name not in classes]:
         blocks = ", ".join(block_names(model)) or "no repeated blocks"
         raise Refused(
             f"fsdp_transformer_layer_cls_to_wrap names {', '.join(missing)}, and {type(model).__name__} has "
@@ -203,8 +215,8 @@ def by_size(plugin, model, least):
         if sum(sizes.values()) < least:
             return 0
         inside = 0 if isinstance(module, torch.nn.MultiheadAttention) else sum(map(look, module.children()))
-        own = Counter(id(parameter) for one in module.modules() for parameter in one._parameters.values())
-        tied = any(held[key] > own[key] for key in sizes)  # with a module outside, which needs the weight too
+        here = Counter(id(parameter) for part in module.modules() for parameter in part._parameters.values())
+        tied = any(held[key] > here[key] for key in sizes)  # with a module outside, which needs the weight too
         if sum(sizes.values()) - inside < least or isinstance(module, CONTAINERS) or tied:
             return inside
         units.add(module)
@@ -220,7 +232,7 @@ def embedding_in_the_root(model, always):
     refuses that if a third module has the same weight, as in T5. Then Accelerate is told of no embedding, and the
     weight belongs to the root's unit. always: the config says the units, and these are not among them."""
     weight = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
-    places = sum(one is weight for module in model.modules() for one in module._parameters.values())
+    places = sum(parameter is weight for module in model.modules() for parameter in module._parameters.values())
     tied = weight is not None and places > 2
     hidden = ("get_input_embeddings", "get_output_embeddings") if tied or always else ()
     for name in hidden:

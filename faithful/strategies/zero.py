@@ -6,6 +6,7 @@ stage  partitioned                              parameters
 3      also parameters, gathered when used      as in stage 1; those up to PERSISTENT elements stay gathered
 """
 
+import functools
 import logging
 import math
 import re
@@ -169,7 +170,7 @@ class ZeRO(Strategy):
 
     def schedulers(self, accelerator):
         # DeepSpeed's engine steps those of its own once.
-        return [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+        return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
 
     def torch_optimizer(self, optimizer):
         """The torch optimizer inside DeepSpeed's optimizer inside Accelerate's. It updates the flat masters."""
@@ -251,16 +252,31 @@ class ZeRO(Strategy):
 
     def full_state(self, accelerator, model):
         """{name: full fp32 tensor} of parameters and buffers, on the CPU of process 0; empty on the others."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
         main, state = dist.get_rank() == 0, {}
         if unwrapped(model) is model:  # not DeepSpeed's
             return {name: tensor.cpu() for name, tensor in model.state_dict().items() if main}
-        for name, parameter in model.module.named_parameters():  # one at a time, to save memory
-            whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else gathered(parameter)
-            state |= {name: whole.cpu()} if main else {}
-        buffers = model.module.state_dict().keys() - {name for name, _ in model.module.named_parameters()}
-        return state | {name: tensor for name, tensor in model.module.named_buffers() if main and name in buffers}
+        for name, (_, whole) in self.pieces(accelerator, model).items():  # one at a time, to save memory
+            tensor = whole()
+            state |= {name: tensor.cpu()} if main else {}
+        return state
+
+    def pieces(self, accelerator, model):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if unwrapped(model) is model:
+            return None
+
+        def whole(parameter):
+            return safe_get_full_fp32_param(parameter) if parameter.requires_grad else gathered(parameter)
+
+        pieces = {}
+        for name, parameter in model.module.named_parameters():
+            dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+            like = torch.empty(shape(parameter), dtype=dtype, device="meta")
+            pieces[name] = like, functools.partial(whole, parameter)
+        buffers = model.module.state_dict().keys() - pieces.keys()
+        kept = {name: buffer for name, buffer in model.module.named_buffers() if name in buffers}
+        return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
     def explain(self, error):
         mixed = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"

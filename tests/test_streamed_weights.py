@@ -1,0 +1,59 @@
+"""save_model of a model that no process holds whole: one tensor after the other, into files with an index."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, Ranks, train
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+SAVES = """    accelerator.save_model(model, f"{output_dir}/small", max_shard_size="60KB")
+    whole = accelerator.get_state_dict(model)
+    accelerator.save_model(model, f"{output_dir}/one")
+    if accelerator.is_main_process:
+        whole = {name: tensor.cpu() for name, tensor in whole.items()}
+        __import__("torch").save(whole, f"{output_dir}/whole.pt")
+    accelerator.end_training()"""
+
+
+def script(folder, end):
+    text = (ROOT / "recipes" / "vit.py").read_text()
+    assert text.count("    accelerator.end_training()") == 1
+    path = folder / "mine.py"
+    path.write_text(text.replace("    accelerator.end_training()", end))
+    return path
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "fsdp_fp8", "fsdp_fp8_msamp_o2", "hsdp_bf16", "zero3_bf16"])
+def test_the_files_hold_what_get_state_dict_returns(tmp_path, config):
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    run = train(config, tmp_path / "run", "--max_steps", 2, "--eval_steps", 0, script=script(tmp_path, SAVES))
+    whole, one = torch.load(run / "whole.pt"), load_file(run / "one" / "model.safetensors")
+    index = json.loads((run / "small" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 5 and index["metadata"]["total_size"] > 0
+    small = {name: safe_open(run / "small" / file, "pt").get_tensor(name) for name, file in index["weight_map"].items()}
+    assert whole.keys() == one.keys() == small.keys()
+    for name, tensor in whole.items():
+        for saved in (one[name], small[name]):
+            assert saved.dtype == tensor.dtype and torch.equal(saved, tensor), name
+    assert safe_open(run / "one" / "model.safetensors", "pt").metadata() == {"format": "pt"}
+    assert sorted(path.name for path in (run / "one").iterdir()) == ["model.safetensors"]
+
+
+def test_a_disk_that_is_full_is_an_error_on_the_main_process_and_holds_up_no_other(tmp_path):
+    def full(rank):
+        from faithful import tensor_files
+
+        def fails(tensors, path, load, metadata):
+            load(tensor_files.in_order(tensors)[0])
+            raise OSError(28, "No space left on device")
+
+        tensor_files.write = fails
+
+    argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "2", "--eval_steps", "0", "--save_steps", "0"]
+    ranks = Ranks("fsdp_fp32", argv, before=full)
+    codes = ranks.wait(90)
+    assert codes[0] == 1 and "the weights could not be written (No space left on device)" in ranks.text()
+    assert not list((tmp_path / "run" / "model").iterdir())
