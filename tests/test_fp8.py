@@ -405,3 +405,15 @@ def test_scales_of_gathered_weights_are_made_after_each_step_and_after_a_restore
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text() == 3 * "15 True\n"
     rest = train("fsdp_fp8", tmp_path / "rest", *short, "--resume_from_checkpoint", run / "checkpoint-2", before=before)
     assert (tmp_path / "rank0").read_text() == 5 * "15 True\n" and distance(run, rest) == 0
+
+
+def test_fp8_shards_of_different_size_are_refused(tmp_path):
+    """torchao sends them as they are, and the processes would get each other's bytes, or gloo an error of its own."""
+    train("fsdp_fp8", tmp_path / "run", "--max_steps", 1, processes=3, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "blocks.0.attn.proj has 64 rows for 3 processes" in log and "enable_fsdp_float8_all_gather to false" in log
+    text = (CONFIGS / "fsdp_fp8.yml").read_text()
+    config = tmp_path / "fsdp_fp8.yml"
+    config.write_text(text.replace("enable_fsdp_float8_all_gather: true", "enable_fsdp_float8_all_gather: false"))
+    assert config.read_text() != text
+    train(config, tmp_path / "gathered in bf16", "--max_steps", 1, "--eval_steps", 0, processes=3)

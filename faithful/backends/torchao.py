@@ -8,6 +8,7 @@ from accelerate.utils import AORecipeKwargs
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, kind, left_alone, wanted
+from faithful.errors import Refused
 from faithful.strategies.base import torch_optimizer
 
 
@@ -37,6 +38,8 @@ class TorchAO(Backend):
     def convert(self, accelerator, model, optimizer):
         skipped = left_alone(model, self.plan.skip)
         names = wanted(model, skipped)
+        if self.gathered_in_fp8:
+            refuse_uneven(model, sorted(names), self.plan.num_processes // self.plan.replicas)
 
         def chosen(module, name):
             return name in names
@@ -65,6 +68,17 @@ class TorchAO(Backend):
     def restore(self, strategy, model, optimizer, parts):
         super().restore(strategy, model, optimizer, parts)
         scale(model)  # changes only weights that are gathered in FP8
+
+
+def refuse_uneven(model, names, processes):
+    """Raises Refused if FP8 shards of these layers differ in size: torchao does not fill them up, as FSDP2 does."""
+    rows = {name: model.get_submodule(name).weight.shape[0] for name in names}
+    uneven = next((name for name in names if rows[name] % processes), None)
+    if uneven:
+        raise Refused(
+            f"{uneven} has {rows[uneven]} rows for {processes} processes, and torchao gathers weights in FP8 only if "
+            "all hold as many: set enable_fsdp_float8_all_gather to false in fp8_config, or launch another number"
+        )
 
 
 def config(plan):
