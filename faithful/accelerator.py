@@ -66,6 +66,7 @@ class Accelerator(accelerate.Accelerator):
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         if self.plan.rehearsal and self.plan.precision != "fp32":
             products.start()
+        self.strategy.started(self)
         self.backend.started(self)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models = []  # PreparedModels
@@ -346,6 +347,8 @@ class Accelerator(accelerate.Accelerator):
         saving.load_state(self, input_dir)
 
     def newest_checkpoint(self):
+        """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
+        saving.wait(self)
         return next(iter(checkpoint.list_checkpoints(self.checkpoints_folder())), None)
 
     def checkpoints_folder(self):

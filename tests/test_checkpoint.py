@@ -172,7 +172,7 @@ def spoil(folder, how, marker):
     elif how.startswith("forged pickle"):  # by someone who also mends the manifest
         path.write_bytes(pickle.dumps(Payload(str(marker))))
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest[name] = {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+        manifest[name] = {"bytes": path.stat().st_size, "xxh3_128": checkpoint.digest(path)}
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -304,8 +304,8 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
               folder / "rank0.safetensors")  # fmt: skip
     state = {"step": 3, "batch": 3, "same": {"seed": 0}, "lr_scheduler": {"last_epoch": 3}, "scaler": None, "cuts": {}}
     (folder / "trainer_state.json").write_text(json.dumps(state))
-    files = {path.name: checkpoint.entry(path) for path in folder.iterdir()}
-    (folder / "manifest.json").write_text(json.dumps(files))
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": checkpoint.digest(p, "sha256")} for p in folder.iterdir()}
+    (folder / "manifest.json").write_text(json.dumps(files))  # with the hashes of that time
     assert checkpoint.unsound(folder) is None
     for wanted in ("latest", folder):
         train("single_fp32", tmp_path / "run", "--max_steps", 4, "--resume_from_checkpoint", wanted, code=2)
@@ -316,6 +316,8 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
     )
     assert log.splitlines().count(line) == 2 and "Traceback" not in log
     assert not (tmp_path / "run" / "run.json").exists()
+    (folder / "trainer_state.json").write_text(json.dumps(state).replace("0.0", "1.0").replace("3", "4"))
+    assert checkpoint.unsound(folder) == "trainer_state.json is not what was written"
 
 
 def test_latest_without_any_starts_and_says_so(tmp_path):

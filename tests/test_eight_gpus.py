@@ -160,17 +160,17 @@ def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
     def slow(rank):
         from faithful import checkpoint
 
-        save, hashed = checkpoint.tensor_files.write, checkpoint.sha256
+        save, hashed = checkpoint.tensor_files.write, checkpoint.digest
         if rank == 1:
             checkpoint.tensor_files.write = lambda *parts: (time.sleep(5), save(*parts))[1]
 
-        def counted(path):
+        def counted(path, *kind):
             if "checkpoint-2" == path.parent.name:  # complete: this is the resumed run's
                 (read / f"{path.name} {rank}").touch()
                 time.sleep(5 * (rank == 1))
-            return hashed(path)
+            return hashed(path, *kind)
 
-        checkpoint.sha256 = counted
+        checkpoint.digest = counted
 
     argv, env = ("--max_steps", 3, "--save_steps", 2, "--eval_steps", 0), {"COLLECTIVE_TIMEOUT": "3"}
     whole = train("fsdp_fp32", tmp_path / "run", *argv, before=slow, env=env)
