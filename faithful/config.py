@@ -85,6 +85,7 @@ def read_env(env):
         "least": fsdp["least"] if sharded else None,
         "layers": fsdp["layers"] if sharded else [],
         "synced": sharded and fsdp["synced"],
+        "ram_efficient": world > 1 and (fsdp["ram_efficient"] if sharded else deepspeed["init"]),
         "ignored": (fsdp["ignored"] or None) if sharded else None,
         "use_cpu": on(env.get("ACCELERATE_USE_CPU")),
     }

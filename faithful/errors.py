@@ -26,6 +26,12 @@ class Alone(Refused):
     of_one_process = True
 
 
+class NoValues(Refused):
+    """The script uses weights that only process 0 has, so only the others print this."""
+
+    of_one_process = True
+
+
 class Stopped(SystemExit):
     """Ends a run after SIGTERM, when its checkpoint is written. Exits with 143, as SIGTERM itself would. After Ctrl-C
     the run raises KeyboardInterrupt instead, which scripts may catch."""

@@ -28,6 +28,16 @@ TABLE = {  # what is changed: why
         "beside tensors. Scripts import them under any name, so the functions in their no_grad wrappers are replaced",
     "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
         "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
+    "torch.nn.Module.register_parameter, _apply":
+        "faithful/building.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
+        "weights of a new model",
+    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters":
+        "the same for zero3_init_flag: a parameter gets its memory when it is partitioned",
+    "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model":
+        "it sends weights that only process 0 has, and that it sends once more when it partitions them",
+    "deepspeed.runtime.engine:debug_extract_module_and_param_names":
+        "it keeps weak references to parameters, for its debug messages, and such a tensor cannot be exchanged",
+    "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for them",
     "methods of averages of weights":
         "those that faithful/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
     "deepspeed.ops:__compatible_ops__":

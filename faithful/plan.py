@@ -43,6 +43,7 @@ class Plan:
     layers: list = dataclasses.field(default_factory=list)  # TRANSFORMER_BASED_WRAP: classes of the units, if named
     ignored: str | None = None  # fsdp, hsdp: the modules, as a regular expression, that are not sharded
     clip: float | None = None  # zero: the norm to which the config clips gradients
+    ram_efficient: bool = False  # fsdp, hsdp, zero3: only process 0 builds models with their weights
     synced: bool = False  # all processes start with the weights of process 0, whatever they have built
     notes: list = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
 

@@ -196,8 +196,8 @@ def leave(problem, run, print_error=traceback.print_exception):
     global ended
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
-    if not isinstance(problem, Refused | SystemExit) and (words := what_the_strategy_lacks(str(problem), run)):
-        problem = Refused(words)
+    if not isinstance(problem, Refused | SystemExit) and (said := what_the_strategy_lacks(str(problem), run)):
+        problem = said
     error, code = tell(problem, run, print_error)
     try:
         code = run.close(error, code) if run else code
@@ -258,15 +258,15 @@ def lost_peer(problem, error):
 
 
 def what_the_strategy_lacks(error, run):
-    """A message for the user if a library's error means that the script needs what the config's strategy does not have,
-    for example whole weights in fp32; else None."""
+    """A Refused for a library's error that means that the script needs what the config's strategy does not have, for
+    example whole weights in fp32; else None."""
     if "LocalSGD is supported only" in error:
-        return (
+        return Refused(
             "LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
             "process has a whole model: leave it out, or use a single config"
         )
     if "got mixed torch.Tensor and DTensor" in error:
-        return (
+        return Refused(
             "the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
             "(EMA) of its own, which FSDP2 does not allow: use a ddp config"
         )

@@ -62,17 +62,11 @@ def problems(asked, machine):
 def notes(asked):
     """What runs otherwise than the config's words say, with the same result: one line each."""
     lines, fsdp, strategy = [], asked["fsdp"], asked["strategy"]
-    several = asked["num_processes"] > 1
     if fsdp["version"] == 1:
         runs = {"ddp": "DDP, which it is", "hsdp": "FSDP2 within each machine (HSDP)"}.get(strategy, "FSDP2")
         lines.append(f"FSDP version 1 with {fsdp['sharding']} runs as {runs}, as `accelerate to-fsdp2` converts it")
     if fsdp["dead"]:
         lines.append(f"{', '.join(fsdp['dead'])} cannot have an effect: FSDP2 has nothing of this kind")
-    if strategy in ("fsdp", "hsdp") and fsdp["ram_efficient"] and several:
-        lines.append(
-            "fsdp_cpu_ram_efficient_loading is off here: each process loads the whole model into host memory "
-            "before it is sharded"
-        )
     if fsdp["version"] == 2 and fsdp["sharding"] != "FULL_SHARD":
         lines.append(
             f"fsdp_sharding_strategy {fsdp['sharding']} is a key of FSDP version 1, which version 2 does not "
@@ -86,11 +80,6 @@ def notes(asked):
         lines.append(
             f"fsdp_ignored_modules {asked['ignored']}: each process keeps the whole of them, and none of them "
             "may be trained, as their gradients are not averaged"
-        )
-    if asked["deepspeed"]["init"] and several:
-        lines.append(
-            "zero3_init_flag is off here: each process builds the whole model, with the weights of its seed, "
-            "before they are partitioned"
         )
     if asked["deepspeed"]["save_16bit"]:
         lines.append("zero3_save_16bit_model: the weights are gathered and saved in fp32")

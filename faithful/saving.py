@@ -11,7 +11,7 @@ import torch
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 
-from faithful import checkpoint, foreign, launcher, state, whole_weights
+from faithful import checkpoint, foreign, launcher, machine, state, whole_weights
 from faithful.errors import Refused
 from faithful.tensors import parameters_of
 
@@ -81,6 +81,7 @@ def look(accelerator):
     if save is None or not save.finished():
         return
     accelerator.saving = None
+    machine.trim_memory()  # of the copies
     if save.error:
         accelerator.record.failed_saves += 1
         accelerator.print(f"warning: {save.folder} could not be written ({save.error}); training goes on", flush=True)

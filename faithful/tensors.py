@@ -46,7 +46,10 @@ def size(tensors):
 
 
 def fingerprint(model):
-    """A hash of the weights and their names. Runs of one seed have the same at the start, in any config."""
+    """A hash of the weights and their names. Runs of one seed have the same at the start, in any config. None if this
+    process has no values of them (faithful/building.py)."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
     sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in model.named_parameters() if p.numel()]
     return sha256(repr(sums).encode()).hexdigest()
 

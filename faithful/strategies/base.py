@@ -57,6 +57,9 @@ class Strategy:
         """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's GradScalerKwargs, or None."""
         return {}
 
+    def started(self, accelerator):
+        """Called when Accelerate has started."""
+
     # ---- preparing ----
 
     def real(self, accelerator, args):
@@ -186,8 +189,7 @@ class Strategy:
         return {}
 
     def explain(self, error):
-        """A sentence for the user, if a library's error means that the script needs what this strategy does not have;
-        else None."""
+        """A Refused, if a library's error means that the script needs what this strategy does not have; else None."""
         return None
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
-from faithful import averages, batch_norm, patches
+from faithful import averages, batch_norm, building, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
@@ -41,11 +41,15 @@ class FSDP(Strategy):
         )
         return {"fsdp_plugin": plugin}
 
+    def started(self, accelerator):
+        if self.plan.ram_efficient and not accelerator.is_main_process:
+            building.start()
+
     def before_prepare(self, accelerator, model, optimizer):
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
         those of process 0 are sent to all where the config says it and they differ."""
         plan = self.plan
-        if plan.synced and len(set(gather_object([fingerprint(model)]))) > 1:
+        if plan.synced and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], accelerator.device)
         if trained := ignored_and_trained(plan, model):
             raise Refused(
@@ -114,6 +118,9 @@ class FSDP(Strategy):
         reshard(model)
         super().restore(model, optimizer, parts)
 
+    def explain(self, error):
+        return building.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
+
 
 class HSDP(FSDP):
     """Groups of processes that each hold the model once, and average their gradients."""
@@ -158,10 +165,13 @@ def shard(accelerator, accelerates, model, optimizers):
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
+    whole = building.weights_of(model) if plan.ram_efficient else {}
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    if plan.ram_efficient:
+        building.fill(model, whole, accelerator.device, "cpu" if plan.offload else accelerator.device)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-from faithful import batch_norm, deepspeed_file, dummies, patches
+from faithful import batch_norm, building, deepspeed_file, dummies, patches
 from faithful.errors import Refused
 from faithful.strategies.base import Shard, Strategy, buffers_by_place, refuse_other_model
 from faithful.strategies.engine import (
@@ -76,6 +76,12 @@ class ZeRO(Strategy):
     def real(self, accelerator, args):
         return dummies.real(accelerator.state.deepspeed_plugin.deepspeed_config, accelerator, args)
 
+    def started(self, accelerator):
+        if self.plan.ram_efficient:
+            building.partition(accelerator.is_main_process)
+        if self.plan.ram_efficient and not accelerator.is_main_process:
+            building.start()
+
     def before_prepare(self, accelerator, model, optimizer):
         plan = self.plan
         self.need_both(optimizer)
@@ -110,6 +116,8 @@ class ZeRO(Strategy):
                 "config, or for a model that it does not train accelerator.prepare_model(model, "
                 "evaluation_mode=True)"
             )
+        for model in fresh if self.plan.ram_efficient else ():
+            building.send_buffers(model, accelerator.device)
         if models and config.get(key) == "auto" and not any(hasattr(argument, "batch_size") for argument in args):
             config[key], plugin.batch_size_is_ours = 1, True
         return super().prepare(accelerator, accelerates, args, device_placement)
@@ -279,10 +287,12 @@ class ZeRO(Strategy):
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
     def explain(self, error):
+        if self.plan.ram_efficient and (said := building.explain(error, "zero3_init_flag")):
+            return said
         mixed = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
         if not re.search(mixed + "|unsupported ScalarType", error):
             return None
-        return (
+        return Refused(
             f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
             f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config"
         )

@@ -1,0 +1,180 @@
+"""Models that only process 0 builds with their weights: fsdp_cpu_ram_efficient_loading and zero3_init_flag.
+
+From `Accelerator()` on, every other process keeps the parameters that a module registers on torch's `meta` device: they
+have a shape and no values. Random numbers are drawn there all the same, so a process's generator, and with it the data,
+are those of a run without the key. While a model is partitioned (ZeRO-3), or when it has been sharded (FSDP2: `fill`),
+process 0 sends its weights, one after the other, and each process keeps its part of them.
+"""
+
+import functools
+import re
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from faithful import machine, patches
+from faithful.errors import NoValues
+from faithful.tensors import parameters_of
+
+ZERO = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters"
+NAMES = "deepspeed.runtime.engine:debug_extract_module_and_param_names"
+BROADCAST = "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model"
+MODULE, KERNELS = "torch.nn.Module.register_parameter, _apply", "kernels of torch.ops.aten for meta"
+RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "bernoulli_.float", "exponential_",
+          "log_normal_", "cauchy_", "geometric_")  # fmt: skip
+
+
+def start():
+    """From now on this process builds modules without weights, until the run ends."""
+    register, apply = nn.Module.register_parameter, nn.Module._apply
+    without = WeakIdKeyDictionary()  # {parameter: the one without values that stands for it}
+
+    @functools.wraps(register)
+    def register_parameter(self, name, param):
+        register(self, name, param)
+        if type(param) is nn.Parameter and not param.is_meta:
+            if param not in without:
+                without[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                without[param].__dict__.update(param.__dict__)
+            self._parameters[name] = without[param]
+
+    @functools.wraps(apply)
+    def _apply(self, fn, recurse=True):
+        return apply(self, functools.partial(stays, fn), recurse)
+
+    patches.replace(MODULE, register_parameter, nn.Module, "register_parameter")
+    patches.replace(MODULE, _apply, nn.Module, "_apply")
+    patches.undo_with(KERNELS, draw())
+
+
+def stays(fn, tensor):
+    """`fn(tensor)`, as in `model.to(device)`. A tensor without values changes its dtype alone: `fill` moves it."""
+    if not tensor.is_meta:
+        return fn(tensor)
+    try:
+        return fn(tensor)
+    except NotImplementedError:
+        return tensor.to(fn(torch.empty((), dtype=tensor.dtype)).dtype)
+
+
+def draw():
+    """Makes torch's random functions draw for tensors without values, too. Returns a function that undoes it."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in RANDOM:
+        library.impl(name, functools.partial(drawn, getattr(torch.Tensor, name.partition(".")[0])), "Meta",
+                     allow_override=True)  # fmt: skip
+    return library._destroy
+
+
+def drawn(method, tensor, *args, **kwargs):
+    method(scratch.like(tensor, "cpu"), *args, **kwargs)
+    return tensor
+
+
+class Scratch:
+    """Memory for one tensor after the other. New memory for each would stay with the process: the C library gives pages
+    back only from the end of its heap."""
+
+    def __init__(self):
+        self.free()
+
+    def like(self, tensor, device):
+        """A tensor with the shape and dtype of `tensor`, until the next call."""
+        size = tensor.numel() * tensor.element_size()
+        if size > self.bytes.numel() or self.bytes.device != torch.device(device):
+            self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        return self.bytes[:size].view(tensor.dtype).view(tensor.shape)
+
+    def free(self):
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+scratch = Scratch()
+
+
+def weights_of(model):
+    """{name: tensor} of process 0, which are sent when the model has been sharded; {} on the others."""
+    main = dist.get_rank() == 0
+    return {name: parameter.detach() for name, parameter in parameters_of(model)} if main else {}
+
+
+@torch.no_grad()
+def fill(model, whole, device, kept_on):
+    """Gives a sharded model the weights and buffers of process 0. Every process calls it. whole: what `weights_of`
+    returned before. device: where tensors are sent, whole and one at a time. kept_on: where the shards stay."""
+    main, filled = dist.get_rank() == 0, {}
+    send_buffers(model, device)
+    for name, parameter in parameters_of(model):
+        sent = sent_to_all(whole.pop(name) if main else None, parameter, device)
+        if parameter.is_meta:
+            filled[parameter] = nn.Parameter(shard_of(sent, parameter, kept_on), parameter.requires_grad)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = filled.get(parameter, parameter)
+    model._apply(lambda tensor: tensor)  # FSDP2 looks for its parameters anew
+    scratch.free()
+    machine.trim_memory()
+
+
+@torch.no_grad()
+def send_buffers(model, device):
+    """Gives all processes the buffers of process 0. One that was computed from weights has no values on the others."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                sent = sent_to_all(buffer, buffer, device)
+                module._buffers[name] = sent.clone() if buffer.is_meta else buffer.copy_(sent)
+    scratch.free()
+
+
+def sent_to_all(value, like, device):
+    """The `value` of process 0 on every process, until the next call. like: a tensor of its shape and dtype."""
+    sent = scratch.like(like, device)
+    if dist.get_rank() == 0:
+        sent.copy_(value)
+    dist.broadcast(sent.view(-1).view(torch.uint8), 0)  # gloo knows few dtypes
+    return sent
+
+
+def partition(main):
+    """Makes ZeRO-3 take memory for a parameter only when it partitions it. DeepSpeed sends that of process 0 before,
+    and the whole model even before that, if every process has it."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    patches.replace(BROADCAST, lambda self: None)
+    if main:
+        return
+    convert = Init._convert_to_zero_parameters
+
+    def one_by_one(self, params):
+        for param in params:
+            if param.is_meta:
+                empty = torch.empty(param.shape, dtype=param.dtype, device=self.local_device)
+                torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
+            convert(self, [param])
+
+    patches.replace(ZERO, one_by_one)
+    patches.replace(NAMES, lambda model: None)
+
+
+def explain(error, key):
+    """A NoValues for an error that comes of weights without values, or None. key: the config's, that asks for them."""
+    if not re.search(r"\bmeta\b", error):
+        return None
+    return NoValues(
+        f"with {key} only process 0 has the weights of a model before prepare(), and the script uses them on the "
+        f"others ({error}): use them after prepare(), or set the key to false"
+    )
+
+
+def shard_of(sent, parameter, device):
+    """This process's part of a whole tensor, as a tensor like `parameter`, which has no values."""
+    if not isinstance(parameter, DTensor):
+        return sent.to(device, copy=True)
+    part = torch.empty_like(parameter, device=device)
+    mine = distribute_tensor(sent, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    part.to_local().copy_(mine.to_local())
+    return part

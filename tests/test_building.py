@@ -1,0 +1,151 @@
+"""fsdp_cpu_ram_efficient_loading and zero3_init_flag: only process 0 builds models with their weights."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from conftest import CONFIGS, Ranks, distance, record, train
+from safetensors.torch import load_file
+from torch import nn
+
+from faithful import building, patches
+
+ON = {"fsdp_cpu_ram_efficient_loading": True, "zero3_init_flag": True}
+ARGV = ("--max_steps", 2, "--eval_steps", 0, "--save_steps", 0)
+
+
+def efficient(folder, config):
+    """A config file with the key on, under the same name."""
+    mapping = yaml.safe_load((CONFIGS / f"{config}.yml").read_text())
+    for section in ("fsdp_config", "deepspeed_config"):
+        keys = mapping.get(section, {})
+        keys.update({key: value for key, value in ON.items() if key in keys})
+    assert any(key in str(mapping) for key in ON)
+    path = folder / f"{config}.yml"
+    path.write_text(yaml.safe_dump(mapping))
+    return path
+
+
+def seen(folder):
+    """Writes how many bytes of weights each rank has before `prepare`, and what its generator draws next."""
+
+    def before(rank):
+        import torch
+
+        from faithful import Accelerator
+
+        prepare = Accelerator.prepare
+
+        def looked(self, model, *rest):
+            sizes = [(p.nbytes, p.is_meta) for p in model.parameters()]
+            held = {"held": sum(size for size, meta in sizes if not meta), "all": sum(size for size, _ in sizes)}
+            (folder / f"rank{rank}.json").write_text(json.dumps(held | {"drawn": torch.rand(3).tolist()}))
+            return prepare(self, model, *rest)
+
+        Accelerator.prepare = looked
+
+    folder.mkdir()
+    return before
+
+
+CASES = [("fsdp_bf16", "vit", 2), ("fsdp_fp8_msamp_o2", "gpt", 2), ("hsdp_bf16", "vit", 4), ("zero3_bf16", "gpt", 2),
+         ("fsdp_fp8", "vit", 2), ("fsdp_fp8_te", "vit", 2), ("fsdp_bf16", "resnet", 2), ("fsdp_bf16_offload", "vit", 2),
+         ("fsdp_bf16_ckpt", "bert", 2), ("zero3_fp8", "vit", 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "recipe", "processes"), CASES)
+def test_the_run_is_the_same_to_the_last_bit(tmp_path, config, recipe, processes):
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    of = {"name": recipe, "processes": processes}
+    whole = train(config, tmp_path / "whole", *ARGV, before=seen(tmp_path / "a"), **of)
+    spare = train(efficient(tmp_path, config), tmp_path / "spare", *ARGV, before=seen(tmp_path / "b"), **of)
+    assert (
+        distance(whole, spare) == 0 and len({record(run)["evidence"]["initial_weights"] for run in (whole, spare)}) == 1
+    )
+    for rank in range(processes):
+        here, there = (json.loads((tmp_path / way / f"rank{rank}.json").read_text()) for way in "ba")
+        assert here["held"] == (there["held"] if rank == 0 else 0) and here["all"] == there["all"] == there["held"]
+        assert here["drawn"] == there["drawn"]
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from faithful import Accelerator
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.root = nn.Parameter(torch.randn(16))
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight  # tied after it was registered
+        shared = nn.Parameter(torch.randn(16))
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.scale = self.second.scale = shared  # and before
+        self.normed = nn.utils.spectral_norm(nn.Linear(16, 16))  # a buffer that is computed from a weight
+        self.register_buffer("mask", torch.rand(16) > 0.5)
+        self.register_buffer("phase", torch.rand(16), persistent=False)
+
+    def forward(self, x):
+        x = x * self.root * self.mask + self.phase
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.normed(x * self.first.scale + self.second.scale)
+
+torch.manual_seed(1)
+accelerator = Accelerator(project_dir=sys.argv[sys.argv.index("--output_dir") + 1])
+model = Model()
+MIDDLE
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(3):
+    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_model(model, accelerator.project_dir + "/model")
+if accelerator.is_local_main_process:
+    print("phase", model.phase.sum().item())
+elif model.phase.is_meta:
+    sys.exit(3)
+accelerator.end_training()
+"""
+
+
+def own(folder, middle):
+    path = folder / "own.py"
+    path.write_text(SCRIPT.replace("MIDDLE", middle))
+    return path
+
+
+def test_tied_and_root_parameters_and_buffers_of_a_model_of_ones_own(tmp_path):
+    script = own(tmp_path, "model.to(accelerator.device)")
+    runs = [tmp_path / "whole", tmp_path / "spare"]
+    for config, run in zip(("fsdp_fp32", efficient(tmp_path, "fsdp_fp32")), runs, strict=True):
+        train(config, run, script=script)
+    whole, spare = (load_file(run / "model" / "model.safetensors") for run in runs)
+    assert whole.keys() == spare.keys() and len(whole) > 8
+    assert all(torch.equal(whole[name], spare[name]) for name in whole)
+    assert "blocks.2.weight" not in whole and "blocks.2.bias" in whole
+
+
+def test_weights_that_are_used_too_early_are_named_with_the_key(tmp_path):
+    script = own(tmp_path, "print(sum(p.square().sum().item() for p in model.parameters()))")
+    ranks = Ranks(efficient(tmp_path, "fsdp_fp32"), ["--output_dir", str(tmp_path / "run")], script=script)
+    assert set(ranks.wait(60)) <= {1, 2}
+    assert "refused: with fsdp_cpu_ram_efficient_loading only process 0 has the weights of a model" in ranks.text()
+
+
+def test_everything_is_as_before_when_the_run_ends():
+    register, apply = nn.Module.register_parameter, nn.Module._apply
+    building.start()
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 4)
+    drawn = torch.rand(2)
+    assert linear.weight.is_meta and linear.to("cpu", torch.bfloat16).weight.dtype == torch.bfloat16
+    patches.release(None)
+    assert (nn.Module.register_parameter, nn.Module._apply) == (register, apply)
+    torch.manual_seed(0)
+    assert not nn.Linear(8, 4).weight.is_meta and torch.equal(torch.rand(2), drawn)
+    assert torch.empty(3, device="meta").normal_().is_meta
