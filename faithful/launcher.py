@@ -190,10 +190,8 @@ def take_part():
 
 
 def rendezvous(timeout):
-    """Waits at most `timeout` (a timedelta) for all processes of this run. Raises Alone if one is missing.
-
-    torch waits too, but its error does not say which rank is missing.
-    """
+    """Waits at most `timeout` (a timedelta) for all processes of this run. Raises Alone and names the missing ranks,
+    which torch does not."""
     import torch.distributed as dist
 
     if dist.is_initialized():  # by the script

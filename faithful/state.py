@@ -96,7 +96,8 @@ def load_state_dict(accelerator, folder):
     strategy, backend = accelerator.strategy, accelerator.backend
     state = checkpoint.read_state(folder)
     saved_by = state["plan"]["num_processes"]
-    fixed = [key for key in PLANNED if key != "num_processes" or not backend.any_number_of_processes]
+    any_number = strategy.any_number_of_processes and backend.any_number_of_processes
+    fixed = [key for key in PLANNED if key != "num_processes" or not any_number]
     differs = [
         f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
         for key in fixed

@@ -72,6 +72,13 @@ class TensorFile(Mapping):
     def __getitem__(self, name):
         return self.file.get_tensor(self.names[name])
 
+    def shape(self, name):
+        return self.file.get_slice(self.names[name]).get_shape()
+
+    def rows(self, name, first, last):
+        """Reads these rows of a tensor alone."""
+        return self.file.get_slice(self.names[name])[first:last]
+
     def __iter__(self):
         return iter(self.names)
 

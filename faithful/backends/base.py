@@ -12,7 +12,7 @@ class Backend:
     gradients_elsewhere = None  # what to call the gradients, if not all are in `.grad`
     codes = False  # whether weights are codes, so that the full weights must be computed from them
     in_parts = False  # whether each process holds a part of the model, whatever the strategy
-    any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
+    any_number_of_processes = False  # whether all processes have the same state of their own, or none
 
     def __init__(self, plan):
         self.plan = plan

@@ -11,6 +11,7 @@ PACKAGES = {"ao": "torchao", "te": "TransformerEngine"}
 
 class Emulated(Backend):
     kinds = {"amp8.EmulatedLinear": (1, 0)}
+    any_number_of_processes = True  # delayed scaling has the largest values of all of them
 
     @property
     def name(self):

@@ -7,6 +7,8 @@ from faithful.backends.base import Backend
 
 
 class Torch(Backend):
+    any_number_of_processes = True
+
     def __init__(self, plan):
         super().__init__(plan)
         self.tf32_before = machine.in_tf32()  # as the script has set it: Accelerate may change it

@@ -17,6 +17,7 @@ class TorchAO(Backend):
 
     kinds = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
     eager_in_eval = True
+    any_number_of_processes = True
 
     def __init__(self, plan):
         super().__init__(plan)

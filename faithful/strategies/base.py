@@ -43,6 +43,7 @@ class Strategy:
     gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
     same_batch = False  # whether all processes compute the same batch
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
+    any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
     gradients_elsewhere = None  # what to call the gradients, if they are not in `.grad`
 
     def __init__(self, plan):

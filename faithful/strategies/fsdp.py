@@ -16,6 +16,7 @@ from faithful import averages, batch_norm, building, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
+from faithful.strategies.rows import Rows
 from faithful.tensors import fingerprint, named, parameters_of
 
 
@@ -25,6 +26,7 @@ class FSDP(Strategy):
     distributed_types = ("FSDP",)
     rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
     must_shard = True
+    any_number_of_processes = True
 
     def arguments(self, scaling):
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -116,6 +118,8 @@ class FSDP(Strategy):
 
     def restore(self, model, optimizer, parts):
         reshard(model)
+        if isinstance(parts, list):
+            parts = Rows(parts, dict(parameters_of(model)))
         super().restore(model, optimizer, parts)
 
     def explain(self, error):

@@ -1,0 +1,40 @@
+"""A run under FSDP2 goes on with another number of processes than saved it."""
+
+import json
+
+import pytest
+import torch
+from conftest import metrics, record, train
+from safetensors.torch import load_file
+from test_fsdp_levels import saving_what_was_loaded
+
+STEPS = ("--max_steps", 6, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
+
+
+def held(folder, ranks):
+    """{place: whole tensor} of a checkpoint's models, put together from the ranks that hold them once."""
+    parts = [load_file(folder / f"rank{rank}.safetensors") for rank in range(ranks)]
+    return {
+        key: torch.cat([part[key] for part in parts]) if tensor.dim() and "buffer/" not in key else tensor
+        for key, tensor in parts[0].items()
+        if key.startswith("0:")
+    }
+
+
+CASES = [("fsdp_bf16", "vit", 2, 3), ("fsdp_fp8", "vit", 2, 4), ("fsdp_bf16", "gpt", 4, 1),
+         ("fsdp_fp8_te", "gpt", 2, 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "recipe", "saved_by", "ranks"), CASES)
+def test_it_goes_on_from_the_same_weights_and_optimizer(tmp_path, config, recipe, saved_by, ranks):
+    whole = train(config, tmp_path / "whole", *STEPS, name=recipe, processes=saved_by)
+    before = whole / "checkpoint-3"
+    argv = (*STEPS, "--resume_from_checkpoint", before)
+    run = train(config, tmp_path / "run", *argv, name=recipe, processes=ranks, before=saving_what_was_loaded)
+    log = (tmp_path / "run.log").read_text()
+    assert f"{saved_by} processes saved it, {ranks} go on: from the same weights" in log
+    loaded, saved = held(run / "checkpoint-1004", ranks), held(before, saved_by)
+    assert loaded.keys() == saved.keys() and len(saved) > 100
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+    assert record(run)["status"] == "finished" and metrics(run)[-1]["step"] == 6
+    assert json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())["steps"]["taken"] == 6
