@@ -1,8 +1,10 @@
 """Helpers for torch.compile: small tensor functions compiled on a GPU, and outputs that keep their gradient."""
 
+import contextlib
 import functools
 
 import torch
+import torch.fx.experimental._config
 
 
 def compiled_on_cuda(function):
@@ -21,9 +23,16 @@ def compiled_on_cuda(function):
         tensor = first[0] if isinstance(first, list) else first
         if torch.compiler.is_compiling() or not tensor.is_cuda:  # a part of what is compiled around it
             return function(first, *rest)
-        return compiled()(first, *rest)
+        with sizes_apart() if isinstance(first, list) else contextlib.nullcontext():
+            return compiled()(first, *rest)
 
     return call
+
+
+def sizes_apart():
+    """A context in which torch.compile gives the size of each tensor in a list a symbol of its own. By default equal
+    sizes share one, and each new order of large and small layers in a list would be compiled again."""
+    return torch.fx.experimental._config.patch(use_duck_shape=False)
 
 
 def output(y):
