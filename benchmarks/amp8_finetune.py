@@ -6,11 +6,15 @@ held-out loss falls by; the share is the gain as part of fp32's of the same seed
 weights (O3: its masters), without FP8.
 
     python benchmarks/amp8_finetune.py --output results/amp8_finetune.json
+    python benchmarks/amp8_finetune.py --steps 5000 --seeds 1 --ways fp32 O2 O3 --output results/amp8_finetune.json
+
+What the file holds of other numbers of steps is kept.
 """
 
 import argparse
 import ast
 import inspect
+import json
 import subprocess
 import sys
 import typing
@@ -22,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from pydoc_data import topics  # noqa: E402
 
-from provenance import save  # noqa: E402
+from provenance import command, save  # noqa: E402
 from small_gpt import GPT, evaluate, loss_of, sample  # noqa: E402
 
 import amp8  # noqa: E402
@@ -81,20 +85,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lrs", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="fp32 is needed")
     parser.add_argument("--pretraining", type=int, default=1_000)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--output", default="results/amp8_finetune.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     code = encode("\n".join(inspect.getsource(module) for module in (argparse, ast, inspect, typing, subprocess)))
-    weights, rows = pretrained(args.pretraining), []
+    output = Path(args.output)
+    kept = json.loads(output.read_text()) if output.exists() else {"rows": []}
+    rows = [row for row in kept["rows"] if row["steps"] != args.steps]
+    weights, commands = pretrained(args.pretraining), [kept.get("command"), command()]
     for lr in args.lrs:
-        gains = {way: [gain(way, weights, code, lr, args.steps, seed) for seed in range(args.seeds)] for way in WAYS}
+        gains = {}
+        for way in args.ways:
+            gains[way] = [gain(way, weights, code, lr, args.steps, seed) for seed in range(args.seeds)]
         for way, found in gains.items():
             shares = [one / other for one, other in zip(found, gains["fp32"], strict=True)]
-            rows.append({"lr": lr, "way": way, "gains": found, "shares_of_fp32": shares})
+            rows.append({"steps": args.steps, "lr": lr, "way": way, "gains": found, "shares_of_fp32": shares})
             print(rows[-1], flush=True)
-        save(args.output, {"steps": args.steps, "pretraining": args.pretraining, "rows": rows})
+        rows.sort(key=lambda row: (row["steps"], row["lr"]))
+        save(output, {"command": " and ".join(filter(None, commands)), "pretraining": args.pretraining, "rows": rows})
 
 
 if __name__ == "__main__":

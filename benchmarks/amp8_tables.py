@@ -58,12 +58,11 @@ def drift(figures):
 
 
 def finetune(figures):
-    rows = [[f"{row['lr']:g}", row["way"], f"{statistics.mean(row['gains']):.4f}",
+    rows = [[f"{row['steps']:,}", f"{row['lr']:g}", row["way"], f"{statistics.mean(row['gains']):.4f}",
              f"{statistics.mean(row['shares_of_fp32']):.1%}", f"{min(row['shares_of_fp32']):.1%}"]
             for row in figures["rows"]]  # fmt: skip
-    heads = ["learning rate", "way", "gain in held-out loss", "of fp32's, mean", "smallest of the seeds"]
-    seeds = len(figures["rows"][0]["gains"])
-    return f"{came_from(figures)}; {figures['steps']} steps, {seeds} seeds:\n\n{report.table(heads, rows)}"
+    heads = ["steps", "learning rate", "way", "gain in held-out loss", "of fp32's, mean", "smallest of the seeds"]
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
 def accumulation(figures):

@@ -15,12 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from benchmarks import amp8_tables  # noqa: E402
+from benchmarks import amp8_tables, checkpoint_tables  # noqa: E402
 from benchmarks.provenance import came_from  # noqa: E402
 from tools import drawings, page, paired, report  # noqa: E402
 
 COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
-KILLS = ("orphans", "failed_starts", "lost", "unequal")
 PICTURE = "differences.svg"  # beside a comparison
 
 
@@ -310,18 +309,6 @@ def strategies(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def kills(figures):
-    """Counts of one campaign: in which phase of a run the kills hit, and what went wrong."""
-    phases = (("launcher", "imports and rendezvous", "model and first step"), ("training", "end"), ("saving",))
-    rows = []
-    for row in figures["rows"]:
-        cells = [row["kills"], *(sum(row["phase"].get(name, 0) for name in group) for group in phases)]
-        rows.append([f"`{row['config']}`", *cells, *(row[key] for key in KILLS)])
-    rows.append(["all", *map(sum, zip(*(row[1:] for row in rows), strict=True))])
-    heads = ["config", "kills", "while starting", "training", "saving", *(key.replace("_", " ") for key in KILLS)]
-    return f"{came_from(figures)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
-
-
 TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
@@ -329,9 +316,9 @@ TABLES = {
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
     "results/demo.json": demo,
-    "results/kills.json": kills,
-    "results/kills_before.json": kills,
-    "results/kills_saving.json": kills,
+    "results/kills.json": checkpoint_tables.kills,
+    "results/kills_before.json": checkpoint_tables.kills,
+    "results/kills_saving.json": checkpoint_tables.kills,
     "results/photos.json": photos,
     "results/gpt_python_docs.json": gpt,
     "results/finetune_textures.json": finetune,
@@ -353,6 +340,8 @@ TABLES = {
     "results/rehearsal.json": rehearsal,
     "results/diagnose.json": diagnose,
     "results/wrapper.json": wrapper,
+    "results/saving.json": checkpoint_tables.saving,
+    "results/phases.json": checkpoint_tables.phases,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

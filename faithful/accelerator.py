@@ -349,12 +349,7 @@ class Accelerator(accelerate.Accelerator):
     def newest_checkpoint(self):
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
         saving.wait(self)
-        return next(iter(checkpoint.list_checkpoints(self.checkpoints_folder())), None)
-
-    def checkpoints_folder(self):
-        """The folder of checkpoints that the script saves without a path."""
-        automatic = self.project_configuration.automatic_checkpoint_naming
-        return Path(self.project_dir, "checkpoints") if automatic else Path(self.project_dir)
+        return next(iter(checkpoint.list_checkpoints(saving.default_folder(self))), None)
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""

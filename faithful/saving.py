@@ -89,9 +89,15 @@ def look(accelerator):
         accelerator.newest = save.step, save.folder
 
 
+def default_folder(accelerator):
+    """The folder of checkpoints that the script saves without a path."""
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    return Path(accelerator.project_dir, "checkpoints") if automatic else Path(accelerator.project_dir)
+
+
 def checkpoint_folder(accelerator, output_dir):
     """The folder of the next checkpoint. output_dir: the script's, or None."""
-    project, folder = accelerator.project_configuration, accelerator.checkpoints_folder()
+    project, folder = accelerator.project_configuration, default_folder(accelerator)
     if not project.automatic_checkpoint_naming:
         return folder / f"checkpoint-{accelerator.steps.taken}" if output_dir is None else Path(output_dir)
     folder = folder / f"checkpoint_{project.iteration}"
@@ -111,10 +117,10 @@ def load_state(accelerator, input_dir):
         )
     accelerator.record.claim()
     wait(accelerator)
-    folder = checkpoint.find(accelerator, input_dir, accelerator.checkpoints_folder())
+    folder = checkpoint.find(accelerator, input_dir, default_folder(accelerator))
     accelerator.resumed = True
     if folder is None:
-        accelerator.print(f"no checkpoint in {accelerator.checkpoints_folder()}: starting at step 0")
+        accelerator.print(f"no checkpoint in {default_folder(accelerator)}: starting at step 0")
         return
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(list(accelerator._models), str(folder))
