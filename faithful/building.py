@@ -3,7 +3,8 @@
 From `Accelerator()` on, every other process keeps the parameters that a module registers on torch's `meta` device: they
 have a shape and no values. Random numbers are drawn there all the same, so a process's generator, and with it the data,
 are those of a run without the key. While a model is partitioned (ZeRO-3), or when it has been sharded (FSDP2: `fill`),
-process 0 sends its weights, one after the other, and each process keeps its part of them.
+process 0 sends its weights, one after the other, and each process keeps its part of them. A copy of the model that was
+made before, for an average of weights, gets them whole.
 """
 
 import functools
@@ -17,19 +18,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from faithful import machine, patches
 from faithful.errors import NoValues
-from faithful.tensors import parameters_of
+from faithful.tensors import local, parameters_of
 
 ZERO = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters"
 NAMES = "deepspeed.runtime.engine:debug_extract_module_and_param_names"
 BROADCAST = "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model"
+PARAMETER = "torch.nn.Parameter.__deepcopy__"
 MODULE, KERNELS = "torch.nn.Module.register_parameter, _apply", "kernels of torch.ops.aten for meta"
 RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "bernoulli_.float", "exponential_",
           "log_normal_", "cauchy_", "geometric_")  # fmt: skip
 
 
+copies = {}  # {id of a parameter without values: (it, its deep copies)}
+
+
 def start():
     """From now on this process builds modules without weights, until the run ends."""
-    register, apply = nn.Module.register_parameter, nn.Module._apply
+    register, apply, deepcopy = nn.Module.register_parameter, nn.Module._apply, nn.Parameter.__deepcopy__
     without = WeakIdKeyDictionary()  # {parameter: the one without values that stands for it}
 
     @functools.wraps(register)
@@ -45,8 +50,16 @@ def start():
     def _apply(self, fn, recurse=True):
         return apply(self, functools.partial(stays, fn), recurse)
 
+    @functools.wraps(deepcopy)
+    def __deepcopy__(self, memo):
+        copy = deepcopy(self, memo)
+        if copy.is_meta:
+            copies.setdefault(id(self), (self, []))[1].append(copy)
+        return copy
+
     patches.replace(MODULE, register_parameter, nn.Module, "register_parameter")
     patches.replace(MODULE, _apply, nn.Module, "_apply")
+    patches.replace(PARAMETER, __deepcopy__)
     patches.undo_with(KERNELS, draw())
 
 
@@ -96,21 +109,29 @@ scratch = Scratch()
 
 
 def weights_of(model):
-    """{name: tensor} of process 0, which are sent when the model has been sharded; {} on the others."""
-    main = dist.get_rank() == 0
-    return {name: parameter.detach() for name, parameter in parameters_of(model)} if main else {}
+    """What `fill` needs of a model that is not sharded yet: {name: tensor} of process 0; on the others {name: the
+    copies of the parameter}."""
+    if dist.get_rank() == 0:
+        return {name: parameter.detach() for name, parameter in parameters_of(model)}
+    return {name: copies.pop(id(parameter), (None, []))[1] for name, parameter in parameters_of(model)}
 
 
 @torch.no_grad()
-def fill(model, whole, device, kept_on):
-    """Gives a sharded model the weights and buffers of process 0. Every process calls it. whole: what `weights_of`
-    returned before. device: where tensors are sent, whole and one at a time. kept_on: where the shards stay."""
+def fill(model, before, device, kept_on):
+    """Gives a sharded model the weights and buffers of process 0. Every process calls it. before: what `weights_of`
+    returned. device: where tensors are sent, whole and one at a time. kept_on: where the shards stay."""
     main, filled = dist.get_rank() == 0, {}
     send_buffers(model, device)
     for name, parameter in parameters_of(model):
-        sent = sent_to_all(whole.pop(name) if main else None, parameter, device)
+        mine = before.pop(name)
+        sent = sent_to_all(mine if main else None, parameter, device)
+        for copy in [] if main else mine:
+            torch.utils.swap_tensors(copy, nn.Parameter(sent.to(copy.dtype, copy=True), copy.requires_grad))
+        part = shard_of(sent, parameter, kept_on)
         if parameter.is_meta:
-            filled[parameter] = nn.Parameter(shard_of(sent, parameter, kept_on), parameter.requires_grad)
+            filled[parameter] = nn.Parameter(part, parameter.requires_grad)
+        elif not main:  # the model was built before Accelerator()
+            local(parameter).copy_(local(part))
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = filled.get(parameter, parameter)

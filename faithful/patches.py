@@ -37,6 +37,7 @@ TABLE = {  # what is changed: why
         "it sends weights that only process 0 has, and that it sends once more when it partitions them",
     "deepspeed.runtime.engine:debug_extract_module_and_param_names":
         "it keeps weak references to parameters, for its debug messages, and such a tensor cannot be exchanged",
+    "torch.nn.Parameter.__deepcopy__": "copies of such a model get the weights, too",
     "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for them",
     "methods of averages of weights":
         "those that faithful/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",

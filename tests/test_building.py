@@ -97,6 +97,7 @@ class Model(nn.Module):
 torch.manual_seed(1)
 accelerator = Accelerator(project_dir=sys.argv[sys.argv.index("--output_dir") + 1])
 model = Model()
+average = torch.optim.swa_utils.AveragedModel(model)
 MIDDLE
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 for step in range(3):
@@ -104,6 +105,11 @@ for step in range(3):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
+    average.update_parameters(model)
+average = dict(average.module.named_parameters())
+for name, tensor in average.items():
+    assert not tensor.is_meta, name
+torch.save(average, f"{accelerator.project_dir}/average{accelerator.process_index}.pt")
 accelerator.save_model(model, accelerator.project_dir + "/model")
 if accelerator.is_local_main_process:
     print("phase", model.phase.sum().item())
@@ -119,7 +125,7 @@ def own(folder, middle):
     return path
 
 
-def test_tied_and_root_parameters_and_buffers_of_a_model_of_ones_own(tmp_path):
+def test_tied_and_root_parameters_buffers_and_averages_of_a_model_of_ones_own(tmp_path):
     script = own(tmp_path, "model.to(accelerator.device)")
     runs = [tmp_path / "whole", tmp_path / "spare"]
     for config, run in zip(("fsdp_fp32", efficient(tmp_path, "fsdp_fp32")), runs, strict=True):
@@ -128,6 +134,20 @@ def test_tied_and_root_parameters_and_buffers_of_a_model_of_ones_own(tmp_path):
     assert whole.keys() == spare.keys() and len(whole) > 8
     assert all(torch.equal(whole[name], spare[name]) for name in whole)
     assert "blocks.2.weight" not in whole and "blocks.2.bias" in whole
+    averages = [torch.load(run / f"average{rank}.pt") for run in runs for rank in (0, 1)]
+    for other in averages[1:]:
+        assert all(torch.equal(averages[0][name], other[name]) for name in averages[0])
+
+
+def test_a_model_that_was_built_before_has_the_weights_of_process_0(tmp_path):
+    made = "torch.manual_seed({seed})\nmodel = Model()\n"
+    text = SCRIPT.replace("MIDDLE", "").replace("torch.manual_seed(1)", "MODEL").replace("\nmodel = Model()", "")
+    models = []
+    for config, seed in (("fsdp_fp32", "1"), (efficient(tmp_path, "fsdp_fp32"), "1 + int(os.environ['RANK'])")):
+        (tmp_path / "own.py").write_text("import os\n" + text.replace("MODEL", made.format(seed=seed)))
+        run = train(config, tmp_path / f"run{len(models)}", script=tmp_path / "own.py")
+        models.append(load_file(run / "model" / "model.safetensors"))
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 def test_weights_that_are_used_too_early_are_named_with_the_key(tmp_path):

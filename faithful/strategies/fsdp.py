@@ -169,13 +169,13 @@ def shard(accelerator, accelerates, model, optimizers):
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
-    whole = building.weights_of(model) if plan.ram_efficient else {}
+    before = building.weights_of(model) if plan.ram_efficient else {}
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
     if plan.ram_efficient:
-        building.fill(model, whole, accelerator.device, "cpu" if plan.offload else accelerator.device)
+        building.fill(model, before, accelerator.device, "cpu" if plan.offload else accelerator.device)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
