@@ -77,6 +77,12 @@ def entry(path):
     return {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
 
 
+def known(entry):
+    """(bytes, name of the hash, hash) of an entry of a manifest. Raises LookupError or TypeError if it is damaged."""
+    kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
+    return entry["bytes"], kind, entry[kind]
+
+
 class Save:
     """A checkpoint that is being written to `folder`. Every rank makes one, or if state["alone"] the main process.
 
@@ -209,17 +215,15 @@ def unsound(folder, rank=0, processes=1):
     processes each reads the files of its rank, and the first one those of no rank too."""
     try:
         settle(folder)
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        manifest = {name: known(wanted) for name, wanted in json.loads((folder / MANIFEST).read_text()).items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"no readable {MANIFEST} ({type(error).__name__})"
     if missing := sorted(name for name in manifest if not (folder / name).is_file()):
         return f"files {missing} are missing"
-    for name, wanted in manifest.items():
+    for name, (size, kind, value) in manifest.items():
         own = re.fullmatch(r"rank(\d+)\.safetensors", name)
         reads = (int(own[1]) if own else 0) % processes == rank
-        kind = "xxh3_128" if "xxh3_128" in wanted else "sha256"  # as earlier versions wrote it
-        changed = (folder / name).stat().st_size != wanted["bytes"]
-        if changed or (reads and digest(folder / name, kind) != wanted[kind]):
+        if (folder / name).stat().st_size != size or (reads and digest(folder / name, kind) != value):
             return f"{name} is not what was written"
     return None
 

@@ -1,6 +1,7 @@
 """A run that was killed or stopped, or whose checkpoint was damaged, resumes as the same run or refuses."""
 
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -187,6 +188,19 @@ def test_an_unsound_checkpoint_is_known(finished, tmp_path, how):
     spoil(folder, how, tmp_path / "ran")
     assert checkpoint.unsound(folder) is not None
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["xxh3_128", "sha256"])
+def test_no_byte_of_a_manifest_can_change_unseen(tmp_path, kind):
+    (tmp_path / "trainer_state.json").write_text("{}")
+    entry = {"bytes": 2, kind: checkpoint.digest(tmp_path / "trainer_state.json", kind)}
+    text = json.dumps({"trainer_state.json": entry}).encode()
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(text)
+    assert checkpoint.unsound(tmp_path) is None
+    for at, bit in itertools.product(range(len(text)), (1, 2, 64)):
+        manifest.write_bytes(text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :])
+        assert checkpoint.unsound(tmp_path) is not None, manifest.read_bytes()
 
 
 def test_files_of_others_in_a_checkpoint_are_never_read(finished, tmp_path):
