@@ -41,9 +41,11 @@ def take_its_place():
     """Replaces `Accelerator` by faithful's in every module that has imported it from Accelerate."""
     import accelerate.accelerator
 
-    from faithful import plan
+    from faithful import config, patches, plan
     from faithful.accelerator import Accelerator
 
+    if config.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
+        patches.set_environment(config.ONCE, "0")
     plan.resolve()  # before the script asks torch or transformers for the device
     Accelerator.async_save = False  # the script may read what it has just saved
     original = accelerate.accelerator.Accelerator

@@ -183,7 +183,7 @@ def partition(main):
 
 def explain(error, key):
     """A NoValues for an error that comes of weights without values, or None. key: the config's, that asks for them."""
-    if not re.search(r"\bmeta\b", error):
+    if not re.search(r"\bmeta\b", error, re.IGNORECASE):
         return None
     return NoValues(
         f"with {key} only process 0 has the weights of a model before prepare(), and the script uses them on the "

@@ -61,6 +61,7 @@ def read_env(env):
     else:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
     sharded = strategy in ("fsdp", "hsdp")
+    built_once = fsdp["ram_efficient"] if sharded else deepspeed["init"]
     precision = deepspeed["precision"] or env.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "strategy": strategy,
@@ -81,14 +82,18 @@ def read_env(env):
         "clip": deepspeed["clip"],
         **asked_of_fp8(env, precision, sharded),
         "fsdp": fsdp,
+        "built_once": built_once,
         "wrap": fsdp["wrap"] if sharded else None,
         "least": fsdp["least"] if sharded else None,
         "layers": fsdp["layers"] if sharded else [],
         "synced": sharded and fsdp["synced"],
-        "ram_efficient": world > 1 and (fsdp["ram_efficient"] if sharded else deepspeed["init"]),
+        "ram_efficient": world > 1 and built_once and on(env.get(ONCE, "1")),
         "ignored": (fsdp["ignored"] or None) if sharded else None,
         "use_cpu": on(env.get("ACCELERATE_USE_CPU")),
     }
+
+
+ONCE = "FAITHFUL_RAM_EFFICIENT"  # 0: each process builds models with their weights, whatever the config says
 
 
 def asked_of_fsdp(env):

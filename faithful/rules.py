@@ -9,7 +9,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from faithful.config import BACKENDS, LEVELS, PRECISIONS, SHARDINGS, STRATEGIES
+from faithful.config import BACKENDS, LEVELS, ONCE, PRECISIONS, SHARDINGS, STRATEGIES
 from faithful.keys import FALSE, TRUE
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -62,11 +62,18 @@ def problems(asked, machine):
 def notes(asked):
     """What runs otherwise than the config's words say, with the same result: one line each."""
     lines, fsdp, strategy = [], asked["fsdp"], asked["strategy"]
+    several = asked["num_processes"] > 1
     if fsdp["version"] == 1:
         runs = {"ddp": "DDP, which it is", "hsdp": "FSDP2 within each machine (HSDP)"}.get(strategy, "FSDP2")
         lines.append(f"FSDP version 1 with {fsdp['sharding']} runs as {runs}, as `accelerate to-fsdp2` converts it")
     if fsdp["dead"]:
         lines.append(f"{', '.join(fsdp['dead'])} cannot have an effect: FSDP2 has nothing of this kind")
+    if asked["built_once"] and several and not asked["ram_efficient"]:
+        key = "zero3_init_flag" if asked["deepspeed"]["init"] else "fsdp_cpu_ram_efficient_loading"
+        lines.append(
+            f"{key} is off with -m faithful: each process builds the whole model before it is sharded. "
+            f"{ONCE}=1 turns it on, for a script that uses no weights before prepare()"
+        )
     if fsdp["version"] == 2 and fsdp["sharding"] != "FULL_SHARD":
         lines.append(
             f"fsdp_sharding_strategy {fsdp['sharding']} is a key of FSDP version 1, which version 2 does not "

@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, Ranks, distance, record, train
+from conftest import CONFIGS, ROOT, Ranks, distance, record, train
 from safetensors.torch import load_file
 from torch import nn
 
-from faithful import building, patches
+from faithful import __main__, building, patches
+
+CLIENTS = ROOT / "tests" / "clients"
 
 ON = {"fsdp_cpu_ram_efficient_loading": True, "zero3_init_flag": True}
 ARGV = ("--max_steps", 2, "--eval_steps", 0, "--save_steps", 0)
@@ -169,3 +171,18 @@ def test_everything_is_as_before_when_the_run_ends():
     torch.manual_seed(0)
     assert not nn.Linear(8, 4).weight.is_meta and torch.equal(torch.rand(2), drawn)
     assert torch.empty(3, device="meta").normal_().is_meta
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_a_script_that_knows_nothing_of_us_has_whole_weights_unless_asked(tmp_path, monkeypatch, asked):
+    """Its frozen teacher, say, is never prepared."""
+    monkeypatch.syspath_prepend(CLIENTS)
+    env = {"FAITHFUL_PROJECT_DIR": str(tmp_path / "run")} | ({"FAITHFUL_RAM_EFFICIENT": asked} if asked else {})
+    (tmp_path / "out").mkdir()
+    ranks = Ranks(efficient(tmp_path, "fsdp_bf16"), ["--output_dir", str(tmp_path / "out")], env=env,
+                  script=CLIENTS / "gan.py", before=lambda rank: __main__.take_its_place())  # fmt: skip
+    codes, text = ranks.wait(60), ranks.text()
+    if asked:
+        assert set(codes) != {0} and "only process 0 has the weights of a model before prepare()" in text
+    else:
+        assert codes == [0, 0] and "note: fsdp_cpu_ram_efficient_loading is off with -m faithful" in text
