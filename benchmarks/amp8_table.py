@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/amp8_table.py
 
 gemm: the formats of the operands of the converted layers' matrix products, found from the values: e4m3 if e4m3 can hold
-all of them exactly, else e5m2 if that can, else their dtype (without FP8 hardware FP8 codes are multiplied as bf16).
+all of them exactly, times a power of two, else e5m2 if that can, else their dtype (without FP8 hardware FP8 codes are
+multiplied as bf16).
 wire: for DistributedDataParallel the dtype of the buckets it reduces. The rest: dtypes and bytes of live tensors of
 the same 48 layers, on one of two ranks. TE: TransformerEngine's delayed scaling as amp8/emulate.py computes it.
 Writes results/amp8_table.json.
@@ -31,8 +32,11 @@ CLASSES = 1000  # not a multiple of 16: the head is not converted, and its produ
 
 
 def format_of(operand):
+    values = operand.float()
     for dtype in (scaling.E4M3, scaling.E5M2):
-        if torch.equal(operand.float().clamp(-57344, 57344).to(dtype).float(), operand.float()):
+        room = torch.finfo(dtype).max / values.abs().max().clamp(min=1e-30)
+        scaled = values * 2.0 ** room.log2().floor()  # all scales are powers of two, and this is the largest one
+        if torch.equal(scaled.to(dtype).float(), scaled):
             return name_of(dtype)
     return name_of(operand.dtype)
 
