@@ -268,7 +268,7 @@ def onnx_latency(figures):
         for row in figures["rows"]
     ]  # fmt: skip
     heads = ["model", "engine", "dtype", "MB", "logits apart from torch's fp32", "ms, batch 1", "ms, batch 32"]
-    text = f"Exported models, fastest of 50 calls: {came_from(figures)}:"
+    text = f"Fastest of 50 calls: {came_from(figures)}:"
     return f"{text}\n\n{report.table(heads, rows)}"
 
 
