@@ -7,6 +7,9 @@ For comparison it also counts a handwritten loop with the same model and a fused
 and writes no checkpoint. Functions that are compiled on a GPU count as calls; the operators in them, which a compiler
 fuses, are counted separately. The list of places includes DeepSpeed's and FSDP2's own waits. These are counts, not
 times.
+
+For the cast of a bf16 activation to FP8 by amp8 it also counts the bytes read and written per element: operator
+by operator, and fused as torch.compile does it, which reads a tensor once for each reduction and once for each result.
 """
 
 import argparse
@@ -83,12 +86,41 @@ def recipes(cases):
     return found
 
 
+def bytes_of_a_cast():
+    """Bytes read and written per element of a bf16 activation that amp8 casts to e4m3, on the GPU that is pretended."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from amp8 import linear, scaling
+
+    cast = linear.cast.__wrapped__  # not the compiled one
+    with FakeTensorMode(), torch.device("cuda"):
+        x, scale, history = torch.empty(512, 1024, dtype=torch.bfloat16), torch.ones(()), torch.zeros(16)
+        updates = torch.zeros((), dtype=torch.int32)
+        graph = make_fx(lambda *tensors: cast(*tensors, scaling.E4M3, 16))(x, scale, updates, history).graph
+
+    def size(node):  # of a tensor as large as x, else 0
+        value = node.meta.get("val")
+        return value.nbytes if isinstance(value, torch.Tensor) and value.numel() == x.numel() else 0
+
+    def computes(node):
+        return node.op == "call_function" and any(map(size, node.all_input_nodes)) and not node.target.is_view
+
+    [results] = graph.output_node().args
+    ends = [node for node in graph.nodes if computes(node) and (node in results or not size(node))]
+    apart = sum(size(node) + sum(map(size, node.all_input_nodes)) for node in graph.nodes if computes(node))
+    fused = sum(x.nbytes + size(node) for node in ends)
+    return {"operator_by_operator": apart / x.numel(), "fused": fused / x.numel()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "launches.json")
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="cases that have one of these words")
     args = parser.parse_args()
     found = recipes([case for case in CASES if any(word in " ".join(case) for word in args.only)])
+    of_a_cast = bytes_of_a_cast()  # traced before `wear`, whose own mode would hide operators from the tracing
+    print("bytes of a cast, per element:", of_a_cast)
     pretend.wear()
     for name, counts in found.items():
         recipe, config = name.split()
@@ -96,7 +128,7 @@ def main():
             counts["by_hand"] = by_hand(recipe, config.removeprefix("single_"))
             counts["ratio"] = round(counts["launches"] / counts["by_hand"], 4)
             print(name, "by hand", counts["by_hand"], "ratio", counts["ratio"])
-    about = {"device": "a pretended H100: counted, not run", "cases": found}
+    about = {"device": "a pretended H100: counted, not run", "cases": found, "bytes_of_a_cast": of_a_cast}
     save(args.output, about, ["accelerate", "timm", "torchao", "transformers"])
 
 

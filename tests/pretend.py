@@ -72,6 +72,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.data._utils import pin_memory as data_pinning  # noqa: E402
 
 CPU, FP8 = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2)
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # a process has one GPU, as under the launcher
@@ -581,6 +582,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
         },
         torch: {"compile": compile, "tensor": moved(torch.tensor), "as_tensor": moved(torch.as_tensor), "_has_compatible_shallow_copy_type": lambda tensor, other: True},
         torch.Tensor: {"data": property(lambda self: torch._C.TensorBase.data.__get__(self), move)},
+        data_pinning: {"_pin_memory_loop": in_mode(data_pinning._pin_memory_loop)},
         # Both time themselves by CUDA's events.
         dist.Reducer: {"prepare_for_forward": nothing},
         dist.Logger: {"set_runtime_stats_and_log": nothing},
@@ -591,6 +593,17 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
     c10d.Backend._plugins["NCCL"] = c10d.Backend._BackendPlugin(nccl, True)
     register_optimizer_step_post_hook(lambda *_: steps.append(nothing_yet()))
     Mode().__enter__()
+
+
+def in_mode(function):
+    """What a thread runs, in a `Mode` too: a mode counts only in the thread that entered it."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with Mode():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def moved(make):

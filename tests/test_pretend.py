@@ -163,6 +163,14 @@ def test_an_evaluated_batch_waits_once_and_for_the_batch_before(gpu, tmp_path):
     assert len([place for _, place in found if str(place).startswith("faithful/steps.py")]) <= 4, found
 
 
+def test_workers_that_load_data_add_no_wait(gpu, tmp_path):
+    """A DataLoader with workers pins its batches in a thread of its own; the run is the same, and so are its waits."""
+    argv = (*SHORT, "--max_steps", 3, "--save_steps", 0, "--dataset", "synthetic", "--image_size", 32)
+    run = gpu.train("single_bf16", tmp_path / "run", *argv, "--dataloader_num_workers", 1)
+    without = gpu.train("single_bf16", tmp_path / "without", *argv)
+    assert metrics(run) == metrics(without) and waits(run) == waits(without)
+
+
 def test_tensor_parallel_steps_lists_of_parameters(gpu, tmp_path):
     """DTensors and tensors each in lists, by a fused kernel: tensor by tensor each takes launches of its own."""
     run = gpu.train("tp_bf16", tmp_path / "run", *SHORT, *GPT, "--save_steps", 0, name="gpt", processes=2)
