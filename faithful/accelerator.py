@@ -220,6 +220,7 @@ class Accelerator(accelerate.Accelerator):
         self.record.seen["through_fp32"] = dict(products.active)
         if self.record.opened:
             return
+        saving.wait(self)  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
         if self.evidence:
             self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(self.leading()))

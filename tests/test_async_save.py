@@ -71,6 +71,23 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, config):
     assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-9", "checkpoint-6", "checkpoint-3"]
 
 
+def test_a_checkpoint_before_the_first_step_is_not_taken_for_a_leftover(tmp_path):
+    def before(rank):
+        from faithful import Accelerator
+
+        slow(0, seconds=1)(rank)
+        register = Accelerator.register_for_checkpointing
+
+        def saved(self, *objects):
+            register(self, *objects)
+            self.save_state(f"{self.project_dir}/checkpoint-0")
+
+        Accelerator.register_for_checkpointing = saved
+
+    run = train("single_bf16", tmp_path / "run", *STEPS, "--max_steps", 2, before=before)
+    assert checkpoint.unsound(run / "checkpoint-0") is None and record(run)["status"] == "finished"
+
+
 def test_the_end_and_a_signal_wait_for_it(tmp_path):
     run = train("ddp_fp32", tmp_path / "end", "--max_steps", 3, "--save_steps", 3, "--eval_steps", 0, before=slow(1))
     assert checkpoint.unsound(run / "checkpoint-3") is None and record(run)["status"] == "finished"

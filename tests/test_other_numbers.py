@@ -1,4 +1,4 @@
-"""A run under FSDP2 goes on with another number of processes than saved it."""
+"""A run under FSDP2 or ZeRO goes on with another number of processes than saved it."""
 
 import json
 
@@ -9,20 +9,22 @@ from safetensors.torch import load_file
 from test_fsdp_levels import saving_what_was_loaded
 
 STEPS = ("--max_steps", 6, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
+WHOLE = ("0:buffer/", "0:shape/")  # in each rank's file
 
 
 def held(folder, ranks):
     """{place: whole tensor} of a checkpoint's models, put together from the ranks that hold them once."""
     parts = [load_file(folder / f"rank{rank}.safetensors") for rank in range(ranks)]
     return {
-        key: torch.cat([part[key] for part in parts]) if tensor.dim() and "buffer/" not in key else tensor
+        key: torch.cat([part[key] for part in parts]) if tensor.dim() and not key.startswith(WHOLE) else tensor
         for key, tensor in parts[0].items()
         if key.startswith("0:")
     }
 
 
 CASES = [("fsdp_bf16", "vit", 2, 3), ("fsdp_fp8", "vit", 2, 4), ("fsdp_bf16", "gpt", 4, 1),
-         ("fsdp_fp8_te", "gpt", 2, 4)]  # fmt: skip
+         ("fsdp_fp8_te", "gpt", 2, 4), ("zero1_bf16", "vit", 2, 3), ("zero2_bf16", "gpt", 3, 1),
+         ("zero3_bf16", "vit", 2, 4), ("zero3_bf16", "gpt", 3, 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "recipe", "saved_by", "ranks"), CASES)

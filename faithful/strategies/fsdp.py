@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from faithful import averages, batch_norm, building, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
+from faithful.strategies import rows
 from faithful.strategies.base import Strategy
-from faithful.strategies.rows import Rows
 from faithful.tensors import fingerprint, named, parameters_of
 
 
@@ -119,7 +119,7 @@ class FSDP(Strategy):
     def restore(self, model, optimizer, parts):
         reshard(model)
         if isinstance(parts, list):
-            parts = Rows(parts, dict(parameters_of(model)))
+            parts = rows.Rows(parts, rows.of_dtensors(dict(parameters_of(model))))
         super().restore(model, optimizer, parts)
 
     def explain(self, error):

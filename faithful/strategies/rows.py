@@ -6,28 +6,30 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from faithful.errors import Refused
+
 
 class Rows(Mapping):
     """{place: what this process needs of a checkpoint}, see Strategy.tensors. Of tensors that were sharded by their
     rows it reads its own rows, from the files of the processes that had them.
 
-    parts: the TensorFile of each process that saved. parameters: {name: parameter}, sharded over the processes now.
+    parts: the TensorFile of each process that saved, in order of their rows. span: of a place, the first row that this
+    process needs, their number, and that of all rows; None for what each file has whole. Raises Refused if the
+    checkpoint has another number of rows.
     """
 
-    def __init__(self, parts, parameters):
-        self.parts, self.parameters = parts, parameters
+    def __init__(self, parts, span):
+        self.parts, self.span = parts, span
 
     def __getitem__(self, place):
-        kind, _, name = place.partition("/")
-        parameter = self.parameters.get(name.rpartition("/")[0] if kind == "optimizer" else name)
-        if not isinstance(parameter, DTensor) or not self.parts[0].shape(place):  # whole in each file
+        if not self.parts[0].shape(place) or self.span(place) is None:
             return self.parts[0][place]
-        shape, start = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        (first, *_), rows = start, shape[0]
+        first, rows, whole = self.span(place)
+        saved = sum(part.shape(place)[0] for part in self.parts)
+        if saved % whole if whole else saved:  # under hsdp the first group has all rows, and each next one again
+            raise Refused(f"the checkpoint is of another model: {place} has {saved} rows there, {whole} here")
         pieces, begin = [self.parts[0].rows(place, 0, 0)], 0
-        for part in self.parts:  # under hsdp the first group has all rows, and the next groups have them again
+        for part in self.parts:
             end = begin + part.shape(place)[0]
             if begin < first + rows and first < end:
                 pieces.append(part.rows(place, max(first - begin, 0), min(first + rows, end) - begin))
@@ -41,3 +43,34 @@ class Rows(Mapping):
 
     def __len__(self):
         return len(self.parts[0])
+
+
+def of_dtensors(parameters):
+    """The `span` of {name: parameter}, sharded over the processes now."""
+
+    def span(place):
+        kind, _, name = place.partition("/")
+        parameter = parameters.get(name.rpartition("/")[0] if kind == "optimizer" else name)
+        if not isinstance(parameter, DTensor):
+            return None
+        shape, start = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        return start[0], shape[0], parameter.shape[0]
+
+    return span
+
+
+def of_fragments(lengths, rank):
+    """The `span` of parameters, and of their optimizer state, of which each process has a flat fragment, in order of
+    the ranks. lengths: {name: elements} of each rank."""
+
+    def span(place):
+        kind, _, name = place.partition("/")
+        name = name.rpartition("/")[0] if kind == "optimizer" else name
+        if kind not in ("model", "optimizer") or name not in lengths[rank]:
+            return None
+        each = [held[name] for held in lengths]
+        return sum(each[:rank]), each[rank], sum(each)
+
+    return span

@@ -16,9 +16,11 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 
 from faithful import batch_norm, building, deepspeed_file, dummies, patches
 from faithful.errors import Refused
+from faithful.strategies import rows
 from faithful.strategies.base import Shard, Strategy, buffers_by_place, refuse_other_model
 from faithful.strategies.engine import (
     Scaler,
@@ -47,6 +49,7 @@ class ZeRO(Strategy):
     rehearsed_as = "NO"  # Accelerate changes it to DEEPSPEED
     gradients_counted_whole = True  # by hooks, before the engine partitions and frees them
     gradients_elsewhere = "DeepSpeed's gradients"
+    any_number_of_processes = True
 
     def __init__(self, plan):
         super().__init__(plan)
@@ -252,8 +255,11 @@ class ZeRO(Strategy):
         """Loads the result of `tensors`, bit for bit, and computes the 16-bit weights from the masters."""
         if optimizer is None:
             return super().restore(model, None, parts)
-        live = self.tensors(model, optimizer).items()
-        refuse_other_model({place: part for place, part in live if not place.startswith("optimizer/")}, parts)
+        live = self.tensors(model, optimizer)
+        if isinstance(parts, list):
+            lengths = {name: len(live[f"model/{name}"]) for name, _ in parameters_of(model)}
+            parts = rows.Rows(parts, rows.of_fragments(gather_object([lengths]), dist.get_rank()))
+        refuse_other_model({place: part for place, part in live.items() if not place.startswith("optimizer/")}, parts)
         restore_engine(zero_of(optimizer), list(parameters_of(model)), parts)
         for place, buffer in buffers_by_place(model).items():
             buffer.copy_(parts[place])
