@@ -279,3 +279,16 @@ def test_levels_give_what_amp8_says_they_mean(tmp_path, level):
     made, wanted = tool.plain_state_dict([tmp_path / "rank0.safetensors"]), amp8.state.master_state_dict(model)
     assert made.keys() == plain and any(name.startswith("rank/master/") for name in state) == (level == "O3")
     assert all(made[name].equal(wanted[name]) for name in made)
+
+
+def test_a_finished_model_in_several_files_is_one_file(tmp_path):
+    model = {f"blocks.{i}.weight": torch.randn(64, 32, dtype=torch.bfloat16) for i in range(4)}
+    (tmp_path / "run.json").write_text(
+        json.dumps({"status": "finished", "recipe": "gpt", "plan": {"strategy": "fsdp"}})
+    )
+    checkpoint.write_weights(model, tmp_path / "model", "5KB", True)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 4
+    assert "from the finished model (4 files)" in tool.export(tmp_path)
+    exported = load_file(tmp_path / "export.safetensors")
+    assert exported.keys() == model.keys()
+    assert all(torch.equal(exported[name], model[name].float()) for name in model)

@@ -30,14 +30,14 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful import checkpoint  # noqa: E402
+from faithful import checkpoint, tensor_files  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
 
@@ -57,25 +57,11 @@ TE_BLOCK = {
 READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
-def names_in(file):
-    """{name: name in the file} of the model's tensors, without the optimizer's state.
-
-    In a checkpoint, names begin with the index of the model, `0:`. Before format 2 they had no such prefix.
-    """
-    names, other = list(file.keys()), ("optimizer/", "random/")
-    if any(name.startswith("1:") for name in names):
+def part_of(path):
+    """The tensors in a file of weights, or those of a checkpoint's only model."""
+    if any(name.startswith("1:") for name in tensor_files.TensorFile(path)):
         raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
-    of_model = [name for name in names if name.startswith("0:")] or names
-    return {name.removeprefix("0:"): name for name in of_model if not any(word in name for word in other)}
-
-
-def read(path):
-    """{name: tensor} of the model in a file; empty if this rank holds no part of the model."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(stored) for name, stored in names_in(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise Refused(f"{path} cannot be read as safetensors: {error}") from None
+    return tensor_files.TensorFile(path, "0:") or tensor_files.TensorFile(path)  # before format 2 without the prefix
 
 
 def record_of(run):
@@ -92,9 +78,9 @@ def source_of(run, step=None):
     """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
     record = record_of(run)
     status, strategy = record["status"], record["plan"]["strategy"]
-    model = run / "model" / "model.safetensors"
-    if step is None and status == "finished" and model.is_file():
-        return [model], "the finished model"
+    model = sorted((run / "model").glob("model*.safetensors"))  # in several files if it is large
+    if step is None and status == "finished" and model:
+        return model, "the finished model"
     if strategy not in READABLE:
         raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
     folders = checkpoint.list_checkpoints(run)
@@ -119,26 +105,36 @@ def source_of(run, step=None):
 
 def has_part(path):
     """Whether this rank's file holds tensors of the model, not only random state."""
-    with safe_open(path, "pt") as file:
-        return any("model/" in name for name in names_in(file))
+    return any("model/" in name for name in part_of(path))
 
 
-def plain_state_dict(files):
-    """{name: CPU tensor} of the unconverted model. files: all files of one source, in order of rank."""
-    parts = [read(path) for path in files]
+def plain_tensors(files):
+    """{name: function that returns the CPU tensor} of the unconverted model, so that it can be written tensor by
+    tensor. files: all files of one source, in order of rank."""
+    parts = [part_of(path) for path in files]
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
     elif any(name.startswith("model/") for name in parts[0]):
         state = files[0].with_name(checkpoint.STATE)
         tensors = from_checkpoint(parts, json.loads(state.read_text())["cuts"] if state.is_file() else {})
     else:
-        tensors = parts[0]
+        tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
-        timm_name(name): tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
+        timm_name(name): partial(as_fp32, tensor)
         for name, tensor in tensors.items()
         # without the scales and histories of FP8 layers; without rotary frequencies, which transformers computes itself
         if ".fp8_" not in f".{name}" and not name.endswith(("_extra_state", "inv_freq"))
     }
+
+
+def plain_state_dict(files):
+    """{name: CPU tensor} of `plain_tensors`."""
+    return {name: load() for name, load in plain_tensors(files).items()}
+
+
+def as_fp32(load):
+    tensor = load()
+    return tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
 
 
 def timm_name(name):
@@ -158,34 +154,41 @@ def from_checkpoint(parts, cuts):
     tensors = {}
     for key in parts[0]:
         kind, _, name = key.partition("/")
-        if kind == "buffer":
-            tensors[name] = parts[0][key]
-        elif kind == "model":
-            at = cuts.get(name, 0) if len(parts) > 1 else None
-            tensors[name] = parts[0][key] if at is None else torch.cat([part[key] for part in parts], at)
-            if f"shape/{name}" in parts[0]:
-                tensors[name] = tensors[name].view(parts[0][f"shape/{name}"].tolist())
+        if kind in ("buffer", "model"):
+            at = cuts.get(name, 0) if kind == "model" and len(parts) > 1 else None
+            tensors[name] = partial(joined, parts, key, at, f"shape/{name}")
     return tensors
+
+
+def joined(parts, key, dim, shape):
+    """The tensor of the checkpoint's files; dim: along which it is split, or None if each file has it whole. shape: the
+    key of its shape, if it was stored flat."""
+    tensor = parts[0][key] if dim is None else torch.cat([part[key] for part in parts], dim)
+    return tensor.view(parts[0][shape].tolist()) if shape in parts[0] else tensor
 
 
 def from_levels(parts):
     """Plain weights from amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in
     one file, and every file holds some rows of `rows/model/<name>`."""
-    entries = {}
-    for part in parts:
-        entries |= {key: tensor for key, tensor in part.items() if key.split("/")[1] in ("model", "master")}
-    entries |= {key: torch.cat([part[key] for part in parts]) for key in entries if key.startswith("rows/")}
-    shared = ("all/model/", "rows/model/")
-    model = {key.split("/", 2)[2]: tensor for key, tensor in entries.items() if key.startswith(shared)}
-    converted = [name.removesuffix(".weight_amax") for name in model if name.endswith(".weight_amax")]
-    for layer in converted:
-        codes, scale = model[f"{layer}.weight"], model[f"{layer}.weight_scale"]
-        if f"rank/master/{layer}" in entries:
-            codes, scale = entries[f"rank/master/{layer}"], entries[f"rank/master/{layer}.scale"]
-        model[f"{layer}.weight"] = codes.float() / scale
+    kinds = ("all/model/", "rows/model/", "rank/master/")
+    of_key = {key: part for part in parts for key in part if key.startswith(kinds)}
+
+    def read(key):
+        return torch.cat([part[key] for part in parts]) if key.startswith("rows/") else of_key[key][key]
+
+    def decoded(codes, scale):
+        return read(codes).float() / read(scale)
+
+    keys = {key.split("/", 2)[2]: key for key in of_key if key.startswith(kinds[:2])}
+    tensors = {name: partial(read, key) for name, key in keys.items()}
+    for layer in [name.removesuffix(".weight_amax") for name in keys if name.endswith(".weight_amax")]:
+        codes, scale = keys[f"{layer}.weight"], keys[f"{layer}.weight_scale"]
+        if f"rank/master/{layer}" in of_key:
+            codes, scale = f"rank/master/{layer}", f"rank/master/{layer}.scale"
+        tensors[f"{layer}.weight"] = partial(decoded, codes, scale)
         for entry in AMP8_BUFFERS:
-            model.pop(f"{layer}.{entry}", None)
-    return model
+            tensors.pop(f"{layer}.{entry}", None)
+    return tensors
 
 
 @contextlib.contextmanager
@@ -211,10 +214,11 @@ def export(run, output=None, step=None):
     output = output or run / "export.safetensors"
     if output.resolve().parent == files[0].resolve().parent:
         raise Refused(f"--output {output} is in the folder that is read, and would damage it: choose another")
-    tensors = plain_state_dict(files)
-    with written_whole(output) as file:
-        save_file(tensors, file, metadata={"format": "pt"})
-    values, size = sum(t.numel() for t in tensors.values()), output.stat().st_size
+    tensors = plain_tensors(files)
+    shapes = {name: torch.empty_like(load(), device="meta") for name, load in tensors.items()}
+    with written_whole(output) as file:  # one tensor after the other: the model may be larger than the memory
+        tensor_files.write(shapes, file, lambda name: tensors[name](), metadata={"format": "pt"})
+    values, size = sum(tensor.numel() for tensor in shapes.values()), output.stat().st_size
     read_from = f"{len(files)} files" if len(files) > 1 else files[0].name
     return f"{output}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
 
