@@ -24,28 +24,19 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import socket
 import threading
-from collections import deque
+import uuid
 from pathlib import Path
 
-import torch
 import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
-from accelerate.utils.modeling import get_state_dict_offloaded_model
-from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 
 from faithful import launcher, tensor_files
-from faithful.errors import NotSaved, Refused
-from faithful.tensors import local
+from faithful.errors import Refused
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
 STAGED = ".checkpoint.tmp"  # in a folder that existed before
-WEIGHTS = {  # file names of save_model, with safe_serialization and without
-    True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
-    False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
-}
 # Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
 FORMAT, READABLE = 4, (3, 4)
 
@@ -84,60 +75,87 @@ def known(entry):
 
 
 class Save:
-    """A checkpoint that is being written to `folder`. Every rank makes one, or if state["alone"] the main process.
+    """A checkpoint that is being written to `folder`. Every rank makes one, or if it is `alone` the main process.
 
-    state: JSON values, of rank 0. keep: number of complete checkpoints to keep, with the new one, which is written
-    before older ones are deleted; None keeps all. After an error on any rank (a full disk, say) the earlier checkpoints
-    are still there.
+    keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
+    keeps all. After an error on any rank (a full disk, say) the earlier checkpoints are still there.
+
+    Where a machine does not see the main process's disk, the folder of the same name on its own disk is a checkpoint
+    too, with the files of its processes. `keeper` is the rank that makes and completes the folder on this rank's disk.
     """
 
-    def __init__(self, accelerator, folder, state, keep=None):
-        self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, state["alone"]
-        self.state, self.keep, self.error, self.thread = state, keep, None, None
+    def __init__(self, accelerator, folder, alone, keep=None):
+        self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, alone
+        self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
         folder = folder.resolve()
         existed = folder.exists()
         if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
             folder, existed = broadcast_object_list([folder, existed])
         self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
+        mark = self.temporary / f".{uuid.uuid4().hex}"  # whoever sees it has the main process's disk
         if self.main:
-            settle(folder)
+            self.make_folder()
+            with contextlib.suppress(OSError):
+                mark.touch()
+        [mark, *_] = self.together("make the checkpoint's folder", str(mark))
+        if not self.main and not sees(Path(mark)):
+            self.keeper = self.rank - accelerator.local_process_index
+            if self.rank == self.keeper:
+                self.make_folder()
+        self.together("make the checkpoint's folder on each disk")
+        if self.main:
+            Path(mark).unlink(missing_ok=True)
+
+    def make_folder(self):
+        settle(self.folder)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as problem:
+            self.error = str(problem)
+
+    def give_up(self):
+        """Deletes what this rank has made, when nothing is going to be written."""
+        if self.rank == self.keeper:
             shutil.rmtree(self.temporary, ignore_errors=True)
-            try:
-                self.temporary.mkdir(parents=True)
-            except OSError as problem:
-                self.error = str(problem)
-        self.together("make the checkpoint's folder")
 
     def together(self, what, value=None):
         """Waits for the other ranks, and returns what each says."""
         return [value] if self.alone else launcher.wait_for_all(what, value)
 
-    def write(self, parts):
+    def write(self, parts, state):
         """Writes {name: tensor} of this rank, and completes the checkpoint when all ranks have. Sets `error` to the
-        first error of any rank, as text, or None. No collective is called: this may run in a thread."""
+        first error of any rank, as text, or None. No collective is called: this may run in a thread.
+
+        state: JSON values; rank 0's are written."""
         written, path = {}, self.temporary / f"rank{self.rank}.safetensors"
         try:
             written = {path.name: tensor_files.write(parts, path)}
         except OSError as problem:
             self.error = self.error or str(problem)
-        outcomes = self.together("write their part of the checkpoint", [self.error, written])
-        self.error = next((error for error, _ in outcomes if error), None)
-        if self.main and not self.error:
+        outcomes = self.together("write their part of the checkpoint", [self.error, written, self.keeper])
+        self.error = next((error for error, *_ in outcomes if error), None)
+        if any(keeper for *_, keeper in outcomes):
+            [state, *_] = self.together("share the checkpoint's state", state if self.main else None)
+        if self.rank == self.keeper and not self.error:
+            here = [files for _, files, keeper in outcomes if keeper == self.keeper]
             try:
-                self.complete({name: of_file for _, files in outcomes for name, of_file in files.items()})
+                self.complete({name: of_file for files in here for name, of_file in files.items()}, state)
             except OSError as problem:
                 self.error = str(problem)
-        [self.error, *_] = self.together("complete the checkpoint", self.error)
-        if self.main and self.error:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        elif self.main and self.keep:
+        outcomes = self.together("complete the checkpoint", self.error)
+        self.error = next((error for error in outcomes if error), None)
+        if self.error:
+            self.give_up()
+        elif self.rank == self.keeper and self.keep:
             older = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
             for old in older[self.keep - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def complete(self, files):
-        """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files."""
-        write_json(self.temporary / STATE, self.state)
+    def complete(self, files, state):
+        """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
+        this disk."""
+        write_json(self.temporary / STATE, state | {"keeper": self.keeper})
         for path in sorted(path for path in self.temporary.rglob("*") if path.is_file()):
             name = str(path.relative_to(self.temporary))
             files[name] = files.get(name) or entry(path)
@@ -150,13 +168,13 @@ class Save:
             os.rename(self.temporary, self.folder)
             sync(self.folder.parent)
 
-    def behind(self, parts):
-        """Writes in a thread, while training goes on. parts: tensors that training does not change."""
+    def behind(self, parts, state):
+        """`write` in a thread, while training goes on. parts: tensors that training does not change."""
 
         def run():
             try:
                 with launcher.writing():
-                    self.write(parts)
+                    self.write(parts, state)
             except Exception as problem:  # another process has ended: this one ends of it in its next collective
                 self.error = str(problem)
 
@@ -169,6 +187,14 @@ class Save:
     def wait(self, seconds=None):
         if self.thread is not None:
             self.thread.join(seconds)
+
+
+def sees(file):
+    """Whether the file is on a disk that this machine sees. A listing is newer than what NFS remembers of a name."""
+    try:
+        return file.name in os.listdir(file.parent)
+    except OSError:
+        return False
 
 
 def settle(folder):
@@ -220,12 +246,24 @@ def unsound(folder, rank=0, processes=1):
         return f"no readable {MANIFEST} ({type(error).__name__})"
     if missing := sorted(name for name in manifest if not (folder / name).is_file()):
         return f"files {missing} are missing"
+    if rank < ranks_that_saved(folder) and f"rank{rank}.safetensors" not in manifest:
+        return f"rank{rank}.safetensors is missing, it was written to another machine's disk"
+    first = 0 if "rank0.safetensors" in manifest else rank  # reads the rest; on a disk without rank 0's file each does
     for name, (size, kind, value) in manifest.items():
         own = re.fullmatch(r"rank(\d+)\.safetensors", name)
-        reads = (int(own[1]) if own else 0) % processes == rank
+        reads = (int(own[1]) if own else first) % processes == rank
         if (folder / name).stat().st_size != size or (reads and digest(folder / name, kind) != value):
             return f"{name} is not what was written"
     return None
+
+
+def ranks_that_saved(folder):
+    """The number of processes that wrote a file of the checkpoint; 0 if its state cannot be read."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+        return 1 if state["alone"] else state["plan"]["num_processes"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
 
 
 def find(accelerator, wanted, output_dir):
@@ -237,6 +275,8 @@ def find(accelerator, wanted, output_dir):
         here = accelerator.process_index, accelerator.num_processes
         reason = None if is_accelerates(folder) else unsound(folder, *here)
         launcher.wait_for_all("verify the checkpoint")
+        if reason and accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            reason += f" on {socket.gethostname()}"
         reasons = [reason for reason in gather_object([reason]) if reason]
         if not reasons:
             return folder
@@ -271,83 +311,3 @@ def read_state(folder):
 def tensors_of(folder, rank, prefix=""):
     """The tensors in one rank's file whose names begin with `prefix`."""
     return tensor_files.TensorFile(folder / f"rank{rank}.safetensors", prefix)
-
-
-def write_weights(weights, folder, max_shard_size, safe_serialization):
-    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
-    plain = {name: alone(weight) for name, weight in weights.items()}
-    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
-    write_model(folder, lambda temporary: save_torch_state_dict(plain, temporary, **options), safe_serialization)
-
-
-def stream_weights(pieces, folder, max_shard_size, main):
-    """As `write_weights`, of a model that no process holds whole: one tensor after the other. Every rank calls it.
-
-    pieces: {name: (a tensor of its shape and dtype, function that returns the whole tensor)}; every rank calls these
-    functions, in one order. main: whether this process writes."""
-    like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
-    split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
-    files = {file: {name: like[name] for name in names} for file, names in split.filename_to_tensors.items()}
-    left = deque(name for tensors in files.values() for name in tensor_files.in_order(tensors))
-
-    def load(name):
-        assert left.popleft() == name
-        return pieces[name][1]()
-
-    def write(temporary):
-        for file, tensors in files.items():
-            tensor_files.write(tensors, temporary / file, load, {"format": "pt"})
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_json(temporary / "model.safetensors.index.json", index)
-
-    try:
-        if main:
-            write_model(folder, write, safe_serialization=True)
-    finally:
-        while left:  # the others' share of the work, or after an error what the other ranks wait for
-            load(left[0])
-        launcher.wait_for_all("write the weights")
-
-
-def write_model(folder, write, safe_serialization):
-    """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
-    an earlier save are replaced. Raises NotSaved; then they are still there."""
-    temporary = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder))
-        write(temporary)
-        new = sorted(path.name for path in temporary.iterdir())
-        for name in new:
-            sync(temporary / name)
-        for name in new:
-            os.replace(temporary / name, folder / name)
-        sync(folder)
-        for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
-            if re.fullmatch(WEIGHTS[safe_serialization], old.name) and old.name not in new:
-                old.unlink()
-    except (OSError, RuntimeError, SafetensorError) as problem:
-        why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-        raise NotSaved(
-            f"{folder}: the weights could not be written ({why}): free its disk, or save to another folder"
-        ) from None
-    finally:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def offloaded_weights(model):
-    """{name: tensor} on the CPU of a model that Accelerate's hooks have offloaded to the CPU or a disk. Accelerate's
-    own function leaves out the outermost module's parameters."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
-    hook = getattr(model, "_hf_hook", None)
-    kept = next((one.weights_map for one in getattr(hook, "hooks", [hook]) if getattr(one, "weights_map", None)), {})
-    own = {name: kept[name] if tensor.is_meta else tensor for name, tensor in own.items()}
-    return get_state_dict_offloaded_model(model) | own
-
-
-def alone(tensor):
-    """The tensor on the CPU, in memory of its own: FSDP2 gathers several tensors into one storage."""
-    tensor = local(tensor.detach()).cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

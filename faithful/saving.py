@@ -1,6 +1,6 @@
 """The Accelerator's `save_state`, `load_state` and `save_model`: who takes part, which folder, what the user is told.
 
-checkpoint.py has the files of a checkpoint, state.py its content.
+checkpoint.py has the files of a checkpoint, state.py its content, weight_files.py the files of save_model.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 
-from faithful import checkpoint, foreign, launcher, machine, state, whole_weights
+from faithful import checkpoint, foreign, launcher, machine, state, weight_files, whole_weights
 from faithful.errors import Refused
 from faithful.tensors import parameters_of
 
@@ -30,10 +30,14 @@ def save_state(accelerator, output_dir):
     hooks = accelerator._save_model_state_pre_hook.values()
     weights = [accelerator.get_state_dict(model) for model in accelerator._models] if hooks else []
     wait(accelerator)
-    parts, values = state.state_dict(accelerator, alone=not together)
     if not together:
         accelerator.note("the main process alone calls save_state: the others' random states are in no checkpoint")
-    save = checkpoint.Save(accelerator, folder, values, project.total_limit)
+    save = checkpoint.Save(accelerator, folder, not together, project.total_limit)
+    try:
+        parts, values = state.state_dict(accelerator, alone=not together, keeps=save.rank == save.keeper)
+    except BaseException:  # of an object that the script has registered, say
+        save.give_up()
+        raise
     try:
         for hook in hooks:
             hook(accelerator._models, weights, str(save.temporary))
@@ -42,10 +46,10 @@ def save_state(accelerator, output_dir):
     save.step = steps.taken if together else None
     accelerator.saving = save
     if asynchronous(accelerator) and room_for_a_copy(parts):
-        save.behind(state.host_copy(parts))
+        save.behind(state.host_copy(parts), values)
     else:
         with launcher.writing():
-            save.write(parts)
+            save.write(parts, values)
         wait(accelerator)
     project.iteration += 1
     steps.pause()
@@ -158,11 +162,11 @@ def save_model(accelerator, model, folder, max_shard_size, safe_serialization):
     each_node = accelerator.project_configuration.save_on_each_node
     if safe_serialization and not each_node and (pieces := whole_weights.pieces(accelerator, model)):
         pieces = {name: piece for name, piece in pieces.items() if name not in twice}
-        checkpoint.stream_weights(pieces, folder, max_shard_size, accelerator.is_main_process)
+        weight_files.stream_weights(pieces, folder, max_shard_size, accelerator.is_main_process)
         return
-    weights = checkpoint.offloaded_weights(model) if offloaded else accelerator.get_state_dict(model)
+    weights = weight_files.offloaded_weights(model) if offloaded else accelerator.get_state_dict(model)
     each_node = each_node and weights  # only process 0 has those of shards
     if not (accelerator.is_local_main_process if each_node else accelerator.is_main_process):
         return
     tensors = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
-    checkpoint.write_weights(tensors, folder, max_shard_size, safe_serialization)
+    weight_files.write_weights(tensors, folder, max_shard_size, safe_serialization)

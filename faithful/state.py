@@ -20,14 +20,15 @@ from faithful.values import pack, unpack
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
-def state_dict(accelerator, alone=False):
-    """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main one."""
-    plan, main = accelerator.plan, accelerator.is_main_process
+def state_dict(accelerator, alone, keeps):
+    """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main one.
+    keeps: whether this rank stores what all ranks have alike, see checkpoint.Save."""
+    plan = accelerator.plan
     strategy, backend = accelerator.strategy, accelerator.backend
     parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
     parts |= random_state()
     models = models_of(accelerator)
-    stored = models if main or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
+    stored = models if keeps or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
     for index, (model, optimizers) in enumerate(stored):
         for optimizer in optimizers or [None]:
             held = backend.tensors(strategy, model, optimizer)
@@ -51,7 +52,7 @@ def state_dict(accelerator, alone=False):
         "registered": pack(registered, tensors, "registered"),
         "cuts": strategy.tp_dims(models[0][0]) if models else {},
     }
-    return parts | (tensors if main else {}), state
+    return parts | (tensors if keeps else {}), state
 
 
 def numbers_of_groups(optimizer):
@@ -105,8 +106,9 @@ def load_state_dict(accelerator, folder):
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-    writer = 0 if state["alone"] else min(rank, saved_by - 1)
-    mine, first = checkpoint.tensors_of(folder, writer), checkpoint.tensors_of(folder, 0)
+    keeper = state.get("keeper", 0)  # who stored, on this disk, what all processes had alike
+    writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
+    mine, first = checkpoint.tensors_of(folder, writer), checkpoint.tensors_of(folder, keeper)
     models = models_of(accelerator)
     if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
         models = [(evidence.model, evidence.optimizers) for evidence in accelerator.evidence]
@@ -125,7 +127,7 @@ def load_state_dict(accelerator, folder):
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     for index, (model, optimizers) in enumerate(models):
-        saved = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else 0, f"{index}:")
+        saved = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else keeper, f"{index}:")
         if saved_by != plan.num_processes:
             saved = [checkpoint.tensors_of(folder, other, f"{index}:") for other in range(saved_by)]
         for optimizer in optimizers or [None]:

@@ -54,9 +54,9 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, config):
         slow(0)(rank)
         complete = checkpoint.Save.complete
 
-        def completed(save, files):
+        def completed(save, *files):
             (tmp_path / f"rows at {save.folder.name}").write_text((tmp_path / "run" / "metrics.jsonl").read_text())
-            complete(save, files)
+            complete(save, *files)
 
         checkpoint.Save.complete = completed
 

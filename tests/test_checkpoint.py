@@ -289,11 +289,11 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
 
         write = checkpoint.Save.write
 
-        def limited(save, parts):
+        def limited(save, *parts):
             if save.folder.name != "checkpoint-3" and rank in ranks:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
             try:
-                return write(save, parts)
+                return write(save, *parts)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 

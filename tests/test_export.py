@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file, save_file
 
-from faithful import checkpoint
+from faithful import checkpoint, weight_files
 from shared import models
 from shared.args import Refused
 from tools import cli
@@ -286,7 +286,7 @@ def test_a_finished_model_in_several_files_is_one_file(tmp_path):
     (tmp_path / "run.json").write_text(
         json.dumps({"status": "finished", "recipe": "gpt", "plan": {"strategy": "fsdp"}})
     )
-    checkpoint.write_weights(model, tmp_path / "model", "5KB", True)
+    weight_files.write_weights(model, tmp_path / "model", "5KB", True)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 4
     assert "from the finished model (4 files)" in tool.export(tmp_path)
     exported = load_file(tmp_path / "export.safetensors")

@@ -90,9 +90,15 @@ def source_of(run, step=None):
             raise Refused(f"{run} has no checkpoint-{step}: there are steps {', '.join(steps) or 'none'}")
         folders = [folders[steps.index(str(step))]]
     for folder in folders:
+        files = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.safetensors")}
+        elsewhere = set(range(checkpoint.ranks_that_saved(folder))) - files.keys()
+        if strategy in ("single", "ddp") and record["plan"].get("level") != "o3":
+            elsewhere = set()  # each process had the same weights
         reason = checkpoint.unsound(folder)
+        if reason is None and elsewhere:
+            reason = f"rank{min(elsewhere)}.safetensors is missing, copy it from the disk of the machine that wrote it"
         if reason is None:
-            files = sorted(folder.glob("rank*.safetensors"), key=lambda path: int(path.stem.removeprefix("rank")))
+            files = [files[rank] for rank in sorted(files)]
             replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks holds the whole model
             return [file for file in files[: len(files) // replicas] if has_part(file)], folder.name
         if step is not None:

@@ -1,0 +1,103 @@
+"""The files that save_model writes: `model.safetensors`, or in several files with an index."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import torch
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+
+from faithful import launcher, tensor_files
+from faithful.checkpoint import sync, write_json
+from faithful.errors import NotSaved
+from faithful.tensors import local
+
+WEIGHTS = {  # file names of save_model, with safe_serialization and without
+    True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
+    False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
+}
+
+
+def write_weights(weights, folder, max_shard_size, safe_serialization):
+    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
+    plain = {name: alone(weight) for name, weight in weights.items()}
+    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    write_model(folder, lambda temporary: save_torch_state_dict(plain, temporary, **options), safe_serialization)
+
+
+def stream_weights(pieces, folder, max_shard_size, main):
+    """As `write_weights`, of a model that no process holds whole: one tensor after the other. Every rank calls it.
+
+    pieces: {name: (a tensor of its shape and dtype, function that returns the whole tensor)}; every rank calls these
+    functions, in one order. main: whether this process writes."""
+    like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
+    split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
+    files = {file: {name: like[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    left = deque(name for tensors in files.values() for name in tensor_files.in_order(tensors))
+
+    def load(name):
+        assert left.popleft() == name
+        return pieces[name][1]()
+
+    def write(temporary):
+        for file, tensors in files.items():
+            tensor_files.write(tensors, temporary / file, load, {"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            write_json(temporary / "model.safetensors.index.json", index)
+
+    try:
+        if main:
+            write_model(folder, write, safe_serialization=True)
+    finally:
+        while left:  # the others' share of the work, or after an error what the other ranks wait for
+            load(left[0])
+        launcher.wait_for_all("write the weights")
+
+
+def write_model(folder, write, safe_serialization):
+    """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
+    an earlier save are replaced. Raises NotSaved; then they are still there."""
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder))
+        write(temporary)
+        new = sorted(path.name for path in temporary.iterdir())
+        for name in new:
+            sync(temporary / name)
+        for name in new:
+            os.replace(temporary / name, folder / name)
+        sync(folder)
+        for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
+            if re.fullmatch(WEIGHTS[safe_serialization], old.name) and old.name not in new:
+                old.unlink()
+    except (OSError, RuntimeError, SafetensorError) as problem:
+        why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise NotSaved(
+            f"{folder}: the weights could not be written ({why}): free its disk, or save to another folder"
+        ) from None
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def offloaded_weights(model):
+    """{name: tensor} on the CPU of a model that Accelerate's hooks have offloaded to the CPU or a disk. Accelerate's
+    own function leaves out the outermost module's parameters."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
+    hook = getattr(model, "_hf_hook", None)
+    kept = next((one.weights_map for one in getattr(hook, "hooks", [hook]) if getattr(one, "weights_map", None)), {})
+    own = {name: kept[name] if tensor.is_meta else tensor for name, tensor in own.items()}
+    return get_state_dict_offloaded_model(model) | own
+
+
+def alone(tensor):
+    """The tensor on the CPU, in memory of its own: FSDP2 gathers several tensors into one storage."""
+    tensor = local(tensor.detach()).cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,89 @@
+"""Two machines whose folders of the same name are on disks of their own."""
+
+import ctypes
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import distance, metrics, record, train
+
+from shared.args import Refused
+from tools import export
+
+STEPS = ("--max_steps", 6, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
+NEW_NAMES, NEW_MOUNTS, PRIVATE, BIND = 0x04000000, 0x00020000, 0x44000, 0x1000  # of Linux's sched.h and mount.h
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def may_mount():
+    """Whether a child of this process may have mounts of its own."""
+    child = os.fork()
+    if not child:
+        os._exit(LIBC.unshare(NEW_NAMES | NEW_MOUNTS) and 1)
+    return not os.waitpid(child, 0)[1]
+
+
+pytestmark = pytest.mark.skipif(not may_mount(), reason="a disk for each process needs the right to mount")
+
+
+def machine_of_its_own(run, disks):
+    """Called in each rank before the run: rank 1 is alone on a machine, with disks/1 where others have `run`."""
+
+    def before(rank):
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        disk = Path(disks, str(rank))
+        disk.mkdir(parents=True, exist_ok=True)
+        assert LIBC.unshare(NEW_NAMES | NEW_MOUNTS) == 0
+        socket.sethostname(f"node{rank}")
+        assert LIBC.mount(b"none", b"/", None, PRIVATE, None) == 0
+        assert LIBC.mount(bytes(disk), bytes(run), None, BIND, None) == 0, os.strerror(ctypes.get_errno())
+
+    return before
+
+
+def trained(config, run, disks, *argv, **kwargs):
+    run.mkdir(exist_ok=True)
+    return train(config, run, *STEPS, *argv, before=machine_of_its_own(run, disks), **kwargs)
+
+
+CONFIGS = ["fsdp_bf16", "ddp_bf16", "ddp_fp8_msamp_o3", pytest.param("zero2_bf16", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_each_disk_has_what_its_processes_wrote_and_the_run_goes_on(tmp_path, config):
+    whole = train(config, tmp_path / "whole", *STEPS)
+    run, disks = tmp_path / "run", tmp_path / "disks"
+    trained(config, run, disks)
+    kept = [{path.name for path in (disks / str(rank) / "checkpoint-3").iterdir()} for rank in (0, 1)]
+    common = {"manifest.json", "trainer_state.json"}
+    assert kept == [{"rank0.safetensors", *common}, {"rank1.safetensors", *common}]
+    assert not list(disks.glob("*/*.tmp"))
+    for rank in (0, 1):
+        shutil.rmtree(disks / str(rank) / "checkpoint-6")
+    trained(config, run, disks, "--resume_from_checkpoint", "latest")
+    assert record(disks / "0")["status"] == "finished" and "at step 3" in (tmp_path / "run.log").read_text()
+    assert metrics(disks / "0") == metrics(whole) and distance(disks / "0", whole) == 0
+
+
+def test_who_lacks_a_file_is_named(tmp_path):
+    run, disks = tmp_path / "run", tmp_path / "disks"
+    trained("fsdp_bf16", run, disks)
+    with pytest.raises(Refused, match="checkpoint-6: rank1.safetensors is missing, copy it from the disk"):
+        export.export(disks / "0", step=6)
+    newest = disks / "1" / "checkpoint-6"
+    shutil.rmtree(newest)
+    trained("fsdp_bf16", run, disks, "--resume_from_checkpoint", run / "checkpoint-6", code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert f"refused: the checkpoint {run}/checkpoint-6 cannot be resumed: no readable manifest.json" in log
+    assert "(FileNotFoundError) on node1" in log
+
+    shutil.copytree(disks / "0" / "checkpoint-6", newest)  # of the other machine
+    trained("fsdp_bf16", run, disks, "--resume_from_checkpoint", "latest")
+    log = (tmp_path / "run.log").read_text()
+    said = "rank1.safetensors is missing, it was written to another machine's disk on node1"
+    assert f"skipping {run}/checkpoint-6: {said}" in log
+    assert f"resumed from {run}/checkpoint-3 at step 3" in log
+    assert json.loads((newest / "trainer_state.json").read_text())["steps"]["taken"] == 6
