@@ -25,7 +25,7 @@ from provenance import save
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from tools.compare import die_with_me  # noqa: E402
+from tools.cli import die_with_me  # noqa: E402
 from tools.estimate import estimate, read_config, tracings_of  # noqa: E402
 from tools.tracing import load  # noqa: E402
 

@@ -23,7 +23,7 @@ from provenance import ROOT, save
 from scipy.stats import t
 
 sys.path.append(str(ROOT))
-from tools.compare import die_with_me  # noqa: E402
+from tools.cli import die_with_me  # noqa: E402
 
 OURS, BESIDE = "fsdp_fp8_msamp_o2", ("fsdp_bf16", "ddp_fp8_msamp_o2")
 TASKS = {

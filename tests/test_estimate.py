@@ -45,6 +45,24 @@ def test_gradients_that_fsdp_accumulates_are_whole(vit, seen):
     assert kept["total"] > reduced["total"]
 
 
+def test_what_a_sharded_config_needs_around_training(vit, seen):
+    """results/large.json has such figures beside measured ones. With the key only process 0 builds the model."""
+    asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 8)
+    traced = estimate.tracings_of(vit, [], asked, seen)
+    whole = 4 * traced[0]["parameters"]
+    each, once = (estimate.estimate(asked | {"ram_efficient": key}, *traced, cpu=True) for key in (False, True))
+    build, at_once = each["phases"]["build"], once["phases"]["build"]
+    assert build["main"] == build["others"] == at_once["main"] == pytest.approx(whole * 9 / 8 + each["runtime"])
+    assert at_once["others"] < build["others"] and at_once["node"] == at_once["main"] + 7 * at_once["others"]
+    held = each["weights"] + each["optimizer"]  # a checkpoint is a second copy of them
+    assert each["phases"]["save"]["main"] == pytest.approx(2 * held + each["runtime"])
+    assert each["total"] == max(phase["main"] for phase in each["phases"].values())
+    on_cards = estimate.estimate(asked, *traced, cpu=False)
+    assert on_cards["phases"]["build"]["main"] == whole and on_cards["phases"]["save"]["main"] == pytest.approx(held)
+    assert "train" not in on_cards["phases"] and on_cards["total"] < max(on_cards["phases"]["build"].values())
+    assert of(vit, seen, "ddp_bf16")["phases"] == {}
+
+
 def test_memory_knows_what_lives():
     """The trace knows which tensors are alive in y = (x w).relu().sum(): relu's result is saved for its backward, x for
     the gradient of w."""

@@ -1,9 +1,11 @@
 """What the commands of ./launch.sh share: their parser, the words after `--`, columns, and how a refusal ends them."""
 
 import argparse
+import signal
 import sys
 
 import faithful
+from faithful import launcher
 from shared import args
 
 
@@ -21,6 +23,11 @@ def parser(name, description):
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def die_with_me():
+    """Called in a child before it becomes a launcher: it is killed when this process ends, even by kill -9."""
+    launcher.end_with_the_parent(signal.SIGKILL)  # the workers end with their launcher
 
 
 def count(text):

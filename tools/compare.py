@@ -33,7 +33,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import launcher, machine  # noqa: E402
+from faithful import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, judge, paired, records, report  # noqa: E402
 
@@ -120,11 +119,6 @@ def matches(run, launch, file, recipe):
     return record["code_sha256"] == code_sha256(recipe) and installed.items() <= record["versions"].items()
 
 
-def die_with_me():
-    """Called in the child before it becomes the launcher: it is killed when this process ends, even by kill -9."""
-    launcher.end_with_the_parent(signal.SIGKILL)  # the workers end with their launcher
-
-
 def wait_for_others(folder, seconds=60):
     """Waits for a run of an earlier, killed comparison that may still write its last checkpoint there."""
     end = time.monotonic() + seconds
@@ -191,7 +185,7 @@ def execute(launch, config, words, per_device):
         command += ["--save_steps", "0", *rest, "--per_device_train_batch_size", str(per_device[launch.config])]
         command += ["--seed", str(launch.seed), "--output_dir", str(launch.folder)]
     with log_of(launch.folder).open("w") as log:
-        return subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=die_with_me).returncode
+        return subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=cli.die_with_me).returncode
 
 
 def log_of(folder):

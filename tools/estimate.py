@@ -27,10 +27,15 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   ..., fsdp       2 P/N           1 P/N           -               8 or 3 P/N    blocks gathered in FP8, a bucket
 
 FSDP2 that accumulates over micro-batches keeps the whole gradients in fp32 until it reduces them: 4 P in each process.
-A CPU process builds the whole model in fp32 before FSDP2 takes its part: where that is more than training, it is the
-total. fp16, bf16, ao and te keep fp32 parameters, as fp32 does. On a CPU the libraries take memory when first
-used (`runtime`), whatever the model. How far off all this is, is measured: results/estimate.json, which
-benchmarks/estimate.py writes.
+Around training each process of a config that shards needs, in the host's memory:
+
+  build           4 P, and then its part beside it; process 0 alone with fsdp_cpu_ram_efficient_loading, zero3_init_flag
+  save, load      what it holds, and a second copy of it: a checkpoint is written while training goes on
+  end             what it holds, and the largest block whole, which process 0 writes
+
+On a CPU `total` is the most of all phases; on a GPU it is that of training. fp16, bf16, ao and te keep fp32
+parameters, as fp32 does. On a CPU the libraries take memory when first used (`runtime`), whatever the model. How far
+off all this is, is measured: results/estimate.json, which benchmarks/estimate.py writes.
 """
 
 import contextlib
@@ -180,13 +185,36 @@ def estimate(asked, plain, checkpointed, cpu):
         "runtime": RUNTIME["single" if asked["num_processes"] == 1 else "several"] if cpu else 0,
     }
     sizes = {key: round(size) for key, size in sizes.items()}
-    building = 4 * elements * (1 + 1 / n) + sizes["runtime"] if cpu and strategy in ("fsdp", "hsdp") else 0
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
+    shards = strategy.startswith(("fsdp", "hsdp", "zero")) and n > 1
+    phases = host_phases(asked, sizes, elements, largest, cpu) if shards else {}
+    if cpu and phases:
+        phases["train"] = {"main": training, "others": training}
+    for phase in phases.values():
+        phase["node"] = phase["main"] + (asked["num_processes"] - 1) * phase["others"]
     return sizes | {
-        "total": max(training, round(building)),
+        "phases": phases,
+        "total": max(training, *(phase["main"] for phase in phases.values() if cpu), 0),
         "activations_checkpointed": max(o for _, o in checkpointed["moments"]),
         "states": sum(sizes[key] for key in STATES),
     }
+
+
+def host_phases(asked, sizes, elements, largest, cpu):
+    """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training. What
+    training holds is there too on a CPU, and on a GPU it is not."""
+    state = sum(sizes[key] for key in ("weights", "master", "optimizer"))
+    held = sizes["runtime"] + state if cpu else 0
+    part = sizes["runtime"] + 4 * elements / asked["shards"] if cpu else 0
+    whole, block = 4 * elements, 4 * largest
+    build = whole + part, (2 * block if asked["ram_efficient"] else whole) + part
+    phases = {
+        "build": build,
+        "save": (held + state, held + state),
+        "load": [max(size, held + state) for size in build],  # a script builds the model before it loads
+        "end": (held + 2 * block, held + block),
+    }
+    return {name: {"main": round(main), "others": round(others)} for name, (main, others) in phases.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -305,6 +333,13 @@ class Rows:
         print("  " + line.rstrip(), flush=True)
 
 
+def around_training(phases, unit):
+    """What the phases need of the host's memory, as a line."""
+    each = [f"{name} {cell(size['main'], unit)} ({cell(size['others'], unit)})" for name, size in phases.items()]
+    node = cell(max(size["node"] for size in phases.values()), unit)
+    return f"on the host, process 0 (each other): {', '.join(each)}; all together at most {node}"
+
+
 def main(argv):
     left, words = cli.split(argv)
     parser = cli.parser("estimate", __doc__)
@@ -332,6 +367,9 @@ def main(argv):
         return 0
     for name, reason in refused.items():
         print(f"  {name}: {reason}")
+    for name, sizes in known.items() if args.configs else ():
+        if sizes["phases"]:
+            print(f"  {name}: {around_training(sizes['phases'], rows.unit)}")
     fitting = [name for name, sizes in known.items() if sizes["fits"]]
     print(f"fits: {', '.join(fitting) or 'none of them'}")
     return 0 if fitting else 1
