@@ -23,6 +23,7 @@ from faithful.tensors import local, parameters_of
 ZERO = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters"
 NAMES = "deepspeed.runtime.engine:debug_extract_module_and_param_names"
 BROADCAST = "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model"
+CONFIGURE = "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model"
 PARAMETER = "torch.nn.Parameter.__deepcopy__"
 MODULE, KERNELS = "torch.nn.Module.register_parameter, _apply", "kernels of torch.ops.aten for meta"
 RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "bernoulli_.float", "exponential_",
@@ -162,9 +163,19 @@ def sent_to_all(value, like, device):
 
 def partition(main):
     """Makes ZeRO-3 take memory for a parameter only when it partitions it. DeepSpeed sends that of process 0 before,
-    and the whole model even before that, if every process has it."""
+    and the whole model even before that, if every process has it. Process 0's stays on the host until then."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import Init
 
+    configure = DeepSpeedEngine._configure_distributed_model
+
+    def on_the_host(self, model):
+        self.dont_change_device = True
+        configure(self, model)
+        for module in model.modules():
+            module._buffers |= {name: b.to(self.device) for name, b in module._buffers.items() if b is not None}
+
+    patches.replace(CONFIGURE, on_the_host)
     patches.replace(BROADCAST, lambda self: None)
     if main:
         return

@@ -35,6 +35,8 @@ TABLE = {  # what is changed: why
         "the same for zero3_init_flag: a parameter gets its memory when it is partitioned",
     "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model":
         "it sends weights that only process 0 has, and that it sends once more when it partitions them",
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model":
+        "it moves process 0's whole model to the device, where each process keeps a part of it",
     "deepspeed.runtime.engine:debug_extract_module_and_param_names":
         "it keeps weak references to parameters, for its debug messages, and such a tensor cannot be exchanged",
     "torch.nn.Parameter.__deepcopy__": "copies of such a model get the weights, too",

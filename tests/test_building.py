@@ -186,3 +186,35 @@ def test_a_script_that_knows_nothing_of_us_has_whole_weights_unless_asked(tmp_pa
         assert set(codes) != {0} and "only process 0 has the weights of a model before prepare()" in text
     else:
         assert codes == [0, 0] and "note: fsdp_cpu_ram_efficient_loading is off with -m faithful" in text
+
+
+HOST_UNTIL_SPLIT = """
+import os, runpy, sys
+from deepspeed.runtime.zero.partition_parameters import Init
+
+convert = Init._convert_to_zero_parameters
+
+def noted(self, params):
+    params = list(params)
+    if os.environ["RANK"] == "0":
+        print("on the device:", sum(p.is_cuda for p in params), "of", len(params), flush=True)
+    convert(self, params)
+
+Init._convert_to_zero_parameters = noted
+sys.argv[0] = "{recipe}"
+runpy.run_path("{recipe}", run_name="__main__")
+"""
+
+
+def test_zero3_moves_no_whole_model_to_the_device(gpu, tmp_path):
+    """With the key, process 0's parameters stay on the host until DeepSpeed splits them, one after the other."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    script = tmp_path / "noted.py"
+    script.write_text(HOST_UNTIL_SPLIT.format(recipe=ROOT / "recipes" / "vit.py"))
+    whole = gpu.train("zero3_bf16", tmp_path / "whole", *ARGV, processes=2)
+    run, job = tmp_path / "run", {"script": str(script), "processes": 2, "env": {"FAITHFUL_RAM_EFFICIENT": "1"}}
+    codes, text = gpu.run(efficient(tmp_path, "zero3_bf16"), run, *ARGV, **job)
+    said = [line for line in text.splitlines() if line.startswith("on the device")]
+    assert set(codes) == {0} and said, text
+    assert not [line for line in said if not line.startswith("on the device: 0 of")], said
+    assert distance(run, whole) == 0
