@@ -325,6 +325,7 @@ TABLES = {
     "results/kills.json": checkpoint_tables.kills,
     "results/kills_before.json": checkpoint_tables.kills,
     "results/kills_saving.json": checkpoint_tables.kills,
+    "results/kills_async.json": checkpoint_tables.kills,
     "results/photos.json": photos,
     "results/gpt_python_docs.json": gpt,
     "results/finetune_textures.json": finetune,

@@ -97,14 +97,16 @@ class Save:
             self.make_folder()
             with contextlib.suppress(OSError):
                 mark.touch()
-        [mark, *_] = self.together("make the checkpoint's folder", str(mark))
-        if not self.main and not sees(Path(mark)):
-            self.keeper = self.rank - accelerator.local_process_index
-            if self.rank == self.keeper:
-                self.make_folder()
-        self.together("make the checkpoint's folder on each disk")
+        told = self.together("make the checkpoint's folder", [str(mark), socket.gethostname()])
+        if len({machine for _, machine in told}) > 1:
+            if not self.main and not sees(Path(told[0][0])):
+                self.keeper = self.rank - accelerator.local_process_index
+                if self.rank == self.keeper:
+                    self.make_folder()
+            self.together("make the checkpoint's folder on each disk")
         if self.main:
-            Path(mark).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
     def make_folder(self):
         settle(self.folder)

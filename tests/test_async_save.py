@@ -88,6 +88,23 @@ def test_a_checkpoint_before_the_first_step_is_not_taken_for_a_leftover(tmp_path
     assert checkpoint.unsound(run / "checkpoint-0") is None and record(run)["status"] == "finished"
 
 
+def test_a_folder_that_cannot_be_made_is_a_warning_and_training_goes_on(tmp_path):
+    """The last part but one of the checkpoint's path is a file."""
+
+    def before(rank):
+        from faithful import Accelerator
+
+        save = Accelerator.save_state
+        Accelerator.save_state = lambda self, folder: save(self, f"{tmp_path}/notes.txt/checkpoint")
+
+    (tmp_path / "notes.txt").write_text("mine")
+    run = train("ddp_bf16", tmp_path / "run", *STEPS, "--max_steps", 4, before=before, code=1)
+    log = (tmp_path / "run.log").read_text()
+    assert "notes.txt/checkpoint could not be written ([Errno 20] Not a directory" in log
+    assert "step 4: eval_loss" in log and record(run)["error"] == "1 checkpoints could not be written"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_the_end_and_a_signal_wait_for_it(tmp_path):
     run = train("ddp_fp32", tmp_path / "end", "--max_steps", 3, "--save_steps", 3, "--eval_steps", 0, before=slow(1))
     assert checkpoint.unsound(run / "checkpoint-3") is None and record(run)["status"] == "finished"

@@ -46,7 +46,7 @@ def test_gradients_that_fsdp_accumulates_are_whole(vit, seen):
 
 
 def test_what_a_sharded_config_needs_around_training(vit, seen):
-    """results/large.json has such figures beside measured ones. With the key only process 0 builds the model."""
+    """With the key only process 0 builds the model. A checkpoint is a second copy of what a process holds."""
     asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 8)
     traced = estimate.tracings_of(vit, [], asked, seen)
     whole = 4 * traced[0]["parameters"]
@@ -54,7 +54,7 @@ def test_what_a_sharded_config_needs_around_training(vit, seen):
     build, at_once = each["phases"]["build"], once["phases"]["build"]
     assert build["main"] == build["others"] == at_once["main"] == pytest.approx(whole * 9 / 8 + each["runtime"])
     assert at_once["others"] < build["others"] and at_once["node"] == at_once["main"] + 7 * at_once["others"]
-    held = each["weights"] + each["optimizer"]  # a checkpoint is a second copy of them
+    held = each["weights"] + each["optimizer"]
     assert each["phases"]["save"]["main"] == pytest.approx(2 * held + each["runtime"])
     assert each["total"] == max(phase["main"] for phase in each["phases"].values())
     on_cards = estimate.estimate(asked, *traced, cpu=False)

@@ -55,7 +55,7 @@ def test_kills_at_random_moments_leave_nothing_behind_and_lose_nothing():
 def test_kills_while_training_and_saving_lose_nothing():
     rows = result("kills_saving")["rows"]
     assert len(rows) == 6 and sum(row["kills"] for row in rows) >= 48
-    for row in rows:
+    for row in (*rows, *result("kills_async")["rows"]):
         assert row["orphans"] == row["failed_starts"] == row["lost"] == row["unequal"] == 0, row["config"]
     assert sum(row["phase"].get("saving", 0) for row in rows) >= 12
 
