@@ -390,15 +390,15 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 accelerator.save_model(model, folder / "w")
 Path(folder / "w/model.safetensors").rename(folder / "w/model-00001-of-00001.safetensors")
-from faithful import checkpoint
-write = checkpoint.save_torch_state_dict
+from faithful import weight_files
+write = weight_files.save_torch_state_dict
 def limited(*args, **kwargs):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         write(*args, **kwargs)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-checkpoint.save_torch_state_dict = limited
+weight_files.save_torch_state_dict = limited
 {call}
 """, code=0 if caught else 1)  # fmt: skip
     assert os.listdir(tmp_path / "run" / "w") == ["model-00001-of-00001.safetensors"] and "Traceback" not in text

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
+from safetensors.torch import load_file
 from test_run import poison
 
 from faithful import checkpoint, rules
@@ -113,7 +114,7 @@ def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_
     assert metrics(again) == metrics(run) and distance(again, run) == 0
     line = export.export(again, tmp_path / "out.safetensors", step=8)
     assert "from checkpoint-8 (2 files)" in line
-    made, final = export.read(tmp_path / "out.safetensors"), weights(run)
+    made, final = load_file(tmp_path / "out.safetensors"), weights(run)
     assert made.keys() == final.keys()
     assert all(made[name].equal(final[name]) and made[name].dtype == torch.float32 for name in made)
     sizes = [entry["bytes"] for name, entry in json.loads((run / "checkpoint-8" / checkpoint.MANIFEST).read_text()).items()
