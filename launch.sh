@@ -19,7 +19,7 @@
 #   ./launch.sh show RUN_FOLDER [--html]   a run as a short table: results, memory, what was proved; or as a page
 #   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
-#   ./launch.sh copy RECIPE CONFIG DEST    a recipe with all it needs in a folder of its own
+#   ./launch.sh copy RECIPE CONFIG DEST    a recipe with its data, models and config in a folder of its own
 #   ./launch.sh gpu-report                 what every config does on this machine's GPUs, as one page to send
 #   ./launch.sh gpu-first                  the first ten minutes on a GPU: what tells most first, as one page to send
 #   ./launch.sh CONFIG RECIPE --help       the options of a recipe

@@ -1,11 +1,14 @@
 """A copied recipe runs where nothing else of the project can be imported."""
 
+import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 from conftest import ROOT, launched, record
 
+from shared.args import Refused
 from tools import copy_recipe as tool
 
 
@@ -15,20 +18,64 @@ def alone(folder, recipe, *argv):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
+def install(folder):
+    """Puts the packages of the copy's wheel beside its recipe, where it finds them."""
+    [wheel] = folder.glob("*.whl")
+    assert f"./{wheel.name}" in (folder / "requirements.txt").read_text().splitlines()
+    zipfile.ZipFile(wheel).extractall(folder)
+
+
 @pytest.mark.parametrize("name", ["vit", "gpt"])
 def test_it_runs_alone(tmp_path, name):
     written = tool.copy(name, "single_bf16", tmp_path / "mine")
-    assert not any("amp8" in str(path) for path in written)
+    assert not any({"faithful", "amp8"} & set(path.parts) for path in written)
     assert sorted(p.relative_to(tmp_path / "mine") for p in (tmp_path / "mine").rglob("*") if p.is_file()) == written
+    install(tmp_path / "mine")
     data = ("--dataset", ROOT / "shared", "--sequence_length", 16) if name == "gpt" else ()
     done = alone(tmp_path / "mine", name, "--max_steps", 2, *data, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr[-2000:]
     assert record(tmp_path / "run")["final"]["step"] == 2
 
 
+ARGV = {"gpt": ("--dataset", ROOT / "shared", "--sequence_length", 16), "bert": ("--sequence_length", 16)}
+
+
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "gpt", "bert"))])
+def test_it_runs_with_accelerate_s_own_accelerator(tmp_path, name):
+    """--plain: nothing of ours but the recipe and its part of shared/; tests/test_plain.py compares the losses."""
+    written = tool.copy(name, "single_fp32", tmp_path / "mine", plain=True)
+    pages = [(tmp_path / "mine" / path).read_text() for path in written]
+    assert not [page for page in pages if "import faithful" in page or "from faithful" in page]
+    argv = ("--max_steps", 2, "--per_device_train_batch_size", 8, *ARGV.get(name, ()))
+    done = alone(tmp_path / "mine", name, *argv, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0 and "step 2: eval_loss" in done.stdout + done.stderr, done.stderr[-2000:]
+    assert (tmp_path / "run" / "model").is_dir() and not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "single_fp8", "single_bf16_compile", "zero2_bf16"])
+def test_plain_is_refused_where_accelerate_alone_does_something_else(tmp_path, config):
+    with pytest.raises(Refused, match="--plain is for single and ddp in fp32 and bf16.*: leave --plain out"):
+        tool.copy("vit", config, tmp_path / "mine", plain=True)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_wheel_that_cannot_be_built_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool.sys, "executable", "/bin/false")
+    with pytest.raises(Refused, match="cannot be built as a wheel .*: install setuptools>=77, or --vendored"):
+        tool.copy("vit", "single_bf16", tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_there_is_little_to_read(tmp_path, name, capsys):
+    assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
+    files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
+    assert int(files) <= 10 and int(lines.replace(",", "")) <= 1300
+
+
 def test_under_accelerate_with_its_own_config(tmp_path):
     """A copy with one of MS-AMP's levels runs under accelerate launch, in a folder outside the project."""
     tool.copy("vit", "ddp_fp8_msamp_o2", tmp_path / "mine")
+    install(tmp_path / "mine")
     readme = (tmp_path / "mine" / "README.md").read_text()
     assert len(readme.splitlines()) <= 10
     [command] = [line.split() for line in readme.splitlines() if "accelerate launch" in line]
@@ -41,7 +88,7 @@ def test_under_accelerate_with_its_own_config(tmp_path):
 
 def test_a_module_left_out_is_noticed(tmp_path):
     """A copy without one of the files does not run, so the tests above can fail."""
-    tool.copy("vit", "single_bf16", tmp_path / "mine")
+    tool.copy("vit", "single_bf16", tmp_path / "mine", vendored=True)
     (tmp_path / "mine" / "faithful" / "steps.py").unlink()
     done = alone(tmp_path / "mine", "vit", "--help")
     assert done.returncode != 0 and "No module named 'faithful.steps'" in done.stderr
@@ -50,7 +97,7 @@ def test_a_module_left_out_is_noticed(tmp_path):
 def test_every_import_is_pinned_or_copied(tmp_path):
     for recipe in (path.stem for path in (ROOT / "recipes").glob("*.py")):
         folder = tmp_path / recipe
-        tool.copy(recipe, "fsdp_fp8", folder)
+        tool.copy(recipe, "fsdp_fp8", folder, vendored=True)
         pinned = (folder / "requirements.txt").read_text()
         assert all("==" in line for line in pinned.splitlines()) and "torch==" in pinned and "torchvision==" in pinned
         for path in folder.rglob("*.py"):
@@ -68,3 +115,24 @@ def test_a_zero_config_brings_its_engine(tmp_path):
     for config, there in (("zero2_bf16", True), ("ddp_bf16", False)):
         tool.copy("vit", config, tmp_path / config)
         assert ("deepspeed>=" in (tmp_path / config / "requirements.txt").read_text()) == there
+
+
+CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "copy.md").read_text(), re.S)
+TRIED = [
+    (CHANGES[0], (), '"top3"'),
+    (CHANGES[1], ("--dataset", "stripes"), '"accuracy"'),
+    (CHANGES[2], (), '"accuracy"'),
+]
+
+
+@pytest.mark.parametrize(("change", "argv", "logged"), TRIED, ids=["metric", "data", "model"])
+def test_the_changes_in_the_docs_train(tmp_path, change, argv, logged):
+    tool.copy("vit", "fsdp_bf16", tmp_path / "mine")
+    install(tmp_path / "mine")
+    apply = ["git", "apply", "--unidiff-zero", "-"]
+    done = subprocess.run(apply, input=change, cwd=tmp_path / "mine", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = alone(tmp_path / "mine", "vit", "--max_steps", 60, *argv, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert logged in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert record(tmp_path / "run")["final"]["metrics"]["accuracy"] > 0.6

@@ -1,16 +1,21 @@
 """Copies a recipe with all it needs, and nothing else, into a folder of its own.
 
     ./launch.sh copy vit ddp_fp8_msamp_o2 ../my-project
+    ./launch.sh copy vit ddp_bf16 ../my-project --plain
 
-writes recipes/vit.py, the modules of shared/ that it imports, faithful/, amp8/ if the config can need it, the YAML,
-pinned requirements, and a README of ten lines. It finds the modules by reading the imports, including those inside
-functions.
+writes recipes/vit.py, the modules of shared/ that it imports, the YAML, pinned requirements, and a README of ten lines.
+faithful and amp8 stand beside them as a wheel that the requirements name; with --vendored they are written as source,
+to be changed. With --plain the recipe imports Accelerate's own Accelerator, and needs neither. The modules are found by
+reading the imports, including those inside functions.
 """
 
 import ast
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -25,6 +30,8 @@ PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], 
             "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"],
             "huggingface_hub": ["huggingface-hub"]}  # fmt: skip
 OPTIONAL = {"skimage", "transformer_engine", "deepspeed"}  # the one dataset or config that needs them asks for them
+IMPORT, PLAIN_IMPORT = "from faithful import Accelerator  # noqa: E402", "from accelerate import Accelerator"
+PLAIN = {("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16")}  # trains the same: test_plain.py
 
 
 def imports(path):
@@ -36,10 +43,10 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def modules(name):
+def modules(name, plain):
     """Our files that an import of this dotted name needs; of faithful all, as the config decides which it uses."""
     package, *rest = name.split(".")
-    if package == "faithful":
+    if package == "faithful" and not plain:
         return sorted((ROOT / "faithful").rglob("*.py"))
     if package != "shared":
         return []
@@ -47,8 +54,8 @@ def modules(name):
     return [ROOT / "shared" / "__init__.py"] + ([module] if module and module.is_file() else [])
 
 
-def needed(recipe):
-    """Returns (our files that `recipe` needs, packages that any of them imports)."""
+def needed(recipe, plain=False):
+    """Returns (our files that `recipe` needs, packages that any of them imports). plain: without faithful."""
     files, packages, queue = [], set(), [recipe]
     while queue:
         path = queue.pop()
@@ -56,7 +63,7 @@ def needed(recipe):
             continue
         files.append(path)
         for name in imports(path):
-            queue += modules(name)
+            queue += modules(name, plain)
             package = name.split(".")[0]
             if package not in {"shared", "faithful", "amp8"} | sys.stdlib_module_names:
                 packages.add(package)
@@ -67,46 +74,88 @@ def pins(packages):
     """The pins of these packages from requirements.txt, without hashes. pip installs what they depend on."""
     text = (ROOT / "requirements.txt").read_text()
     pinned = dict(re.findall(r"^([\w.-]+)==([^ ;\\\n]+)", text, re.M))
-    names = [name for package in packages - OPTIONAL for name in PACKAGES.get(package, [package])]
+    names = {name for package in packages - OPTIONAL for name in PACKAGES.get(package, [package])}
     return "".join(f"{name}=={pinned[name]}\n" if name in pinned else f"{name}\n" for name in sorted(names))
 
 
-def copy(recipe, config, destination):
-    """Writes `destination`. Returns the relative paths written."""
+def wheel(folder):
+    """Builds faithful and amp8 as a wheel in `folder`. Returns its name. Nothing is downloaded."""
+    with tempfile.TemporaryDirectory() as source:
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copyfile(ROOT / name, Path(source, name))
+        for name in ("faithful", "amp8"):
+            shutil.copytree(ROOT / name, Path(source, name), ignore=shutil.ignore_patterns("__pycache__"))
+        build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+        command = [sys.executable, "-c", build, str(folder.resolve())]
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise Refused(f"faithful and amp8 cannot be built as a wheel ({reason}): install setuptools>=77, or --vendored")
+    return done.stdout.split()[-1]
+
+
+def refuse_plain(name, wanted):
+    """Raises Refused unless Accelerate alone does what the config asks for."""
+    kind = wanted["strategy"], wanted["precision"]
+    if kind not in PLAIN or wanted["compile"]:
+        raise Refused(
+            f"--plain is for single and ddp in fp32 and bf16, where Accelerate alone trains the same; {name} is "
+            f"{' '.join(kind)}{' compiled' if wanted['compile'] else ''}: leave --plain out"
+        )
+
+
+def copy(recipe, config, destination, vendored=False, plain=False):
+    """Writes `destination`. Returns the relative paths written. vendored: faithful and amp8 as source."""
     source = find.recipe(recipe)
     yml, mapping = find.sound_config(config)
+    wanted = configs.read_env(configs.to_env(mapping))
+    if plain:
+        refuse_plain(yml.name, wanted)
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
-    files, packages = needed(source)
-    wanted = configs.read_env(configs.to_env(mapping))
-    if wanted["precision"] == "fp8":  # MS-AMP's levels, or FP8 where there is no GPU
-        files += sorted((ROOT / "amp8").glob("*.py"))
+    files, packages = needed(source, plain)
+    ours = {path for path in files if path.is_relative_to(ROOT / "faithful")}
+    if vendored:
+        files += [*(ROOT / "faithful").rglob("*.md"), *sorted((ROOT / "amp8").glob("*.py"))]
     written = []
-    for path in [*files, *(ROOT / "faithful").rglob("*.md"), yml]:
+    for path in [*(path for path in files if vendored or path not in ours), yml]:
         inside = path.resolve().is_relative_to(ROOT)
         at = path.resolve().relative_to(ROOT) if inside else Path("accelerate_configs", path.name)
         (destination / at).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, destination / at)
         written.append(at)
+    if plain:
+        page = destination / "recipes" / source.name
+        page.write_text(page.read_text().replace(IMPORT, PLAIN_IMPORT))
+    built = None if vendored or plain else wheel(destination)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     engine = extras["deepspeed"] if wanted["strategy"].startswith("zero") else []
-    (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in engine))
-    (destination / "README.md").write_text(readme(source, yml, destination, "amp8" in {p.parts[0] for p in written}))
-    return sorted([*written, Path("requirements.txt"), Path("README.md")])
+    more = [*engine, *([f"./{built}"] if built else [])]
+    (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in more))
+    (destination / "README.md").write_text(readme(source, yml, destination, built, plain))
+    return sorted([*written, Path("requirements.txt"), Path("README.md"), *([Path(built)] if built else [])])
 
 
-def readme(source, yml, destination, with_amp8):
+def readme(source, yml, destination, built, plain):
     what = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
+    where = f"`{built}` has its Accelerator" if built else "`faithful/` has its Accelerator, `amp8/` its FP8"
+    if plain:
+        where = (
+            "Its Accelerator is Accelerate's own: nothing checks that a run is what the YAML says. Without a GPU, add "
+            "`use_cpu: true` to the YAML"
+        )
+    text = (
+        f"`recipes/{source.name}` says what is trained, the YAML says how. `shared/` has its data and models. {where}. "
+        f"`python recipes/{source.name} --help` lists the options; each run writes a folder in `runs/`."
+    )
     return f"""# {destination.resolve().name}
 
 {what} Copied from accelerate-recipes; all of it is yours to change.
 
-    pip install -r requirements.txt
+    uv pip install -r requirements.txt
     accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}
 
-`recipes/{source.name}` says what is trained, the YAML says how. `shared/` has its data and models, `faithful/` its
-Accelerator{", `amp8/` its FP8" if with_amp8 else ""}.
-`python recipes/{source.name} --help` lists the options; each run writes `runs/`.
+{textwrap.fill(text, 100)}
 """
 
 
@@ -115,13 +164,18 @@ def main(argv):
     parser.add_argument("recipe", help="its name, as ./launch.sh ls lists it")
     parser.add_argument("config", help="its name, or the path of a YAML file")
     parser.add_argument("destination", type=Path, help="a folder that is not there yet, or empty")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--vendored", action="store_true", help="faithful and amp8 as source, not as a wheel")
+    ways.add_argument("--plain", action="store_true", help="Accelerate's own Accelerator, without faithful")
     args = parser.parse_args(argv)
     try:
-        written = copy(args.recipe, args.config, args.destination)
+        written = copy(args.recipe, args.config, args.destination, args.vendored, args.plain)
     except OSError as error:
         raise Refused(str(error)) from None
-    lines = sum(len((args.destination / path).read_text().splitlines()) for path in written)
-    print(f"{args.destination}: {len(written)} files, {lines:,} lines. Next: its README.md")
+    to_read = [path for path in written if path.suffix != ".whl" and (args.destination / path).stat().st_size]
+    lines = sum(len((args.destination / path).read_text().splitlines()) for path in to_read)
+    built = "".join(f" and {path}" for path in written if path.suffix == ".whl")
+    print(f"{args.destination}: {len(to_read)} files, {lines:,} lines{built}. Next: its README.md")
 
 
 if __name__ == "__main__":
