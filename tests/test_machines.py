@@ -1,6 +1,7 @@
 """Several machines: two network namespaces with their own names and addresses, joined by a link that can be cut."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,8 @@ def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tm
     machines.kill(1)
     machines.launch(1, config, "--output_dir", str(run), *steps)
     assert machines.wait() == [0, 0], machines.log(0)[-3000:]
-    assert "resumed from" in machines.log(0) and "at step 20" in machines.log(0)
+    # Of step 20, if it was written when the kill came and the next was not: saving goes on behind training.
+    assert re.search(r"resumed from .* at step [1-3]0\b", machines.log(0))
     made = record(run)
     assert made["status"] == "finished" and made["plan"]["num_processes"] == 2
     assert metrics(run) == metrics(one) and distance(run, one) == 0
