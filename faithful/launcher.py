@@ -373,7 +373,26 @@ def wait_for_all(what, value=None):
         if any(map(gone, late)) and not store().check(keys):
             raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
         time.sleep(0.02)
-    return [json.loads(store().get(key)) for key in keys]
+    values = [json.loads(store().get(key)) for key in keys]
+    read_by_all(call, end)
+    return values
+
+
+def read_by_all(call, end):
+    """The main process serves the store. It waits here until the others have read what they came for: the script may
+    end next, and the store with it."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank:
+        with contextlib.suppress(dist.DistError):
+            store().set(f"{call}/{rank}/read", "")
+        return
+    late = range(1, world)
+    while late := [other for other in late if not store().check([f"{call}/{other}/read"]) and not gone(other)]:
+        if time.monotonic() > end:
+            return
+        time.sleep(0.005)
 
 
 def where_pids_count():

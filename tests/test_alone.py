@@ -270,3 +270,23 @@ def test_waiting_in_vain_is_shorter_the_next_time():
     """Where nothing shows where the others are."""
     twice = then(lambda: comes("saves/1"), lambda: comes("saves/2"))
     assert 2.4 < answers(twice, lambda: None, comes=1.5)[0][1] < 2.9
+
+
+def test_the_store_lives_until_all_have_read_it():
+    """The main process serves the store. Its script may end right after the processes have met: in save_model, say."""
+    port, codes = str(free_port()), []
+    for rank in range(2):
+        if os.fork() == 0:
+            code = 1
+            try:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                torch.distributed.init_process_group("gloo")
+                if rank:
+                    store, late = launcher.store(), lambda: time.sleep(0.5)
+                    launcher.store = lambda: (late(), store)[1]
+                code = int(launcher.wait_for_all("meet", rank) != [0, 1])
+            finally:
+                os._exit(code)
+    for _ in range(2):
+        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+    assert codes == [0, 0]
