@@ -7,7 +7,7 @@ same as if the script had made them. An `auto` value is the dummy's.
 import math
 
 import torch
-from accelerate.utils import DummyOptim, DummyScheduler
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # accelerate.utils has them only with DeepSpeed
 
 from faithful import deepspeed_file, patches
 from faithful.errors import Refused
