@@ -60,6 +60,10 @@ def test_names_patterns_and_words():
     assert dict(left_alone(model, ["head"])) == {"head": "skip"}
     assert dict(left_alone(model, ["first"])) == {"head": "10 is not a multiple of 16", "patch": "first or last Linear"}
     assert asked_to_skip(nn.ReLU(), ["first"]) == {}
+    adapted = nn.ModuleDict(
+        {"q": nn.ModuleDict({"base_layer": nn.Linear(16, 16), "lora_A": nn.ModuleDict({"default": nn.Linear(16, 16)})})}
+    )
+    assert asked_to_skip(adapted, []) == {"q.lora_A.default": "an adapter (LoRA)"}
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,17 @@ def linear_names(model):
 
 
 def asked_to_skip(model, skip):
-    """{name: reason} of the Linear layers that the config's `skip` excludes. skip: patterns of their names (fnmatch's
-    `*`, `?` and `[...]`), and the words `first` and `last`."""
+    """{name: reason} of the Linear layers that the config's `skip` excludes, and of peft's adapters: FP8 makes products
+    of so low a rank no faster, and they are all that is trained. skip: patterns of their names (fnmatch's `*`, `?` and
+    `[...]`), and the words `first` and `last`."""
     names = linear_names(model)
     ends = (names[:1] if "first" in skip else []) + (names[-1:] if "last" in skip else [])
-    return dict.fromkeys(ends, "first or last Linear") | {
-        name: "skip" for name in names if any(matches(name, pattern) for pattern in skip)
-    }
+    adapters = [name for name in names if ".lora_A." in name or ".lora_B." in name]
+    return (
+        dict.fromkeys(adapters, "an adapter (LoRA)")
+        | dict.fromkeys(ends, "first or last Linear")
+        | {name: "skip" for name in names if any(matches(name, pattern) for pattern in skip)}
+    )
 
 
 def matches(name, pattern):
