@@ -1,6 +1,7 @@
 """save_model of a model that no process holds whole: one tensor after the other, into files with an index."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def test_the_files_hold_what_get_state_dict_returns(tmp_path, config):
             assert saved.dtype == tensor.dtype and torch.equal(saved, tensor), name
     assert safe_open(run / "one" / "model.safetensors", "pt").metadata() == {"format": "pt"}
     assert sorted(path.name for path in (run / "one").iterdir()) == ["model.safetensors"]
+
+
+def test_a_level_decodes_one_weight_at_a_time(tmp_path):
+    """Each process decodes its shard of a weight when this is written, and drops it: not all of them at the start."""
+
+    def counts(rank):
+        from amp8 import fsdp
+
+        values, decoded = fsdp.Sharding.values, []
+
+        def counted(sharding):
+            tensor = values(sharding)
+            decoded.append(weakref.ref(tensor))
+            alive = sum(each() is not None for each in decoded)
+            with open(tmp_path / f"alive-{rank}", "a") as file:
+                file.write(f"{alive} ")
+            return tensor
+
+        fsdp.Sharding.values = counted
+
+    argv = ("--max_steps", 1, "--eval_steps", 0, "--save_steps", 0)
+    train("fsdp_fp8_msamp_o2", tmp_path / "run", *argv, before=counts)
+    for rank in (0, 1):
+        alive = list(map(int, (tmp_path / f"alive-{rank}").read_text().split()))
+        assert len(alive) >= 16 and max(alive) <= 2, alive
 
 
 def test_a_disk_that_is_full_is_an_error_on_the_main_process_and_holds_up_no_other(tmp_path):

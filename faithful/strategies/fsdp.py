@@ -103,14 +103,20 @@ class FSDP(Strategy):
 
     def pieces(self, accelerator, model):
         reshard(model)
-        state = {name: tensor for name, tensor in named(model.state_dict().items()) if torch.is_tensor(tensor)}
-        if any(isinstance(t, DTensor) and type(t.to_local()) is not torch.Tensor for t in state.values()):
-            return None  # torchao's weights that are gathered in FP8 know themselves what they are whole
+        pieces = {}
+        for at, module in model.named_modules():  # one after the other: an MS-AMP layer decodes its shard for it
+            for name, tensor in saved_by(module, at).items():
+                if isinstance(tensor, DTensor) and type(tensor.to_local()) is not torch.Tensor:
+                    return None  # torchao's weights that are gathered in FP8 know themselves what they are whole
+                if torch.is_tensor(tensor):
+                    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    pieces[name] = like, functools.partial(self.whole, accelerator.device, module, at, name)
+        return dict(named(pieces.items()))
 
-        def whole(tensor):
-            return tensor.to(accelerator.device).full_tensor() if isinstance(tensor, DTensor) else tensor
-
-        return {name: (tensor, functools.partial(whole, tensor)) for name, tensor in state.items()}
+    def whole(self, device, module, at, name):
+        """The whole tensor of this name that the module saves, which is called `at`."""
+        tensor = saved_by(module, at)[name]
+        return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def tensors(self, model, optimizer):
         reshard(model)
@@ -124,6 +130,13 @@ class FSDP(Strategy):
 
     def explain(self, error):
         return building.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
+
+
+def saved_by(module, at):
+    """{name: tensor} that a module, called `at`, has in the model's state_dict, without those of its children."""
+    own = {}
+    module._save_to_state_dict(own, f"{at}." if at else "", keep_vars=False)
+    return own
 
 
 class HSDP(FSDP):
@@ -159,7 +172,10 @@ SHARDS = {}  # {id of an original parameter: weak references to it and to its sh
 
 def shard(accelerator, accelerates, model, optimizers):
     plan, plugin = accelerator.plan, accelerator.state.fsdp_plugin
-    policy = plugin.auto_wrap_policy
+    policy, checkpointing = plugin.auto_wrap_policy, plugin.activation_checkpointing
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
+        name_blocks(model)
+        plugin.activation_checkpointing = False  # it has no backward pass
     if plan.wrap == "SIZE_BASED_WRAP":
         policy_of = functools.partial(by_size, least=plan.least)
         patches.replace("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", policy_of)
@@ -167,6 +183,11 @@ def shard(accelerator, accelerates, model, optimizers):
         plugin.transformer_cls_names_to_wrap = named_layers(plan, model) or block_names(model) or None
     if plan.wrap != "SIZE_BASED_WRAP" and plugin.transformer_cls_names_to_wrap is None:
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
+        if plugin.activation_checkpointing:
+            raise Refused(
+                f"activation checkpointing computes blocks again, and {type(model).__name__} names none and repeats "
+                "none: set _no_split_modules to the names of their classes, or leave fsdp_activation_checkpointing out"
+            )
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
     before = building.weights_of(model) if plan.ram_efficient else {}
@@ -182,6 +203,7 @@ def shard(accelerator, accelerates, model, optimizers):
     accelerator._optimizers.remove(throwaway)
     accelerator._models[:] = [other for other in accelerator._models if other is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
+    plugin.activation_checkpointing = checkpointing
     now = dict(parameters_of(model, remove_duplicate=False))
     for parameters, i, name in places:
         parameters[i] = now[name]
