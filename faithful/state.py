@@ -42,6 +42,7 @@ def state_dict(accelerator, alone, keeps):
         "saved": time.time(),
         "plan": {key: getattr(plan, key) for key in PLANNED},
         "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
+        "replicas": plan.replicas,
         "models": len(models),
         "groups": pack(groups, tensors, "groups"),
         "optimizers": pack(rest, tensors, "optimizers"),
@@ -106,6 +107,11 @@ def load_state_dict(accelerator, folder):
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
+    if saved_by != plan.num_processes and "replicas" not in state:
+        raise Refused(
+            f"{folder} is of an earlier version, which did not note how many copies of the model there were: resume "
+            f"with {saved_by} processes first"
+        )
     keeper = state.get("keeper", 0)  # who stored, on this disk, what all processes had alike
     writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
     mine, first = checkpoint.tensors_of(folder, writer), checkpoint.tensors_of(folder, keeper)
@@ -129,7 +135,8 @@ def load_state_dict(accelerator, folder):
     for index, (model, optimizers) in enumerate(models):
         saved = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else keeper, f"{index}:")
         if saved_by != plan.num_processes:
-            saved = [checkpoint.tensors_of(folder, other, f"{index}:") for other in range(saved_by)]
+            others = range(saved_by // state["replicas"])
+            saved = [checkpoint.tensors_of(folder, other, f"{index}:") for other in others]
         for optimizer in optimizers or [None]:
             backend.restore(strategy, model, optimizer, saved)
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]

@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 from conftest import metrics, record, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_fsdp_levels import saving_what_was_loaded
+
+from faithful.errors import Refused
+from faithful.strategies import rows
+from faithful.tensor_files import TensorFile
 
 STEPS = ("--max_steps", 6, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
 WHOLE = ("0:buffer/", "0:shape/")  # in each rank's file
@@ -20,6 +24,16 @@ def held(folder, ranks):
         for key, tensor in parts[0].items()
         if key.startswith("0:")
     }
+
+
+def test_a_model_with_half_the_rows_is_not_two_copies(tmp_path):
+    for rank in range(2):
+        save_file({"model/w": torch.arange(8.0).view(4, 2) + 8 * rank}, tmp_path / f"rank{rank}.safetensors")
+    parts = [TensorFile(tmp_path / f"rank{rank}.safetensors") for rank in range(2)]
+    half, all_rows = (rows.Rows(parts, lambda place, whole=whole: (1, 3, whole)) for whole in (4, 8))
+    assert all_rows["model/w"][:, 0].tolist() == [2, 4, 6]
+    with pytest.raises(Refused, match="is of another model: model/w has 8 rows there, 4 here"):
+        half["model/w"]
 
 
 CASES = [("fsdp_bf16", "vit", 2, 3), ("fsdp_fp8", "vit", 2, 4), ("fsdp_bf16", "gpt", 4, 1),

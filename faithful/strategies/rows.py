@@ -13,7 +13,8 @@ class Rows(Mapping):
     """{place: what this process needs of a checkpoint}, see Strategy.tensors. Of tensors that were sharded by their
     rows it reads its own rows, from the files of the processes that had them.
 
-    parts: the TensorFile of each process that saved, in order of their rows. span: of a place, the first row that this
+    parts: the TensorFile of each process that saved, in order of their rows; under hsdp those of the first group, which
+    holds all rows. span: of a place, the first row that this
     process needs, their number, and that of all rows; None for what each file has whole. Raises Refused if the
     checkpoint has another number of rows.
     """
@@ -26,7 +27,7 @@ class Rows(Mapping):
             return self.parts[0][place]
         first, rows, whole = self.span(place)
         saved = sum(part.shape(place)[0] for part in self.parts)
-        if saved % whole if whole else saved:  # under hsdp the first group has all rows, and each next one again
+        if saved != whole:
             raise Refused(f"the checkpoint is of another model: {place} has {saved} rows there, {whole} here")
         pieces, begin = [self.parts[0].rows(place, 0, 0)], 0
         for part in self.parts:
