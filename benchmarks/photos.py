@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tools")]
 from export import load  # noqa: E402
 
-from shared import data  # noqa: E402
+from shared import images  # noqa: E402
 
 RUNS = {"vit": 800, "resnet": 900}  # optimizer steps
 
@@ -46,7 +46,7 @@ def run(recipe, folder, steps, config):
 
 def balanced_accuracy(folder):
     model, _, _ = load(folder)
-    _, held_out = data.photos()
+    _, held_out = images.photos()
     hits = []
     for first in range(0, len(held_out), 256):
         batch = held_out.__getitems__(range(first, min(first + 256, len(held_out))))

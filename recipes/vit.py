@@ -20,7 +20,7 @@ from transformers import get_cosine_schedule_with_warmup
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
 from shared import args as options  # noqa: E402
-from shared import data, models  # noqa: E402
+from shared import data, images, models  # noqa: E402
 
 
 @dataclass
@@ -75,7 +75,7 @@ def main(args):
     set_seed(args.seed, deterministic=args.deterministic)
     with accelerator.main_process_first():
         config = models.data_config(args.model, args.pretrained)
-        train_set, eval_set = data.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
+        train_set, eval_set = images.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
     model = models.vit(args.model, *shape, args.pretrained, args.dropout, args.te_blocks).to(dtype)

@@ -249,7 +249,7 @@ def model_folder(name):
 def of_timm(name, pretrained, sizes, **options):
     try:
         return timm.create_model(name, pretrained, **options)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise Refused(
             f"--model {name}: {reason}. It can be a name of timm.list_models(), the folder of a run with --pretrained, "
@@ -261,12 +261,12 @@ def as_recorded(record, folder):
     """The model of the run in `folder` with random weights. record: own_run(folder)."""
     args, about, recipe = record["args"], record["data"], record["recipe"]
     saved = Path(folder, "model", "config.json")
-    if recipe == "gpt" and saved.is_file():
+    if recipe in ("gpt", "sft") and saved.is_file():
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(saved.parent))
     if recipe == "bert" and saved.is_file():
         config = transformers.AutoConfig.from_pretrained(saved.parent)
         return transformers.AutoModelForSequenceClassification.from_config(config)
-    if recipe == "gpt":
+    if recipe in ("gpt", "sft"):
         return gpt(args["model"], about["vocab_size"], about["sequence_length"])
     if recipe == "bert":
         return bert(args["model"], about["vocab_size"], about["sequence_length"], len(about["classes"]))
@@ -332,7 +332,7 @@ def groups(model, args):
             depth = head
         if args.freeze and depth <= args.freeze:
             parameter.requires_grad_(False)
-        else:
+        elif parameter.requires_grad:  # not what LoRA leaves as it was
             by_scale.setdefault(args.layer_decay ** (head - depth), []).append(parameter)
     return [
         {"params": by_scale[scale], "lr": args.learning_rate * scale, "weight_decay": args.weight_decay}

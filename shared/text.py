@@ -7,7 +7,9 @@ count in the loss, so batches differ in their number of labels.
 
 import hashlib
 import itertools
+import math
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from shared.args import Refused
 
 END = "<|endoftext|>"
 SAMPLE = 100  # tokens of the sample at the end of a run
+SAMPLE_SECONDS = 60  # after which it ends earlier
 SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a folder's text files
 
 
@@ -262,16 +265,24 @@ def cut(documents, tokenizer, length, packing):
     return Text(torch.cat(parts), starts, (last - starts).clamp(max=length), length, tokenizer)
 
 
-def continuation(model, tokenizer, prompt, length, context, seed=0):
-    """Returns `prompt` with up to `length` sampled tokens after it, as text. Under FSDP2 every rank calls it."""
+def continuation(model, tokenizer, prompt, length, context, seed=0, seconds=math.inf, temperature=0.8):
+    """Returns `prompt` with up to `length` sampled tokens after it, as text. Under FSDP2 every rank calls it, and each
+    token gathers the whole model; so it ends after `seconds`, on the clock of rank 0. temperature: 0 takes the
+    likeliest token."""
+    end = time.monotonic() + seconds
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # else each length would be compiled again
         for _ in range(length):
             logits = model(ids[:, -context:].to(device)).logits[0, -1, : len(tokenizer)].float().cpu()
-            token = torch.multinomial(logits.div(0.8).softmax(0), 1, generator=generator)
-            if torch.distributed.is_initialized():  # logits may differ in the last bit, and one rank alone draw the end
+            if temperature:
+                token = torch.multinomial(logits.div(temperature).softmax(0), 1, generator=generator)
+            else:
+                token = logits.argmax()[None]
+            if time.monotonic() > end:
+                token.fill_(tokenizer.eos_token_id)
+            if torch.distributed.is_initialized():  # else one rank alone could end: by its clock, or logits' last bit
                 drawn = token.to(device)
                 torch.distributed.broadcast(drawn, 0)
                 token = drawn.cpu()
@@ -285,7 +296,7 @@ def leave(accelerator, model, dataset, folder, prompt=None):
     """At the end of a run: prints a sample and saves what `from_pretrained` needs. Every rank calls it."""
     if prompt:
         model.eval()
-        sample = continuation(model, dataset.tokenizer, prompt, SAMPLE, dataset.length)
+        sample = continuation(model, dataset.tokenizer, prompt, SAMPLE, dataset.length, seconds=SAMPLE_SECONDS)
         accelerator.print(f"sample: {sample}", flush=True)
     if accelerator.is_main_process:
         if prompt:

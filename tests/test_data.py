@@ -1,4 +1,4 @@
-"""shared/data.py: the order of samples, evaluation, and the datasets."""
+"""shared/data.py and images.py: the order of samples, evaluation, and the datasets."""
 
 from itertools import islice
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, recipe, record, train
 
-from shared import data, models
+from shared import data, images, models
 from shared.args import Refused
 
 
@@ -47,7 +47,7 @@ def test_evaluation_counts_every_sample_once(tmp_path, world):
                 return prepared
             model, whole = args[0], args[3].dataset
             for count in range(1, 18):
-                part = data.Images(whole.pixels[:count], whole.labels[:count], 10)
+                part = images.Images(whole.pixels[:count], whole.labels[:count], 10)
                 with torch.no_grad():
                     model.eval()
                     logits = model(part.pixels)
@@ -71,9 +71,9 @@ def test_evaluation_counts_every_sample_once(tmp_path, world):
 def test_digits():
     import sklearn.datasets
 
-    train_set, held_out = data.digits()
+    train_set, held_out = images.digits()
     assert (len(train_set), len(held_out), train_set.num_classes) == (1438, 359, 10)
-    assert train_set.fingerprint() != held_out.fingerprint() == data.digits()[1].fingerprint()
+    assert train_set.fingerprint() != held_out.fingerprint() == images.digits()[1].fingerprint()
     batch = train_set.__getitems__([3, 5])
     assert batch["pixel_values"].shape == (2, 1, 8, 8) and batch["pixel_values"].abs().max() <= 1
     theirs = sklearn.datasets.load_digits()
@@ -83,7 +83,7 @@ def test_digits():
 
 def test_photos_are_balanced_and_apart():
     pytest.importorskip("skimage")
-    train_set, held_out = data.photos()
+    train_set, held_out = images.photos()
     counts, held = torch.bincount(train_set.labels), torch.bincount(held_out.labels)
     assert len(counts) == len(held) == 10 and counts.max() == 700 and held.max() == 175
     assert counts.min() >= 250 and held.min() >= 60
@@ -96,10 +96,10 @@ def test_photos_are_balanced_and_apart():
 
 def test_textures_are_grey_and_each_has_held_out_patches():
     pytest.importorskip("skimage")
-    train_set, held_out = data.textures()
+    train_set, held_out = images.textures()
     assert train_set.num_classes == 8 and train_set.in_chans == 1
     assert torch.bincount(train_set.labels).min() >= 150 and torch.bincount(held_out.labels, minlength=8).min() >= 30
-    as_rgb = data.images("textures", 48, {"in_chans": 3})[1].__getitems__([0, 1])["pixel_values"]
+    as_rgb = images.images("textures", 48, {"in_chans": 3})[1].__getitems__([0, 1])["pixel_values"]
     assert as_rgb.shape == (2, 3, 48, 48) and as_rgb[:, 0].equal(as_rgb[:, 2])
 
 
@@ -107,17 +107,17 @@ def test_grey_images_for_a_model_of_timm():
     """Grey images keep their one channel and get the mean of timm's three normalizations; a pretrained model gets three
     channels."""
     config = models.data_config("resnet18")
-    batch = data.images("digits", None, config)[0].__getitems__([0, 1])["pixel_values"]
-    grey = data.digits()[0].pixels[:2]
+    batch = images.images("digits", None, config)[0].__getitems__([0, 1])["pixel_values"]
+    grey = images.digits()[0].pixels[:2]
     assert batch.shape == (2, 1, 8, 8)
     assert torch.allclose(batch, ((grey + 1) / 2 - sum(config["mean"]) / 3) / (sum(config["std"]) / 3), atol=1e-6)
     pretrained = models.data_config("resnet18", pretrained=True)
-    batch = data.images("digits", 16, pretrained)[0].__getitems__([0, 1])["pixel_values"]
+    batch = images.images("digits", 16, pretrained)[0].__getitems__([0, 1])["pixel_values"]
     assert batch.shape == (2, 3, 16, 16) and pretrained["image_size"] == 224
 
 
 def test_synthetic_costs_nothing_per_sample():
-    train_set, _ = data.images("synthetic")
+    train_set, _ = images.images("synthetic")
     assert len(train_set) == 1_000_000 and train_set.num_classes == 1000
     batch = train_set.__getitems__(list(range(7, 71)))
     assert batch["pixel_values"].shape == (64, 3, 224, 224)
@@ -154,7 +154,7 @@ def test_a_set_in_the_hubs_format_trains(tmp_path):
     for split, part in loaded.items():
         (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
         part.to_parquet(tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
-    train_set, held_out = data.images(str(tmp_path / "hub"), image_size=32)
+    train_set, held_out = images.images(str(tmp_path / "hub"), image_size=32)
     assert (len(train_set), len(held_out), train_set.num_classes) == (40, 10, 2)
     batch = held_out.__getitems__([0, 9])
     assert batch["pixel_values"].shape == (2, 3, 32, 32) and batch["labels"].tolist() in ([0, 1], [1, 0])

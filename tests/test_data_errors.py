@@ -5,7 +5,7 @@ import torch
 from conftest import record, train
 from PIL import Image
 
-from shared import data, hub, models, text
+from shared import data, hub, images, models, text
 from shared.args import Refused
 
 STEPS = ("--max_steps", 3, "--save_steps", 0, "--per_device_train_batch_size", 8, "--image_size", 32)
@@ -69,10 +69,10 @@ def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--dataset", root, *STEPS, "--skip_broken", 2)
     of_train, of_held_out = models.own_run(run)["data"]["left_out"]
     assert "train/red/03.png" in of_train and "test/grey/01.png" in of_held_out
-    train_set, held_out = data.images(str(root), 32, skip_broken=2)
+    train_set, held_out = images.images(str(root), 32, skip_broken=2)
     assert (len(train_set), len(held_out)) == (23, 7) and train_set.left_out == held_out.left_out
     with pytest.raises(Refused, match="1 images are broken, --skip_broken allows 0 more: .*test/grey/01.png"):
-        data.images(str(root), 32, skip_broken=1)
+        images.images(str(root), 32, skip_broken=1)
 
 
 def test_an_empty_class_is_named(tmp_path):
@@ -80,15 +80,15 @@ def test_an_empty_class_is_named(tmp_path):
     (root / "train" / "blue").mkdir()
     (root / "train" / "blue" / "notes.txt").write_text("no image")
     with pytest.raises(Refused, match=r"set/train: Found no valid file for the classes blue"):
-        data.images(str(root), 32)
+        images.images(str(root), 32)
     (root / "train" / "blue" / "notes.txt").unlink()
     (root / "train" / "blue").rmdir()
     with pytest.raises(Refused, match=r"set/train/red: Couldn't find any class folder"):
-        data.images(str(root / "train" / "red"), 32)
+        images.images(str(root / "train" / "red"), 32)
     (root / "test" / "violet").mkdir()
     Image.new("L", (9, 9)).save(root / "test" / "violet" / "a.png")
     with pytest.raises(Refused, match="differ in classes: violet"):
-        data.images(str(root), 32)
+        images.images(str(root), 32)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])
@@ -105,7 +105,7 @@ def test_a_label_out_of_range_is_named(tmp_path, wrong):
         loaded["train"].cast(features).to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
         test.to_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet")
         with pytest.raises(Refused, match="1 labels are out of range, the first is -1 at index 5 of test"):
-            data.images(str(tmp_path / "hub"), 32)
+            images.images(str(tmp_path / "hub"), 32)
     else:
         from types import SimpleNamespace
 
@@ -161,7 +161,7 @@ def test_the_image_pipeline_gives_the_same_images_whatever_the_workers_and_after
     train("single_fp32", part, *argv, "--per_device_train_batch_size", 8, "--resume_from_checkpoint", "latest",
           "--dataloader_num_workers", 1)  # fmt: skip
     assert metrics(part) == metrics(one) and distance(part, one) == 0
-    a, b = (data.images(str(root), 32, seed=seed)[0] for seed in (0, 1))
+    a, b = (images.images(str(root), 32, seed=seed)[0] for seed in (0, 1))
     first, again, later = (a.__getitems__([i])["pixel_values"] for i in (3, 3, 3 + len(a)))  # the last: a later epoch
     assert first.equal(again) and not first.equal(later)
     assert not first.equal(b.__getitems__([3])["pixel_values"])
@@ -173,7 +173,7 @@ def test_held_out_images_are_as_the_model_wants_them(tmp_path):
     root = make(tmp_path / "set")
     config = models.data_config("vit_base_patch16_clip_224.openai")
     assert config["mean"] != (0.5,) * 3
-    plain, normalized = (data.images(str(root), 32, c)[1] for c in ({}, {k: config[k] for k in ("mean", "std")}))
+    plain, normalized = (images.images(str(root), 32, c)[1] for c in ({}, {k: config[k] for k in ("mean", "std")}))
     a, b = (part.__getitems__([0, 7])["pixel_values"] for part in (plain, normalized))
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     assert a.shape == (2, 3, 32, 32) and torch.allclose(((a + 1) / 2 - mean) / std, b, atol=1e-5)

@@ -53,7 +53,8 @@ def test_what_a_sharded_config_needs_around_training(vit, seen):
     each, once = (estimate.estimate(asked | {"ram_efficient": key}, *traced, cpu=True) for key in (False, True))
     build, at_once = each["phases"]["build"], once["phases"]["build"]
     assert build["main"] == build["others"] == at_once["main"] == pytest.approx(whole * 9 / 8 + each["runtime"])
-    assert at_once["others"] < build["others"] and at_once["node"] == at_once["main"] + 7 * at_once["others"]
+    assert at_once["others"] < build["others"] and build["node"] == 8 * build["main"]
+    assert at_once["node"] == max(at_once["main"] + 7 * once["runtime"], 8 * at_once["others"]) < build["node"]
     held = each["weights"] + each["optimizer"]
     assert each["phases"]["save"]["main"] == pytest.approx(2 * held + each["runtime"])
     assert each["total"] == max(phase["main"] for phase in each["phases"].values())
@@ -61,6 +62,25 @@ def test_what_a_sharded_config_needs_around_training(vit, seen):
     assert on_cards["phases"]["build"]["main"] == whole and on_cards["phases"]["save"]["main"] == pytest.approx(held)
     assert "train" not in on_cards["phases"] and on_cards["total"] < max(on_cards["phases"]["build"].values())
     assert of(vit, seen, "ddp_bf16")["phases"] == {}
+
+
+def test_a_second_model_that_is_not_trained_is_counted():
+    """The average of weights of recipes/diffusion.py: whole under DDP, sharded under FSDP2, refused under ZeRO."""
+    recipe, cache = tracing.load(ROOT / "recipes" / "diffusion.py"), {}
+
+    def sizes(config, *argv):
+        asked = estimate.read_config(CONFIGS / f"{config}.yml", 4)
+        return estimate.estimate(
+            asked, *estimate.tracings_of(recipe, list(argv), asked, cache.setdefault(argv, {})), True
+        )
+
+    for config, shards in (("ddp_fp32", 1), ("fsdp_fp32", 4), ("ddp_fp8_msamp_o2", 1)):
+        with_average, without = sizes(config), sizes(config, "--ema_decay", "0")
+        assert with_average["weights"] - without["weights"] == pytest.approx(6.94 * 2**20 / shards, rel=0.01)
+        assert with_average["gradients"] == without["gradients"]
+    with pytest.raises(Refused, match="zero3 trains one model, the script prepares several"):
+        sizes("zero3_bf16")
+    assert sizes("zero3_bf16", "--ema_decay", "0")["total"] > 0
 
 
 def test_memory_knows_what_lives():

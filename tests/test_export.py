@@ -30,11 +30,11 @@ for name in ("torchao", "transformer_engine", "amp8"):
 import json, torch
 from safetensors.torch import load_file
 sys.path.append(".")
-from shared import data, models
+from shared import images, models
 from faithful import products
 restore = products.replace(products.slow())  # a rehearsal computes with these, until `restore` is gone
 torch.set_num_threads(1)
-train_set, held_out = data.images("digits")
+train_set, held_out = images.images("digits")
 for path in sys.argv[1:]:
     model = models.vit("vit_nano", train_set.image_size, train_set.in_chans, train_set.num_classes).eval()
     model.load_state_dict(load_file(path), strict=True)
@@ -70,6 +70,10 @@ def run_tool(monkeypatch, capsys):
         return end.value.code or 0, *capsys.readouterr()
 
     return call
+
+
+def plain_state_dict(files):
+    return {name: load() for name, load in tool.plain_tensors(files).items()}
 
 
 def e4m3_apart(exact, rounded, scale):
@@ -220,7 +224,7 @@ def test_shards_of_any_shape_are_put_together(tmp_path):
             parts[f"0:optimizer/{name}/exp_avg"] = torch.zeros_like(parts[f"0:model/{name}"])
         files.append(tmp_path / f"rank{rank}.safetensors")
         save_file(parts, files[-1])
-    made = tool.plain_state_dict(files)
+    made = plain_state_dict(files)
     assert made.keys() == {*whole, "batches", "none"}
     assert all(made[name].equal(tensor) for name, tensor in whole.items())
     assert made["batches"].dtype == torch.int64 and made["none"].shape == (0, 4)
@@ -230,16 +234,16 @@ def test_only_the_model_s_own_entries_are_exported(tmp_path):
     own = {"head.weight": torch.ones(2, 2, dtype=torch.bfloat16), "norm.num_batches_tracked": torch.tensor(4)}
     others = {"head._extra_state": torch.zeros(9, dtype=torch.uint8), "head.fp8_scale": torch.ones(3)}
     save_file(own | others, tmp_path / "model.safetensors")
-    made = tool.plain_state_dict([tmp_path / "model.safetensors"])
+    made = plain_state_dict([tmp_path / "model.safetensors"])
     assert made.keys() == own.keys() and made["head.weight"].dtype == torch.float32
     for before in ("0:model/", "model/"):  # of this format of checkpoints, and of the first
         save_file(
             {f"{before}{name}": tensor for name, tensor in (own | others).items()}, tmp_path / "rank0.safetensors"
         )
-        assert tool.plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
+        assert plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
     save_file({"0:model/a": torch.ones(1), "1:model/a": torch.ones(1)}, tmp_path / "rank0.safetensors")
     with pytest.raises(Refused, match="checkpoints of several models cannot be exported"):
-        tool.plain_state_dict([tmp_path / "rank0.safetensors"])
+        plain_state_dict([tmp_path / "rank0.safetensors"])
 
 
 def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
@@ -253,7 +257,7 @@ def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
         theirs[name] = tensor
     assert len(theirs.keys() - plain.keys()) == 4 * 12
     save_file(theirs, tmp_path / "model.safetensors")
-    made = tool.plain_state_dict([tmp_path / "model.safetensors"])
+    made = plain_state_dict([tmp_path / "model.safetensors"])
     assert made.keys() == plain.keys() and all(made[name].equal(plain[name]) for name in plain)
 
 
@@ -276,7 +280,7 @@ def test_levels_give_what_amp8_says_they_mean(tmp_path, level):
         optimizer.zero_grad()
     state = amp8.exact_state(model, optimizer)
     save_file({f"0:{name}": tensor.clone() for name, tensor in state.items()}, tmp_path / "rank0.safetensors")
-    made, wanted = tool.plain_state_dict([tmp_path / "rank0.safetensors"]), amp8.state.master_state_dict(model)
+    made, wanted = plain_state_dict([tmp_path / "rank0.safetensors"]), amp8.state.master_state_dict(model)
     assert made.keys() == plain and any(name.startswith("rank/master/") for name in state) == (level == "O3")
     assert all(made[name].equal(wanted[name]) for name in made)
 

@@ -23,7 +23,7 @@ from faithful.backends import torchao, transformer_engine
 from faithful.blocks import compile_blocks
 from faithful.config import read_env, to_env
 from faithful.evidence import converted
-from shared import data, models
+from shared import images, models
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
 EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name and "zero" not in name]  # test_zero
@@ -281,7 +281,7 @@ def test_evaluation_is_outside_fp8(tmp_path):
 
     for name in ("single_fp8_te", "single_fp8_msamp_o2", "single_fp8"):
         run = train(name, tmp_path / name, *STEPS)
-        model, held_out = models.vit("vit_nano", 8, 1, 10), data.digits()[1]
+        model, held_out = models.vit("vit_nano", 8, 1, 10), images.digits()[1]
         model.load_state_dict(load_file(run / "model" / "model.safetensors"), strict=True)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             logits = model.eval()(held_out.pixels).float()

@@ -9,7 +9,7 @@ import yaml
 from conftest import CONFIGS, Ranks, train
 from test_script import TOGETHER, written
 
-from shared import data, hub, models, text
+from shared import hub, images, models, text
 from shared.args import Refused
 
 
@@ -17,13 +17,13 @@ from shared.args import Refused
 def test_pictures_need_scikit_image(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "skimage", None)
     with pytest.raises(Refused, match=f"--dataset {name} needs scikit-image: ./launch.sh setup --extra photos"):
-        data.images(name)
+        images.images(name)
 
 
 def test_columns_that_are_no_images_or_texts_are_named(tmp_path):
     datasets.Dataset.from_dict({"words": ["a", "b"], "size": [1, 2]}).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(Refused, match="has columns {'words'.*; an Image and a ClassLabel are needed"):
-        data.images(str(tmp_path))
+        images.images(str(tmp_path))
     with pytest.raises(Refused, match='has columns words, size; one named "text" is needed'):
         text.texts(str(tmp_path), 8)
     datasets.Dataset.from_dict({"text": ["one text"] * 20}).to_parquet(tmp_path / "train.parquet")
@@ -49,6 +49,7 @@ def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     [
         (lambda: models.vit("vit_nano", 30, 1, 10), "image size 30 is not a multiple of the patch size 4"),
         (lambda: models.vit("vit_nano", 8, 1, 10, True), "--model vit_nano: .*It can be a name of timm"),
+        (lambda: models.vit("/gone/run", 8, 1, 10, True), "--model /gone/run: .*It can be a name of timm"),
         (lambda: models.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
         (lambda: models.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
         (lambda: models.gpt("nobody/nothing", 300, 32, True), "--model nobody/nothing: no pretrained weights"),

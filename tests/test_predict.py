@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, record, train
 from PIL import Image
 
-from shared import data, models, text
+from shared import data, images, models, text
 from shared.args import Refused
 from tools import cli, export, predict
 
@@ -233,7 +233,7 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
 def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
     """A held-out patch saved as PNG and read by predict has exactly the pixels that evaluation saw."""
     pytest.importorskip("skimage")
-    held_out = data.photos()[1]
+    held_out = images.photos()[1]
     Image.fromarray(held_out.pixels[7].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
     pixels = predict.transform_of(data.about(held_out))(Image.open(tmp_path / "a.png"))
     assert pixels.equal(held_out.__getitems__([7])["pixel_values"][0])

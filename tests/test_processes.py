@@ -29,7 +29,7 @@ if phase == "imports":  # these end some time
 
 import torch.distributed, vit
 from faithful import Accelerator, checkpoint, launcher, steps
-from shared import data
+from shared import images
 
 def hold(*_, **__):
     pathlib.Path({held!r}).touch()
@@ -43,7 +43,7 @@ if os.environ["RANK"] == "1":
     if phase == "process group":
         torch.distributed.init_process_group = hold
     elif phase == "data":
-        data.images = hold
+        images.images = hold
     elif phase == "first step":
         steps.Steps.check = hold
     elif phase == "training":

@@ -83,7 +83,8 @@ def what_next(folder):
     config, recipe = record["config"]["name"], record["recipe"]
     lines = []
     if (folder / "data.json").exists() and recipe in find.names("recipe"):
-        what = {"gpt": '--prompt "The "', "bert": '--prompt "TEXT"'}.get(recipe, "FILE")
+        what = {"gpt": '--prompt "The "', "sft": '--prompt "QUESTION"', "bert": '--prompt "TEXT"', "diffusion": ""}
+        what = what.get(recipe, "FILE")
         lines.append((f"predict {folder} {what}", "use the model"))
     if (folder / "model").exists():
         lines.append((f"export {folder}", "the weights as plain fp32 safetensors"))

@@ -105,11 +105,11 @@ def trace_or_reason(module, argv, key):
     from tools.tracing import Script, trace
 
     options = dict(key)
-    dtype = options["dtype"]
     options["fp8_options"] = dict(options.get("fp8_options", ()))
-    recipes = [] if not dtype or isinstance(module, Script) else ["--dtype", dtype]  # else it is cast in `prepare`
+    if options["dtype"] and not isinstance(module, Script) and hasattr(module.Arguments, "dtype"):
+        argv = [*argv, "--dtype", options.pop("dtype")]  # else it is cast in `prepare`
     try:
-        return trace(module, [*argv, *recipes], **options)
+        return trace(module, argv, **options)
     except (Refused, faithful.Refused, ValueError) as reason:  # nothing in the model that FP8 could be
         return Refused(str(reason).splitlines()[0])
 
@@ -124,6 +124,8 @@ def tracings_of(module, argv, asked, known):
         if isinstance(tracing, Refused):
             raise tracing
         pair.append(tracing)
+    if pair[0]["frozen"] and asked["strategy"].startswith("zero"):
+        raise Refused(f"{asked['strategy']} trains one model, the script prepares several")
     return pair
 
 
@@ -167,6 +169,7 @@ def estimate(asked, plain, checkpointed, cpu):
         bucket, cast = min(BUCKET, elements), 4 if compute == 2 else 0
         each = 8 + 4 / n if strategy == "zero3" else 2 * compute + cast
         communication = bucket * each + (compute * min(LIVE, elements) if strategy == "zero3" else 0)
+    weights += plain["frozen"] / (n if strategy.startswith(("fsdp", "hsdp")) else 1)
     if asked["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 
@@ -187,11 +190,14 @@ def estimate(asked, plain, checkpointed, cpu):
     sizes = {key: round(size) for key, size in sizes.items()}
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
     shards = strategy.startswith(("fsdp", "hsdp", "zero")) and n > 1
-    phases = host_phases(asked, sizes, elements, largest, cpu) if shards else {}
+    phases = host_phases(asked, sizes, plain, largest, cpu) if shards else {}
     if cpu and phases:
         phases["train"] = {"main": training, "others": training}
-    for phase in phases.values():
-        phase["node"] = phase["main"] + (asked["num_processes"] - 1) * phase["others"]
+    for name, phase in phases.items():
+        n, others = asked["num_processes"], phase["others"]
+        phase["node"] = phase["main"] + (n - 1) * others
+        if asked["ram_efficient"] and name in ("build", "load"):  # the others hold nothing while process 0 holds most
+            phase["node"] = max(phase["main"] + (n - 1) * sizes["runtime"], n * others)
     return sizes | {
         "phases": phases,
         "total": max(training, *(phase["main"] for phase in phases.values() if cpu), 0),
@@ -200,18 +206,20 @@ def estimate(asked, plain, checkpointed, cpu):
     }
 
 
-def host_phases(asked, sizes, elements, largest, cpu):
+def host_phases(asked, sizes, plain, largest, cpu):
     """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training. What
     training holds is there too on a CPU, and on a GPU it is not."""
     state = sum(sizes[key] for key in ("weights", "master", "optimizer"))
     held = sizes["runtime"] + state if cpu else 0
-    part = sizes["runtime"] + 4 * elements / asked["shards"] if cpu else 0
-    whole, block = 4 * elements, 4 * largest
-    build = whole + part, (2 * block if asked["ram_efficient"] else whole) + part
+    part = sizes["runtime"] + 4 * plain["parameters"] / asked["shards"] if cpu else 0
+    whole, block = 4 * plain["parameters"], 4 * largest
+    sent = 2 * 4 * plain["largest"]  # a parameter of process 0's on its way
+    build = whole + part, (sent if asked["ram_efficient"] else whole) + part
+    file = state if asked["strategy"] == "zero3" else 0  # read whole; other files tensor by tensor
     phases = {
         "build": build,
         "save": (held + state, held + state),
-        "load": [max(size, held + state) for size in build],  # a script builds the model before it loads
+        "load": [max(size, held + file) for size in build],  # a script builds the model before it loads
         "end": (held + 2 * block, held + block),
     }
     return {name: {"main": round(main), "others": round(others)} for name, (main, others) in phases.items()}

@@ -133,9 +133,13 @@ def plain_tensors(files):
     }
 
 
-def plain_state_dict(files):
-    """{name: CPU tensor} of `plain_tensors`."""
-    return {name: load() for name, load in plain_tensors(files).items()}
+def without_adapters(tensors, record):
+    """`tensors` with the adapters (LoRA) of a run of recipes/sft.py merged into the weights."""
+    if record["recipe"] != "sft" or not any(".lora_A." in name for name in tensors):
+        return tensors
+    from shared import sft
+
+    return sft.merged(tensors, record["args"]["lora_alpha"] / record["args"]["lora_rank"])
 
 
 def as_fp32(load):
@@ -220,7 +224,7 @@ def export(run, output=None, step=None):
     output = output or run / "export.safetensors"
     if output.resolve().parent == files[0].resolve().parent:
         raise Refused(f"--output {output} is in the folder that is read, and would damage it: choose another")
-    tensors = plain_tensors(files)
+    tensors = without_adapters(plain_tensors(files), record_of(run))
     shapes = {name: torch.empty_like(load(), device="meta") for name, load in tensors.items()}
     with written_whole(output) as file:  # one tensor after the other: the model may be larger than the memory
         tensor_files.write(shapes, file, lambda name: tensors[name](), metadata={"format": "pt"})
@@ -231,7 +235,7 @@ def export(run, output=None, step=None):
 
 def load(run, step=None):
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
-    from shared import models
+    from shared import diffusion, models
 
     record_of(run)
     record = models.own_run(run)
@@ -241,9 +245,13 @@ def load(run, step=None):
             "alone. ./launch.sh export RUN writes the weights as safetensors"
         )
     files, source = source_of(run, step)
-    tensors = plain_state_dict(files)
+    tensors = {name: load() for name, load in without_adapters(plain_tensors(files), record).items()}
     try:
-        model = models.as_recorded(record, run)
+        if record["recipe"] == "diffusion":
+            sizes = (record["data"][key] for key in ("image_size", "in_chans", "num_classes"))
+            model = diffusion.dit(record["args"]["model"], *sizes)
+        else:
+            model = models.as_recorded(record, run)
         shared_weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         shared_weights -= {name for name, _ in model.named_parameters()}
         missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -256,7 +264,7 @@ def load(run, step=None):
 
 def held_out(run, record, count):
     """{name: tensor} of the model's inputs for some held-out samples of the run's dataset."""
-    from shared import data, models, text
+    from shared import images, models, sft, text
 
     args, recipe = record["args"], record["recipe"]
     tokenizer = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
@@ -264,14 +272,20 @@ def held_out(run, record, count):
         names = ["input_ids"]
         what = args["dataset"], args["sequence_length"], args["vocab_size"], args["packing"]
         _, part = text.texts(*what, tokenizer)
+    elif recipe == "sft":
+        names = ["input_ids"]
+        _, part = sft.chats(*(args[key] for key in ("dataset", "sequence_length", "packing", "skip_long")), tokenizer)
     elif recipe == "bert":
         names = ["input_ids", "attention_mask"]
         _, part = text.labelled(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
     else:
         names = ["pixel_values"]
-        config = models.data_config(args["model"], args["pretrained"])
-        _, part = data.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
+        config = None if recipe == "diffusion" else models.data_config(args["model"], args["pretrained"])
+        _, part = images.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
     rows = part.__getitems__(range(min(count, len(part))))
+    if recipe == "diffusion":
+        times = torch.linspace(0, 1, len(rows["labels"]))
+        return {"images": rows["pixel_values"], "times": times, "labels": rows["labels"]}
     return {name: rows[name] for name in names}
 
 
@@ -298,7 +312,7 @@ def to_onnx(run, output=None, step=None, samples=16):
     model, record, source = load(run, step)
     output, inputs = output or run / "export.onnx", held_out(run, record, samples)
     sizes, shorter = {0: torch.export.Dim("batch")}, None
-    if record["recipe"] in ("gpt", "bert"):
+    if record["recipe"] in ("gpt", "sft", "bert"):
         model, length = Logits(model).eval(), inputs["input_ids"].shape[1]
         sizes[1], shorter = torch.export.Dim("tokens", max=length), length // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)

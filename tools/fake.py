@@ -87,7 +87,7 @@ def without_storage():
         torch.set_grad_enabled(True)
 
 
-def make_fake(model, optimizer, dtype=None):
+def make_fake(model, optimizer=None, dtype=None):
     """Replaces parameters on `meta` by fake tensors on the CPU, for which autocast and kernels choose as for real ones.
     dtype: of the parameters, if not the model's own."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
@@ -98,7 +98,7 @@ def make_fake(model, optimizer, dtype=None):
                     fake = torch.empty_like(old, device="cpu", dtype=dtype or old.dtype)
                     made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
             module._parameters[name] = old if old is None else made[id(old)]
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer else ():
         group["params"] = [made[id(old)] for old in group["params"]]
 
 

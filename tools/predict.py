@@ -1,7 +1,9 @@
-"""Predicts with a trained model: the class of images or of a text, or the continuation of a text.
+"""Predicts with a trained model: the class of images or of a text, the continuation of a text, an answer, a picture.
 
     ./launch.sh predict runs/vit-... photo.jpg folder/      one line each: file, class, probability
     ./launch.sh predict runs/gpt-... --prompt "import "
+    ./launch.sh predict runs/sft-... --prompt "Spell tree."
+    ./launch.sh predict runs/diffusion-... --classes 3 7    a row of images of each class, as RUN/predict.png
 
 Images are prepared like the run's held-out images: size, channels, normalization. The weights are those of the finished
 model or, if there is none, of the newest complete checkpoint. `--precision evaluated`, the default, computes like the
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from shared import data  # noqa: E402
+from shared import images  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
 from tools.export import load, record_of  # noqa: E402
@@ -70,7 +72,7 @@ def transform_of(about):
         size = (about["image_size"],) * 2
         if pixels.shape[2:] != size:
             pixels = torch.nn.functional.interpolate(pixels.float(), size, mode="bilinear", antialias=True).byte()
-        prepared = data.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
+        prepared = images.Images(pixels, torch.zeros(1, dtype=torch.long), 1).fitted(None, about)
         return prepared.__getitems__([0])["pixel_values"][0]
 
     return transform
@@ -86,7 +88,7 @@ def classes(model, record, paths, precision="evaluated", batch_size=64, device="
     for first in range(0, len(paths), batch_size):
         part = paths[first : first + batch_size]
         pixels = torch.stack(
-            [transform(data.read_image({"path": str(path), "bytes": None}, i)) for i, path in enumerate(part, first)]
+            [transform(images.read_image({"path": str(path), "bytes": None}, i)) for i, path in enumerate(part, first)]
         )
         with torch.no_grad(), context:
             probabilities = model(pixels.to(device)).float().softmax(-1)
@@ -99,7 +101,7 @@ def of_text(args, device):
     """What the model makes of --prompt: how it goes on or, from an encoder, its class and probability."""
     if args.prompt is None or args.inputs:
         raise Refused(f"{args.run} was trained on texts: give it --prompt TEXT and no files")
-    from shared import text
+    from shared import sft, text
 
     model, record, _ = load(args.run, args.checkpoint)
     tokenizer, length = text.tokenizer_of(str(args.run / "model")), record["data"]["sequence_length"]
@@ -107,6 +109,8 @@ def of_text(args, device):
         model = model.to(device)
         if record["recipe"] == "gpt":
             return text.continuation(model, tokenizer, args.prompt, args.tokens, length, args.seed)
+        if record["recipe"] == "sft":
+            return sft.answer(model, tokenizer, [{"role": "user", "content": args.prompt}], length, args.tokens)
         ids = torch.tensor(text.encode(tokenizer, [[args.prompt]], length), device=device)
         with torch.no_grad():
             row = model(ids).logits[0].float().softmax(-1)
@@ -126,21 +130,41 @@ def of_images(args, device):
     return "\n".join(f"{path}\t{name}\t{probability:.4f}" for path, name, probability in rows)
 
 
+def drawn(args, device):
+    """Draws a picture of the classes of a diffusion model, and returns a line about it."""
+    if args.inputs or args.prompt is not None:
+        raise Refused(f"{args.run} draws images: give it no files and no --prompt, but --classes")
+    from shared import diffusion
+
+    model, record, _ = load(args.run, args.checkpoint)
+    about = record["data"]
+    names = about["classes"] or [str(label) for label in range(about["num_classes"])]
+    if missing := [name for name in args.classes or () if name not in names]:
+        raise Refused(f"{args.run} has no class {missing[0]}: it has {', '.join(names[:20])}")
+    classes = [names.index(name) for name in args.classes or names[:10]]
+    with precision_of(args.precision, model, record, device):
+        images, _ = diffusion.draw(model.to(device), about, device, record["args"]["guidance"], classes, args.seed)
+    file = args.run / "predict.png"
+    diffusion.save_picture(images, file)
+    return f"{file}: {diffusion.EACH} images of each of {', '.join(names[label] for label in classes)}"
+
+
 def main(argv):
     parser = cli.parser("predict", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("inputs", type=Path, nargs="*", help="image files, and folders of them")
     parser.add_argument("--prompt", help="the text to go on with, or to find the class of")
     parser.add_argument("--tokens", type=cli.count, default=100, help="how many to add to the prompt")
-    parser.add_argument("--seed", type=int, default=0, help="of the tokens drawn")
+    parser.add_argument("--classes", nargs="+", metavar="CLASS", help="draw images of these; default: the first ten")
+    parser.add_argument("--seed", type=int, default=0, help="of the tokens or images drawn")
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
     args = parser.parse_intermixed_args(argv)
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-    predict = of_text if record_of(args.run)["recipe"] in ("gpt", "bert") else of_images
-    print(predict(args, device))
+    ways = {"gpt": of_text, "sft": of_text, "bert": of_text, "diffusion": drawn}
+    print(ways.get(record_of(args.run)["recipe"], of_images)(args, device))
 
 
 if __name__ == "__main__":

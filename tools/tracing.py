@@ -25,10 +25,11 @@ import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
 from faithful.evidence import converted
+from faithful.model import trains
 from faithful.plan import Plan
 from faithful.strategies import tp, zero
 from shared import args as options
-from shared import data, text
+from shared import images, sft, text
 from shared.args import Refused
 from tools.fake import Memory, Watch, make_fake, without_reading, without_storage, without_values
 
@@ -75,7 +76,8 @@ def load(recipe):
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    for part, name in ((data, "images"), (text, "texts")):  # each trace begins as a run does, and reads the same data
+    # Each trace begins as a run does, and reads the same data.
+    for part, name in ((images, "images"), (text, "texts"), (sft, "chats")):
         if not hasattr(getattr(part, name), "remembers"):
             setattr(part, name, remembered(getattr(part, name)))
     missing = [name for name in ("Accelerator", "Arguments", "main") if not hasattr(module, name)]
@@ -114,29 +116,37 @@ class Traced(accelerate.Accelerator):
         return set()  # the ids of the parameters of other prepared models
 
     def prepare(self, *args, **kwargs):
-        models = [one for one in args if isinstance(one, nn.Module)]
+        modules = [one for one in args if isinstance(one, nn.Module)]
+        models = list(filter(trains, modules))
+        frozen = [module for module in modules if not trains(module)]  # a teacher, or an average of weights
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         if len(models) > 1 or len(models) != len(optimizers) or (models and self.trace.blocks is not None):
             raise Refused(
                 f"{self.trace.name} prepares {len(models)} models and {len(optimizers)} optimizers in one call: "
                 "estimate wants one of each, once"
             )
-        prepared = {}
+        prepared = {id(module): self.frozen(module) for module in frozen}
         if models:
             self.convert(models[0], optimizers[0])
-            prepared = {id(models[0]): self.model, id(optimizers[0]): self.optimizer}
+            prepared |= {id(models[0]): self.model, id(optimizers[0]): self.optimizer}
         for one in args if self.trace.script else ():  # a recipe's loaders and schedulers do nothing that matters here
             if id(one) not in prepared:
                 prepared[id(one)] = super().prepare(one)
         prepared = tuple(prepared.get(id(one), one) for one in args)
         return prepared if len(prepared) > 1 else prepared[0]
 
+    def frozen(self, model):
+        """Makes a model that is not trained fake, and counts it."""
+        make_fake(model)
+        self.trace.frozen += sum(parameter.nbytes for parameter in model.parameters())
+        return self.prepare_model(model, device_placement=False, evaluation_mode=True)
+
     def convert(self, model, optimizer):
         """Makes the model fake and converts it. Sets `model` and `optimizer` to the prepared ones."""
         trace, fp8 = self.trace, self.trace.backend
         names = set(getattr(model, "_no_split_modules", None) or ())
         blocks = [module for module in model.modules() if type(module).__name__ in names]
-        dtype = getattr(torch, trace.dtype) if trace.script and trace.dtype else None
+        dtype = getattr(torch, trace.dtype) if trace.dtype else None
         make_fake(model, optimizer, dtype)
         if dtype:
             zero.cast_inputs(model, dtype)
@@ -174,7 +184,7 @@ class Traced(accelerate.Accelerator):
             self.enough()
 
     def enough(self, *_):
-        self.trace.held = held(self.model, self.optimizer.optimizer)
+        self.trace.held = held(self.model, self.optimizer.optimizer) | {"frozen": self.trace.frozen}
         raise Enough
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
@@ -194,7 +204,7 @@ class Trace:
     """The first steps of a recipe on fake tensors, in one process.
 
     split: the number of processes that would compute one batch together (tensor parallel), or 1. dtype: of the
-    parameters of a user's own script, if not the model's.
+    parameters, if not the model's; a recipe that has the option --dtype gets it instead.
     """
 
     def __init__(self, module, plan, checkpointed=False, split=1, dtype=None):
@@ -204,6 +214,7 @@ class Trace:
         self.memory, self.watching = Memory(), contextlib.ExitStack()
         self.blocks = self.gradients = None  # parameters of each block; bytes, see `gradients`
         self.held = {}  # see `held`
+        self.frozen = 0  # bytes of models that are prepared and not trained
 
     def run(self, argv):
         """Raises Enough at the end of the first optimizer step, and Refused for a script that has none."""
@@ -276,6 +287,7 @@ def held(model, optimizer):
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
+        "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),
         "master": sum(layer.master.nbytes for _, layer in layers if layer.master is not None),
