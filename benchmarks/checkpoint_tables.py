@@ -41,3 +41,16 @@ def saving(figures):
     ]
     text = f"{came_from(figures)}; {figures['bytes'] / 1e9:.2f} GB in all, medians of {figures['rounds']} rounds:"
     return f"{text}\n\n{report.table(heads, rows)}"
+
+
+def large(figures):
+    """MiB that a process and the machine hold at the peak of each phase, beside what estimate says."""
+    rows = [
+        [phase, *(f"{held[key]:,} ({held[f'{key}_estimated']:,})" for key in ("main", "others", "node"))]
+        for phase, held in figures["phases"].items()
+    ]
+    rows.append(["export", f"{figures['export']:,}", "", ""])
+    text = f"{came_from(figures)}; {figures['parameters'] / 1e6:,.0f} million parameters, {figures['processes']} "
+    text += f"processes, a checkpoint of {figures['checkpoint_bytes'] / 1e9:.1f} GB:"
+    heads = ["phase", "process 0, MiB (estimated)", "largest other", "all together at one moment"]
+    return f"{text}\n\n{report.table(heads, rows)}"

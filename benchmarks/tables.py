@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from benchmarks import amp8_tables, checkpoint_tables  # noqa: E402
+from benchmarks import amp8_tables, checkpoint_tables, recipe_tables  # noqa: E402
 from benchmarks.provenance import came_from  # noqa: E402
 from tools import drawings, page, paired, report  # noqa: E402
 
@@ -349,6 +349,9 @@ TABLES = {
     "results/wrapper.json": wrapper,
     "results/saving.json": checkpoint_tables.saving,
     "results/phases.json": checkpoint_tables.phases,
+    "results/large.json": checkpoint_tables.large,
+    "results/gallery.json": recipe_tables.gallery,
+    "results/matrix.json": recipe_tables.matrix,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
