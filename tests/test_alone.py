@@ -274,7 +274,12 @@ def test_waiting_in_vain_is_shorter_the_next_time():
 
 def test_the_store_lives_until_all_have_read_it():
     """The main process serves the store. Its script may end right after the processes have met: in save_model, say."""
-    port, codes = str(free_port()), []
+    port, store, codes = str(free_port()), launcher.store, []
+
+    def late():
+        time.sleep(0.5)
+        return store()
+
     for rank in range(2):
         if os.fork() == 0:
             code = 1
@@ -282,8 +287,7 @@ def test_the_store_lives_until_all_have_read_it():
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 torch.distributed.init_process_group("gloo")
                 if rank:
-                    store, late = launcher.store(), lambda: time.sleep(0.5)
-                    launcher.store = lambda: (late(), store)[1]
+                    launcher.store = late
                 code = int(launcher.wait_for_all("meet", rank) != [0, 1])
             finally:
                 os._exit(code)
