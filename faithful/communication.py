@@ -48,6 +48,11 @@ class BytesSent(TorchDispatchMode):
         super().__init__()
         self.sent = 0.0
 
+    @classmethod
+    def is_infra_mode(cls):
+        """torch.compile compiles inside of it; with fullgraph, as in torchao's optimizers, it would fail otherwise."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # DTensor runs first; its collectives come back here

@@ -145,7 +145,7 @@ class Evidence:
         self.stepped.add(id(optimizer))
         if len(self.stepped) < len(self.optimizers):
             return
-        held = {"weight": [], "gathered": [], "master": [], "optimizer": [], "counter": []}
+        held = {"weight": [], "gathered": [], "master": [], "optimizer": [], "counter": [], "class": []}
         states = {}  # {key of the optimizer's state: its tensors}
         for optimizer in self.optimizers:
             for held_as, _, key, tensor in self.strategy.shards(self.updated_by(optimizer), optimizer):

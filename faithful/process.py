@@ -125,12 +125,22 @@ def show(accelerators, before, kind, problem, trace):
     """The sys.excepthook. before: the previous one, which prints what has no message of one line."""
     if interactive():  # the session goes on
         return before(kind, problem, trace)
-    code = leave(problem, accelerators.current, lambda problem: before(kind, problem, trace))
+    code = leave(problem, accelerators.current, lambda problem: show_whole(before, kind, problem, trace))
     if several_processes():
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
         os._exit(code)
     raise SystemExit(code)  # Python then exits with this code
+
+
+def show_whole(before, kind, problem, trace):
+    """Prints an error in one write, each line with the rank, as torch.distributed does, so that the errors of several
+    processes do not mix. before: a sys.excepthook."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        before(kind, problem, trace)
+    lines = printed.getvalue().splitlines(keepends=True)
+    rank = f"[rank{config.rank()}]: " if several_processes() else ""
+    sys.stderr.write("".join(line if line.startswith(rank) else rank + line for line in lines))
 
 
 def several_processes():
@@ -267,8 +277,8 @@ def what_the_strategy_lacks(error, run):
         )
     if "got mixed torch.Tensor and DTensor" in error:
         return Refused(
-            "the script computes with sharded weights and whole tensors together, perhaps in an average of weights "
-            "(EMA) of its own, which FSDP2 does not allow: use a ddp config"
+            "the script computes with sharded weights and whole tensors together, perhaps in its optimizer or in an "
+            "average of weights (EMA) of its own, which FSDP2 does not allow: use a ddp config"
         )
     return run.strategy.explain(error) if run else None
 

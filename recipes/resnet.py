@@ -8,7 +8,6 @@ Batch norm normalizes each process's micro-batch by itself, as DDP does; running
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,7 @@ from transformers import get_cosine_schedule_with_warmup
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
 from shared import args as options  # noqa: E402
-from shared import data, images, models  # noqa: E402
+from shared import data, images, models, optimizers  # noqa: E402
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     skip_broken: int = 0  # number of unreadable images to skip before it is an error
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
     # optimization
-    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
+    optimizer: Literal["adamw", "sgd", "adamw_8bit", "adamw_bf16", "adafactor", "muon"] = "adamw"  # sgd: momentum 0.9
     learning_rate: float = 2e-3  # peak, after the warm-up
     weight_decay: float = 0.05  # decoupled in AdamW
     warmup_steps: int = 30  # optimizer steps of linear warm-up; cosine decay to zero after it
@@ -81,8 +80,7 @@ def main(args):
     model = models.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
-    optimizers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
-    optimizer = optimizers[args.optimizer](models.groups(model, args), fused=accelerator.device.type == "cuda")
+    optimizer = optimizers.optimizer(model, args, accelerator.device)
     lr_scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.max_steps)
     progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()})
     order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)

@@ -93,6 +93,7 @@ def test_shared_imports_nothing_of_faithful():
         "hub",
         "images",
         "models",
+        "optimizers",
         "sft",
         "text",
     }

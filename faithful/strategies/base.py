@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from faithful import low_bit
 from faithful.errors import Refused
 from faithful.tensors import elements, local, named, parameters_of, unwrapped
 
@@ -13,7 +14,8 @@ class Shard(NamedTuple):
     """A live tensor that this process holds of a parameter: all of it, or its shard.
 
     kind: `weight`; `master`, a copy in higher precision, which is then what the optimizer updates; `gathered`, full
-    weights in addition to shards; `optimizer`, a state of the optimizer; or `counter`, a state without dimensions.
+    weights in addition to shards; `optimizer`, a state of the optimizer; `counter`, a state without dimensions; or
+    `class`, the class of a low-bit state (low_bit.py).
     key: of the optimizer's state, such as exp_avg; else None.
     """
 
@@ -153,7 +155,10 @@ class Strategy:
             yield Shard("weight", name, None, local(parameter))
             for key, value in states.get(parameter, {}).items():
                 if torch.is_tensor(value):
-                    yield Shard("optimizer" if value.dim() else "counter", name, key, local(value))
+                    for inner, tensor in low_bit.parts_of(key, value).items():
+                        yield Shard("optimizer" if value.dim() else "counter", name, inner, tensor)
+                    if (kind := low_bit.class_of(value)) is not None:
+                        yield Shard("class", name, f"{key}{low_bit.CLASS}", kind)
 
     # ---- checkpoints and weights ----
 
@@ -199,6 +204,14 @@ def torch_optimizer(optimizer):
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def compile_for_this_rank(accelerator):
+    """Keeps compiled code of other ranks out of this one. torch's cache on disk knows a DTensor by its whole shape, not
+    by the process's shard: where shards are uneven, another rank's code would crash, or leave weights as they are."""
+    config, rank = torch.compiler.config, f"rank {accelerator.process_index} of {accelerator.num_processes}"
+    if not config.cache_key_tag.endswith(rank):
+        config.cache_key_tag = f"{config.cache_key_tag} {rank}".lstrip()
+
+
 def parameter_ids(optimizer):
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -228,6 +241,7 @@ def load_state(optimizer, parameters, parts):
     for name, parameter in parameters.items():
         prefix = f"optimizer/{name}/"
         values = {place.removeprefix(prefix): parts[place].clone() for place in parts if place.startswith(prefix)}
+        values = low_bit.put_together(values)
         if isinstance(parameter, DTensor):
             values = {key: like(parameter, value) if value.dim() else value for key, value in values.items()}
         if values and id(parameter) in index:

@@ -12,11 +12,11 @@ from accelerate.utils import gather_object
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
-from faithful import averages, batch_norm, building, patches
+from faithful import averages, batch_norm, building, low_bit, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies import rows
-from faithful.strategies.base import Strategy
+from faithful.strategies.base import Strategy, compile_for_this_rank
 from faithful.tensors import fingerprint, named, parameters_of
 
 
@@ -44,6 +44,7 @@ class FSDP(Strategy):
         return {"fsdp_plugin": plugin}
 
     def started(self, accelerator):
+        compile_for_this_rank(accelerator)
         if self.plan.ram_efficient and not accelerator.is_main_process:
             building.start()
 
@@ -125,6 +126,7 @@ class FSDP(Strategy):
     def restore(self, model, optimizer, parts):
         reshard(model)
         if isinstance(parts, list):
+            low_bit.refuse_other_rows(parts)
             parts = rows.Rows(parts, rows.of_dtensors(dict(parameters_of(model))))
         super().restore(model, optimizer, parts)
 

@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
-from faithful.strategies.base import Strategy
+from faithful.strategies.base import Strategy, compile_for_this_rank
 from faithful.tensors import fingerprint, parameters_of
 
 # The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
@@ -23,6 +23,9 @@ class TensorParallel(Strategy):
     must_shard = True
     same_batch = True
     mixes_dtensors = True
+
+    def started(self, accelerator):
+        compile_for_this_rank(accelerator)
 
     def before_prepare(self, accelerator, model, optimizer):
         """Splits the model, and gives the optimizer the split parameters."""

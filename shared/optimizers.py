@@ -1,0 +1,53 @@
+"""The optimizers of the recipes, by name.
+
+    adamw       torch's: 8 bytes per parameter for its two moments
+    sgd         torch's, with momentum 0.9
+    adamw_8bit  torchao's: moments of 8 bits, 2 bytes per parameter (Dettmers et al., arXiv:2110.02861)
+    adamw_bf16  torchao's, for --dtype bfloat16: weights are rounded stochastically, so small steps are not lost
+    adafactor   transformers', set as its Trainer sets it: a factored second moment, no first (arXiv:1804.04235)
+    muon        timm's, for the matrices of the blocks, with steps of AdamW's size (arXiv:2502.16982); else AdamW
+
+torchao compiles its step, which needs a C++ compiler where there is no GPU.
+"""
+
+import torch
+
+from shared import models
+from shared.args import Refused
+
+
+def optimizer(model, args, device):
+    """The optimizer args.optimizer of the model's trainable parameters. device: torch.device of the training."""
+    parameters, fused = models.groups(model, args), device.type == "cuda"
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, fused=fused)
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=0.9, fused=fused)
+    if args.optimizer == "adafactor":
+        from transformers import Adafactor
+
+        return Adafactor(parameters, scale_parameter=False, relative_step=False)
+    if args.optimizer == "muon":
+        from timm.optim import Muon
+
+        return Muon([part for group in parameters for part in in_and_outside_blocks(model, group)])
+    try:
+        from torchao import optim
+    except ImportError:
+        raise Refused(f"--optimizer {args.optimizer} needs torchao: pip install torchao") from None
+    if args.optimizer == "adamw_8bit":
+        return optim.AdamW8bit(parameters, bf16_stochastic_round=args.dtype == "bfloat16")
+    if args.dtype != "bfloat16":
+        raise Refused("--optimizer adamw_bf16 rounds bf16 weights stochastically: it needs --dtype bfloat16")
+    return optim._AdamW(parameters, bf16_stochastic_round=True)  # its README names it so
+
+
+def in_and_outside_blocks(model, group):
+    """Splits a parameter group in two: the matrices of the model's blocks, for Muon, and the rest, for AdamW, with the
+    embeddings and the head (Jordan et al., "Muon", 2024)."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim >= 2}
+    matrices = [p for p in group["params"] if id(p) in inside]
+    rest = [p for p in group["params"] if id(p) not in inside]
+    return [group | {"params": matrices}, group | {"params": rest, "use_fallback": True}]

@@ -1,0 +1,123 @@
+"""The recipes' optimizers: each trains, resumes to the last bit, and its state is counted."""
+
+import pytest
+import torch
+from conftest import CONFIGS, distance, launched, metrics, record, train
+from torch import nn
+
+from faithful import low_bit
+from shared import optimizers
+from shared.args import Refused
+
+STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1, "--model", "vit_nano")
+COMPILED = pytest.mark.slow  # torchao compiles its step
+
+
+class Options:
+    """What `optimizer` reads of a recipe's arguments."""
+
+    freeze, layer_decay, learning_rate, weight_decay, dtype = 0, 1.0, 1e-3, 0.1, "float32"
+
+    def __init__(self, name, **others):
+        self.optimizer = name
+        vars(self).update(others)
+
+
+class Small(nn.Module):
+    _no_split_modules = ["Linear"]
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.block, self.norm = nn.Embedding(32, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+
+CASES = [
+    pytest.param("single_fp32", "muon", (), 16 - 4 * 0.7, id="muon"),
+    pytest.param("single_fp32", "adafactor", (), 8.2, id="adafactor"),
+    pytest.param("single_fp32", "adamw_bf16", ("--dtype", "bfloat16"), 8, id="adamw_bf16", marks=COMPILED),
+    pytest.param("single_fp32", "adamw_8bit", (), 10.5, id="adamw_8bit", marks=COMPILED),
+    pytest.param("fsdp_fp32", "adamw_8bit", (), 11, id="adamw_8bit, fsdp", marks=COMPILED),
+    pytest.param("fsdp_fp32", "muon", (), 16 - 4 * 0.7, id="muon, fsdp"),
+]
+
+
+def run(config, folder, *argv, code=0, says=""):
+    """The folder of a run. torchao's compiled step does not live in a forked process, so those are launched."""
+    argv = [str(word) for word in (*STEPS, *argv)]
+    if not any(word.startswith("adamw_") for word in argv):
+        return train(config, folder, *argv)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled")}  # which a second run reads
+    done = launched("./launch.sh", config, "vit", *argv, "--output_dir", str(folder), env=env)
+    assert done.returncode == code and says in done.stdout + done.stderr, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("config, name, more, largest", CASES)
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path, config, name, more, largest):
+    """largest: bytes per parameter that a run holds at most."""
+    whole = run(config, tmp_path / "whole", "--optimizer", name, *more)
+    again = ("--resume_from_checkpoint", whole / "checkpoint-2")
+    resumed = run(config, tmp_path / "resumed", "--optimizer", name, *more, *again)
+    assert distance(whole, resumed) == 0
+    assert metrics(whole)[-1] == metrics(resumed)[-1]
+    held = record(whole)["evidence"]["bytes_per_parameter"]["total"]
+    assert largest - 2 < held <= largest, held
+
+
+def test_a_low_bit_state_is_put_together_again():
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    for kind in (OptimState4bit, OptimState8bit, OptimStateFp8):
+        state = kind.zeros((16, 32), block_size=128) if kind is OptimStateFp8 else kind.zeros((16, 32), True, 128)
+        state.copy_(torch.randn(16, 32))
+        parts = low_bit.parts_of("exp_avg", state)
+        assert all(type(part) is torch.Tensor for part in parts.values()) and len(parts) >= 2
+        again = low_bit.put_together(parts | {"exp_avg.class": low_bit.class_of(state), "step": torch.tensor(2.0)})
+        assert again.keys() == {"exp_avg", "step"} and type(again["exp_avg"]) is kind
+        assert torch.equal(again["exp_avg"].dequantize(), state.dequantize()) and again["exp_avg"].dtype == state.dtype
+    plain = torch.zeros(3)
+    assert low_bit.parts_of("exp_avg", plain) == {"exp_avg": plain} and low_bit.class_of(plain) is None
+
+
+def test_a_class_that_is_not_torchaos_is_not_made():
+    text = torch.tensor(list(b'["subprocess", "Popen", [["true"]]]'), dtype=torch.uint8)
+    with pytest.raises(low_bit.Refused, match="exp_avg is a subprocess.Popen, which cannot be made here"):
+        low_bit.put_together({"exp_avg.class": text})
+
+
+@COMPILED
+def test_low_bit_states_are_not_cut_for_another_number_of_processes(tmp_path):
+    first = run("fsdp_fp32", tmp_path / "run", "--optimizer", "adamw_8bit")
+    path = tmp_path / "fsdp_three.yml"
+    text = (CONFIGS / "fsdp_fp32.yml").read_text()
+    path.write_text(text.replace("num_processes: 2", "num_processes: 3"))
+    argv = ("--optimizer", "adamw_8bit", "--resume_from_checkpoint", first / "checkpoint-2")
+    says = "has low-bit optimizer states of 2 processes, which cannot be cut anew"
+    run(path, tmp_path / "other", *argv, code=2, says=says)
+
+
+def test_muon_is_for_the_matrices_of_blocks():
+    model = Small()
+    groups = optimizers.optimizer(model, Options("muon"), torch.device("cpu")).param_groups
+    by = {id(p): bool(group.get("use_fallback")) for group in groups for p in group["params"]}
+    assert by == {
+        id(model.embedding.weight): True,
+        id(model.block.weight): False,
+        id(model.block.bias): True,
+        id(model.norm.weight): True,
+        id(model.norm.bias): True,
+    }
+
+
+def test_stochastic_rounding_needs_bf16_weights():
+    with pytest.raises(Refused, match="it needs --dtype bfloat16"):
+        optimizers.optimizer(Small(), Options("adamw_bf16"), torch.device("cpu"))
+    assert optimizers.optimizer(Small(), Options("adamw_bf16", dtype="bfloat16"), torch.device("cpu"))
+
+
+def test_torchao_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    with pytest.raises(Refused, match="--optimizer adamw_8bit needs torchao"):
+        optimizers.optimizer(Small(), Options("adamw_8bit"), torch.device("cpu"))
