@@ -130,7 +130,7 @@ def test_every_option_has_its_comment_as_help(capsys):
     with pytest.raises(SystemExit):
         args.parse(recipe("vit").Arguments, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("peak, after the warm-up (default: 0.002)", "--max-steps", "--max_steps", "{adamw,sgd}"):
+    for part in ("peak, after the warm-up (default: 0.002)", "--max-steps", "--max_steps", "{adamw,sgd,adamw_8bit,"):
         assert part in text
     assert " (default" in text and "#" not in text
     parsed = args.parse(recipe("vit").Arguments, ["--max-steps", "7", "--pretrained", "--image_size", "96"])
