@@ -36,6 +36,7 @@ GPT_SIZES = {  # shape, width, depth, heads; GPT-2's shape in GPT-3's sizes, Lla
     "gpt_large": ("gpt2", 1536, 24, 16),
     "gpt_xl": ("gpt2", 2048, 24, 16),  # 1.3B parameters
     "llama_nano": ("llama", 128, 4, 4),
+    "llama_tiny": ("llama", 256, 4, 4),  # 4.0M parameters with a vocabulary of bytes
     "llama_small": ("llama", 768, 12, 12),
     "llama_medium": ("llama", 1024, 24, 16),  # 380M parameters with a vocabulary of 16,384
     "llama_1b": ("llama", 2048, 16, 32),  # 1.2B parameters with a vocabulary of 128,256

@@ -1,0 +1,340 @@
+"""What is each way to train worth? Runs the study that docs/study.md fixes, in pieces, and goes on where it stopped.
+
+    python benchmarks/study.py run --hours 2                       all that is missing, the most telling first
+    python benchmarks/study.py run --tasks words --ways bf16 o2    a part of it
+    python benchmarks/study.py left                                what was not run: commands and estimated hours
+    python benchmarks/study.py page                                summary.json, page.html and the pictures
+
+Each run is one `./launch.sh CONFIG RECIPE`. Its row, one line of JSON, goes into results/study/MACHINE.jsonl, so files
+of several machines stand beside each other and are judged together: a pair is two runs of one seed on one machine.
+A finished row is not run again; a killed run has no row. The folders of the runs are in runs/study.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from benchmarks.provenance import device_name  # noqa: E402
+from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, DATA, RARE, SEEDS, STARTS, TASKS, WAYS  # noqa: E402
+from shared.args import Refused  # noqa: E402
+from tools import cli, find  # noqa: E402
+
+RESULTS, RUNS = ROOT / "results" / "study", ROOT / "runs" / "study"
+POINTS = 60  # of a loss curve that a row keeps
+
+
+# ------------------------------------------------------------------------------------------------------------ the runs
+
+
+def written_data(name):
+    """A folder with modules of the standard library, up to DATA[name] characters. `code` takes them from the end."""
+    folder, left = RUNS / "data" / name, DATA[name]
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), reverse=name == "code")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in modules:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if len(text) <= left:
+            left -= len(text)
+            (folder / path.name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def launch(config, script, options, folder, threads, perturbed=False):
+    """Runs one training, with its output beside the folder. Returns (its exit code, seconds)."""
+    command = ["./launch.sh", config, script, *options, "--output_dir", str(folder.relative_to(ROOT))]
+    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("FAITHFUL_PERTURBED", None)
+    env |= {"OMP_NUM_THREADS": str(threads)} | ({"FAITHFUL_PERTURBED": "1"} if perturbed else {})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        folder.rename(folder.with_name(f"{folder.name}.old-{time.time():.0f}"))
+    began = time.monotonic()
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=cli.die_with_me).returncode
+    return code, time.monotonic() - began
+
+
+def started(name, threads):
+    """The folder of the run that others are fine-tuned from; it is made once on each machine."""
+    folder = RUNS / "start" / name
+    if not (folder / "model" / "model.safetensors").exists():
+        config, recipe, options = STARTS[name]
+        code, _ = launch(config, recipe, options, folder, threads)
+        if code:
+            raise Refused(f"{config} {recipe} for {name} ended with {code}: see {folder}.log")
+    return folder
+
+
+def options_of(task, seed):
+    task = TASKS[task]
+    options = [*task.options, "--seed", str(seed)]
+    if task.data:
+        options += ["--dataset", str((RUNS / "data" / task.data).relative_to(ROOT))]
+    if task.start:
+        options += ["--model", str((RUNS / "start" / task.start).relative_to(ROOT))]
+    return options
+
+
+def token_losses(model, part):
+    """(losses, labels) of all labels of a Text, fp32 and int64 [labels], without FP8."""
+    losses, labels = [], []
+    for at in range(0, len(part), 64):
+        batch = part.__getitems__(range(at, min(at + 64, len(part))))
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits.flatten(0, 1).float()
+        loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none")
+        counts = batch["labels"].flatten() >= 0
+        losses.append(loss[counts])
+        labels.append(batch["labels"].flatten()[counts])
+    return torch.cat(losses), torch.cat(labels)
+
+
+def measured(task, folder, record):
+    """{name: number} of a finished run: what it logged, and what its saved weights give in fp32."""
+    logged = {
+        name: record["final"]["metrics"][name]
+        for name in ("eval_loss", "accuracy")
+        if name in record["final"]["metrics"]
+    }
+    if TASKS[task].recipe != "gpt":
+        return logged
+    from shared import text
+    from tools import export
+
+    arguments = record["args"]
+    what = arguments["dataset"], arguments["sequence_length"], arguments["vocab_size"], arguments["packing"]
+    train, held_out = text.texts(*what, str(folder / "model"))
+    losses, labels = token_losses(export.load(folder)[0], held_out)
+    found = logged | {"weights_loss": losses.double().mean().item()}
+    if arguments["vocab_size"]:
+        seldom = torch.bincount(train.tokens.long(), minlength=train.vocab_size)[labels] < RARE
+        found |= {"rare_loss": losses[seldom].double().mean().item(), "rare_share": seldom.double().mean().item()}
+    if TASKS[task].start:
+        before, _ = token_losses(export.load(RUNS / "start" / TASKS[task].start)[0], held_out)
+        found["gain"] = before.double().mean().item() - found["weights_loss"]
+    return found
+
+
+def code_of_study():
+    """A hash of all code that a run executes."""
+    folders = ("recipes", "shared", "faithful", "amp8", "benchmarks/planted")
+    files = [path for folder in folders for path in sorted((ROOT / folder).glob("**/*.py"))]
+    return sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def thinned(curve):
+    """At most POINTS points of a loss curve, the last among them; each the mean since the one before."""
+    size = -(-len(curve) // POINTS)
+    pieces = [curve[max(0, end - size) : end] for end in range(len(curve), 0, -size)][::-1]
+    return [[piece[-1][0], round(sum(loss for _, loss in piece) / len(piece), 5)] for piece in pieces]
+
+
+def row_of(task, way, seed, folder, code, seconds):
+    """The row of a run that has ended, or None if it was killed."""
+    if code not in (0, 1, 2):
+        return None
+    path = folder / "run.json"
+    record = json.loads(path.read_text()) if path.exists() else None
+    chosen = WAYS[way]
+    command = [
+        "./launch.sh",
+        chosen.config,
+        chosen.script or TASKS[task].recipe,
+        *chosen.options,
+        *options_of(task, seed),
+    ]
+    row = {"task": task, "way": way, "seed": seed, "config": chosen.config, "command": shlex.join(command),
+           "perturbed": way == CONTROL, "device": this_device(), "date": datetime.date.today().isoformat(),
+           "seconds": round(seconds, 1), "code": code_of_study(), "status": "finished", "error": None}  # fmt: skip
+    if code or record is None or record["status"] != "finished":
+        lines = folder.with_name(f"{folder.name}.log").read_text().strip().splitlines()
+        said = [line for line in lines if re.match(r"(refused|error): ", line)] or lines[-1:]
+        return row | {"status": "refused" if code == 2 else "failed", "error": (record or {}).get("error") or said[0]}
+    evidence = record["evidence"]
+    return row | {
+        "measures": measured(task, folder, record),
+        "bytes_per_parameter": evidence["bytes_per_parameter"],
+        "parameters": evidence["parameters"],
+        "linear": [evidence["linear_converted"], evidence["linear_total"]],
+        "summary": evidence["truth"],
+        "emulated": record["plan"]["emulated"],
+        "initial_weights": evidence["initial_weights"],
+        "first_batch": record["seen"]["first_batch"],
+        "versions": record["versions"],
+        "config_sha256": record["config"]["sha256"],
+        "loss_curve": thinned(record["seen"]["loss_curve"]),
+    }
+
+
+# ------------------------------------------------------------------------------------------------- what is there, left
+
+
+def read_rows(folder=RESULTS):
+    """All rows of all machines. A line that a killed process has left incomplete is skipped."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def wanted(tasks=TASKS, ways=WAYS, seeds=SEEDS):
+    """Every (task, way, seed) of the protocol. Seed by seed: a study that stops has all ways of its seeds."""
+    for task, seed, way in itertools.product(tasks, range(seeds), ways):
+        if applies(way, task):
+            yield task, way, seed
+
+
+def applies(way, task):
+    """Whether the protocol has this way for this task: the planted fault is for `words`, other scripts train a gpt."""
+    if way == "planted":
+        return task == "words"
+    return WAYS[way].script is None or TASKS[task].recipe == "gpt"
+
+
+def of_one_machine(row):
+    """Runs with equal values may be a pair: the machine and the code."""
+    return row["device"], row["code"]
+
+
+def missing(rows, device, code, **chosen):
+    """What `wanted` has and no machine has as a pair with its baseline. A way that this machine refuses is refused for
+    every task and seed."""
+    kind = kind_of(device)
+    rows = [row for row in rows if kind_of(row["device"]) == kind]
+    bases = {(row["task"], row["seed"], *of_one_machine(row)) for row in rows if row["way"] == BASELINE}
+    pairs = {run_of(row) for row in rows if (row["task"], row["seed"], *of_one_machine(row)) in bases}
+    mine = {run_of(row) for row in rows if of_one_machine(row) == (device, code)}
+    refused = {row["way"] for row in rows if row["status"] == "refused" and row["device"] == device}
+    runs = [run for run in wanted(**chosen) if run not in pairs | mine and run[1] not in refused]
+    needed = dict.fromkeys((task, BASELINE, seed) for task, _, seed in runs)
+    runs = [*needed, *(run for run in runs if run not in needed)]
+    order = list(TASKS)
+    runs.sort(key=lambda run: (order.index(run[0]), run[2]))
+    return [run for run in runs if run not in mine]
+
+
+def run_of(row):
+    return row["task"], row["way"], row["seed"]
+
+
+def kind_of(device):
+    """Runs on CPUs are judged together, and runs on GPUs."""
+    return "CPU" if device.startswith("CPU") else "GPU"
+
+
+def this_device():
+    return device_name().split(",")[0]
+
+
+def machine_file():
+    return RESULTS / (re.sub(r"\W+", "-", this_device().lower()).strip("-") + ".jsonl")
+
+
+def run(args):
+    file, lock = machine_file(), threading.Lock()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    runs = missing(read_rows(), this_device(), code_of_study(), tasks=args.tasks, ways=args.ways, seeds=args.seeds)
+    for task in {task for task, _, _ in runs}:
+        if TASKS[task].data:
+            written_data(TASKS[task].data)
+        if TASKS[task].start:
+            started(TASKS[task].start, args.threads)
+    end = time.monotonic() + 3600 * args.hours
+    print(f"{len(runs)} runs are missing; {args.workers} at a time, with {args.threads} threads each", flush=True)
+
+    def one(task, way, seed):
+        if time.monotonic() > end or any(row["way"] == way and row["status"] == "refused" for row in done):
+            return
+        chosen, folder = WAYS[way], RUNS / task / f"{way}-seed{seed}"
+        options = (*chosen.options, *options_of(task, seed))
+        code, seconds = launch(
+            chosen.config,
+            chosen.script or str(find.recipe(TASKS[task].recipe)),
+            options,
+            folder,
+            args.threads,
+            way == CONTROL,
+        )
+        row = row_of(task, way, seed, folder, code, seconds)
+        if row is None:
+            return
+        with lock, file.open("a") as rows:
+            done.append(row)
+            rows.write(json.dumps(row) + "\n")
+        said = row["error"] or ", ".join(f"{name} {value:.5g}" for name, value in row["measures"].items())
+        print(f"{task} {way} seed {seed}: {said} ({seconds:.0f} s)", flush=True)
+
+    done = []
+    with concurrent.futures.ThreadPoolExecutor(args.workers) as workers:
+        for finished in concurrent.futures.as_completed([workers.submit(one, *ids) for ids in runs]):
+            finished.result()
+
+
+def left(rows, device, code, cores=2):
+    """[(task, runs that are missing, estimated hours on `cores` cores, command)]."""
+    took = {}
+    for row in rows:
+        if row["status"] == "finished":
+            took.setdefault((row["task"], row["way"]), []).append(row["seconds"])
+    lines = []
+    for task in TASKS:
+        runs = missing(rows, device, code, tasks=[task])
+        seconds = 0
+        for _, way, _ in runs:
+            here = took.get((task, way))
+            factor = [sum(took[other, way]) / len(took[other, way]) / TASKS[other].seconds
+                      for other in TASKS if (other, way) in took]  # fmt: skip
+            seconds += (
+                sum(here) / len(here) if here else TASKS[task].seconds * (sum(factor) / len(factor) if factor else 2)
+            )
+        if runs:
+            lines.append((task, len(runs), seconds / 3600 / cores, f"python benchmarks/study.py run --tasks {task}"))
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "left", "page"))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--hours", type=float, default=float("inf"), help="begin no run after so long")
+    parser.add_argument(
+        "--workers", type=int, default=1 if torch.cuda.is_available() else max(1, (os.cpu_count() or 2))
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each run, on a CPU")
+    args = parser.parse_args()
+    if args.what == "run":
+        return run(args)
+    if args.what == "page":
+        from benchmarks import study_page
+
+        return study_page.write(read_rows())
+    for task, count, hours, command in left(read_rows(), this_device(), code_of_study()):
+        print(f"{task}: {count} runs, about {hours:.1f} hours on two cores: {command}")
+    for way, why in ABSENT.items():
+        print(f"{way}: {why}")
+
+
+if __name__ == "__main__":
+    main()
