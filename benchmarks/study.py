@@ -329,7 +329,8 @@ def main():
     if args.what == "page":
         from benchmarks import study_page
 
-        return study_page.write(read_rows())
+        rows = read_rows()
+        return study_page.write(rows, left(rows, this_device(), code_of_study()), RESULTS)
     for task, count, hours, command in left(read_rows(), this_device(), code_of_study()):
         print(f"{task}: {count} runs, about {hours:.1f} hours on two cores: {command}")
     for way, why in ABSENT.items():

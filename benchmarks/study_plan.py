@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 BASELINE, CONTROL = "bf16", "control"
 SEEDS = 5
+PICTURE = "words"  # the task that the one picture shows
 RARE = 50  # a token is rare with fewer occurrences in the training text
 
 
@@ -21,8 +22,8 @@ WAYS = {
     "bf16": Way("single_bf16"),
     "control": Way("single_bf16", note="bf16 from weights one rounding apart"),
     "o2": Way("single_fp8_msamp_o2"),
-    "planted": Way("single_fp8_msamp_o2", script="benchmarks/planted/gpt.py", note="O2 with a planted defect"),
-    "o2_nearest": Way("single_fp8_msamp_o2", script="benchmarks/planted/nearest.py", note="O2 rounded to nearest"),
+    "planted": Way("single_fp8_msamp_o2", script="benchmarks/planted/lossy/gpt.py", note="O2 with a planted defect"),
+    "o2_nearest": Way("single_fp8_msamp_o2", script="benchmarks/planted/nearest/gpt.py", note="O2 rounded to nearest"),
     "fp32": Way("single_fp32"),
     "ao": Way("single_fp8"),
     "o1": Way("single_fp8_msamp_o1"),

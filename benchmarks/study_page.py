@@ -1,0 +1,312 @@
+"""What the study found: summary.json, page.html and the picture, from the rows of all machines."""
+
+import datetime
+import json
+import statistics
+from collections import defaultdict
+
+from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, PICTURE, SEEDS, TASKS, WAYS
+from tools import page, paired, report
+
+NO_WAY_OF_ITS_OWN = (BASELINE, CONTROL, "planted")  # not for a reader to choose
+RANK = {"equal": 0, "better": 1, "worse": 2, "unknown": 3}
+
+
+# -------------------------------------------------------------------------------------------------------- the verdicts
+
+
+def alike(run, base, way):
+    """Whether two runs of one seed are a pair. The control starts from other weights, and so does --dtype."""
+    same_weights = way == CONTROL or "--dtype" in WAYS[way].options or run["initial_weights"] == base["initial_weights"]
+    return same_weights and run["first_batch"] == base["first_batch"]
+
+
+def pairs(rows, task, way):
+    """{seed: (run, baseline)}; of several machines that have a seed the first, so that each seed counts once."""
+    finished = [row for row in rows if row["task"] == task and row["status"] == "finished"]
+    bases = {(row["seed"], row["device"], row["code"]): row for row in finished if row["way"] == BASELINE}
+    found = {}
+    for run in finished:
+        base = bases.get((run["seed"], run["device"], run["code"]))
+        if run["way"] == way and base and alike(run, base, way):
+            found.setdefault(run["seed"], (run, base))
+    return dict(sorted(found.items()))
+
+
+def judged(found, measure, margin):
+    """tools.paired's verdict over the pairs, with the means and whether a difference is for the better or the worse."""
+    values, baseline = ([run["measures"][measure] for run in runs] for runs in zip(*found.values(), strict=True))
+    result = paired.judge(baseline, values, margin)
+    worse = "lower" if measure == "gain" else "higher"
+    kinds = {"equal": "equal", "unknown": "unknown", worse: "worse"}
+    return result | {
+        "mean": statistics.fmean(values),
+        "baseline_mean": statistics.fmean(baseline),
+        "kind": kinds.get(result["kind"], "better"),
+    }
+
+
+def result_of(rows, kind, task, way):
+    """All that is known of one way in one task on one kind of machine, or None if it never ran."""
+    own = [row for row in rows if row["task"] == task and row["way"] == way]
+    failed = [row for row in own if row["status"] != "finished"]
+    found = pairs(rows, task, way)
+    if not found:
+        refused = next((row for row in rows if row["way"] == way and row["status"] == "refused"), None)
+        failed = failed or ([refused] if refused else [])
+    if not found and not failed:
+        return None
+    runs = [run for run, _ in found.values()]
+    result = {
+        "kind": kind,
+        "task": task,
+        "way": way,
+        "config": WAYS[way].config,
+        "options": list(WAYS[way].options),
+        "seeds": list(found),
+        "failed": [{key: row[key] for key in ("seed", "device", "error")} for row in failed],
+        "measures": {},
+    }
+    if not runs:
+        return result
+    names = [TASKS[task].measure, *(name for name in ("rare_loss", "accuracy") if name in runs[0]["measures"])]
+    return result | {
+        "bytes_per_parameter": statistics.fmean(run["bytes_per_parameter"]["total"] for run in runs),
+        "parameters": runs[0]["parameters"],
+        "linear": runs[0]["linear"],
+        "emulated": any(run["emulated"] for run in runs),
+        "summary": runs[0]["summary"],
+        "measures": {name: judged(found, name, TASKS[task].margin) for name in names},
+    }
+
+
+def results(rows):
+    from benchmarks.study import kind_of
+
+    for kind in ("GPU", "CPU"):
+        here = [row for row in rows if kind_of(row["device"]) == kind]
+        for task in TASKS:
+            for way in WAYS:
+                if result := result_of(here, kind, task, way):
+                    yield result
+
+
+def summary(rows, left):
+    """What summary.json holds."""
+    devices = defaultdict(int)
+    for row in rows:
+        devices[row["device"]] += 1
+    return {
+        "schema_version": 1,
+        "command": "python benchmarks/study.py page",
+        "date": max(row["date"] for row in rows),
+        "written": datetime.date.today().isoformat(),
+        "device": ", ".join(devices),
+        "runs": dict(devices),
+        "versions": rows[-1]["versions"],
+        "tasks": {name: {"question": task.question, "measure": task.measure, "margin": task.margin,
+                         "recipe": task.recipe} for name, task in TASKS.items()},
+        "results": list(results(rows)),
+        "left": [dict(zip(("task", "runs", "hours", "command"), line, strict=True)) for line in left],
+        "absent": ABSENT,
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- words and tables
+
+
+def main_measure(result):
+    return result["measures"].get(TASKS[result["task"]].measure)
+
+
+def said(result):
+    """One cell: the difference with its interval, and the verdict in a word."""
+    measure = main_measure(result)
+    if measure is None:
+        return f"no numbers: {result['failed'][0]['error']}"
+    if result["way"] == BASELINE:
+        return f"{TASKS[result['task']].measure} {measure['mean']:.4g}"
+    words = {"equal": "equal", "better": "better", "worse": "worse"}.get(measure["kind"])
+    if words is None:
+        words = "cannot tell" if measure["pairs"] >= paired.FEWEST else f"{measure['pairs']} of {SEEDS} seeds"
+    lost = f"; {len(result['failed'])} failed" if result["failed"] else ""
+    return f"{report.difference(measure)}: {words}{lost}"
+
+
+def by_way(found):
+    """[(way, {task: result})], in the order of the plan."""
+    grouped = defaultdict(dict)
+    for result in found:
+        grouped[result["way"]][result["task"]] = result
+    return [(way, grouped[way]) for way in WAYS if way in grouped]
+
+
+def size_of(of_tasks):
+    """Bytes per parameter: `6.2`, or `6.2 to 7.7` where the tasks' models have other shares of Linear layers."""
+    sizes = sorted(f"{r['bytes_per_parameter']:.1f}" for r in of_tasks.values() if "bytes_per_parameter" in r)
+    sizes.sort(key=float)
+    if not sizes:
+        return "-"
+    return sizes[0] if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+
+
+def table(found):
+    """(heads, rows): a row for each way, a column for each task."""
+    tasks = [task for task in TASKS if any(result["task"] == task for result in found)]
+    rows = []
+    for way, of_tasks in by_way(found):
+        cells = [said(of_tasks[task]) if task in of_tasks else "not run" for task in tasks]
+        rows.append([way, size_of(of_tasks), *cells])
+    return ["way", "B/param", *tasks], rows
+
+
+def rare_table(found):
+    rows = []
+    for result in found:
+        if rare := result["measures"].get("rare_loss"):
+            rows.append([result["way"], f"{rare['mean']:.4g}", report.difference(rare), rare["verdict"]])
+    return ["way", "loss over rare tokens", "against bf16", "verdict"], rows
+
+
+def failures(found):
+    return [
+        [result["way"], result["task"], failed["seed"], failed["error"]]
+        for result in found
+        for failed in result["failed"]
+    ]
+
+
+def seen(found):
+    """Whether the study sees what is planted: [(way, words)]."""
+    words = {result["way"]: said(result) for result in found if result["task"] == "words"}
+    return [(way, words[way]) for way in ("planted", "o2_nearest", "o2") if way in words]
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def cost_and_saving(found):
+    """The study in one picture: how much memory a way takes, and beside it what it does to the held-out loss."""
+    rows = [result for result in found if result["way"] not in NO_WAY_OF_ITS_OWN and main_measure(result)]
+    rows = [result for result in rows if main_measure(result)["interval"]]
+    rows.sort(key=lambda result: (result["bytes_per_parameter"], main_measure(result)["relative"]))
+    margin = 100 * TASKS[rows[0]["task"]].margin
+    colours = {"equal": page.colour(2), "better": page.colour(0), "worse": page.colour(1), "unknown": page.DIM}
+
+    def draw(figure, narrow):
+        page.height(figure, 60 + (44 if narrow else 27) * len(rows))
+        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+        size = [result["bytes_per_parameter"] for result in rows]
+        left.barh(range(len(rows)), size, 0.4 if narrow else 0.62, color=page.colour(0), alpha=0.55, lw=0)
+        for i, value in enumerate(size):
+            left.text(value + 0.2, i, f"{value:.1f}", va="center", color=page.DIM, fontsize=10)
+        left.set_xlim(0, max(size) * 1.2)
+        left.set_xlabel("bytes/param" if narrow else "bytes per parameter: weights, gradients, optimizer")
+        page.named(left, [result["way"] for result in rows], narrow)
+        ends = [[100 * value for value in main_measure(result)["interval"]] for result in rows]
+        edge = 1.05 * max(4 * margin, *(abs(end) for pair in ends for end in pair if abs(end) < 8 * margin))
+        right.axvspan(-margin, margin, color=page.RULE, alpha=0.6, lw=0)
+        right.axvline(0, color=page.DIM, lw=1)
+        for i, (result, (low, high)) in enumerate(zip(rows, ends, strict=True)):
+            measure = main_measure(result)
+            at, mean = colours[measure["kind"]], 100 * measure["relative"]
+            if abs(mean) > edge:
+                sign = 1 if mean > 0 else -1
+                right.plot(sign * edge, i, ">" if mean > 0 else "<", color=at, ms=8, clip_on=False)
+                right.text(sign * edge * 0.93, i, f"{mean:+.1f}%", ha="right" if mean > 0 else "left", va="center",
+                           color=at, fontsize=10)  # fmt: skip
+                continue
+            right.plot([max(low, -edge), min(high, edge)], [i, i], color=at, lw=3, solid_capstyle="butt")
+            right.plot(mean, i, "o", color=at, ms=7)
+        right.set_xlim(-edge, edge)
+        right.set_xlabel("loss, %" if narrow else "held-out loss against bf16, %, with 95% interval")
+        page.named(right, [""] * len(rows), False)
+        right.set_ylim(left.get_ylim())
+
+    return draw
+
+
+LEGEND = [("equal within the margin", page.colour(2)), ("better", page.colour(0)), ("worse", page.colour(1)),
+          ("cannot tell", page.DIM)]  # fmt: skip
+CAPTION = (
+    "Memory of each way to train (left) and what it does to the held-out loss (right), mean over pairs of one seed "
+    "with its 95% interval; shaded: the margin of {margin}. Task {task}: {question}."
+)
+
+
+def caption_of(task):
+    margin = paired.percent(TASKS[task].margin)
+    return CAPTION.format(margin=margin, task=task, question=TASKS[task].question.lower())
+
+
+def task_sections(found):
+    """A section for each task: a picture of the intervals, and the numbers."""
+    for task in TASKS:
+        own = [result for result in found if result["task"] == task and result["way"] != BASELINE]
+        drawn = []
+        for result in own:
+            measure = main_measure(result)
+            if measure and measure["interval"]:
+                at = page.DIM if result["way"] == CONTROL else page.colour(0)
+                ends = [100 * end for end in (measure["relative"], *measure["interval"])]
+                star = "*" if abs(ends[0]) > 800 * TASKS[task].margin else ""
+                drawn.append((result["way"] + star, *ends, at))
+        if not own:
+            continue
+        parts = [page.words(f"{TASKS[task].question}. Measure: {TASKS[task].measure}.")]
+        if drawn:
+            caption = f"{task}: difference of {TASKS[task].measure} to bf16, 95% interval; shaded: the margin."
+            parts.append(page.picture(page.intervals(drawn, 100 * TASKS[task].margin), caption))
+        rows = [[result["way"], len(result["seeds"]), said(result), (main_measure(result) or {}).get("verdict", "-")]
+                for result in own]  # fmt: skip
+        yield page.section(task, *parts, page.table(["way", "pairs", "difference", "verdict"], rows))
+
+
+def whole_page(report_):
+    found = [result for result in report_["results"] if result["kind"] == shown_kind(report_)]
+    parts = []
+    if at_picture(found):
+        drawn = page.picture(cost_and_saving(at_picture(found)), caption_of(PICTURE), page.legend(LEGEND))
+        parts.append(page.section("Memory and loss", drawn))
+    parts.append(page.section("Every way in every task", page.table(*table(found))))
+    parts.append(page.section("Does it see a fault?", page.pairs(seen(found))))
+    parts += task_sections(found)
+    parts.append(page.section("Rare words", page.table(*rare_table(found))))
+    if failures(found):
+        parts.append(page.section("Runs that failed", page.table(["way", "task", "seed", "error"], failures(found))))
+    left = [[line["task"], line["runs"], f"{line['hours']:.1f}", line["command"]] for line in report_["left"]]
+    if left:
+        heads = ["task", "runs", "hours on two cores", "command"]
+        parts.append(page.section("Not run", page.table(heads, left)))
+    notes = [
+        "Every run of a seed has the weights, samples and order of bf16's run of that seed; the two are a pair.",
+        "Equal: the whole interval is inside the margin. Better or worse: it is on one side of zero. Cannot tell: "
+        "neither. For `gain`, what a fine-tuned model gains, less is worse.",
+        "FP8 is emulated on a CPU: its values are those of FP8, its speed says nothing and is not shown.",
+        f"{report_['device']}; {', '.join(f'{name} {v}' for name, v in report_['versions'].items() if v)}; "
+        f"{report_['date']}.",
+    ]
+    return page.whole("What is each precision worth?", report_["command"], [], parts, notes)
+
+
+def shown_kind(report_):
+    """GPUs if any ran there, else CPUs: a page is of one kind of machine."""
+    return report_["results"][0]["kind"]
+
+
+def at_picture(found):
+    own = [result for result in found if result["task"] == PICTURE]
+    return own if any((main_measure(result) or {}).get("interval") for result in own) else []
+
+
+def write(rows, left, folder):
+    if not rows:
+        raise SystemExit(f"no rows in {folder.name}: python benchmarks/study.py run")
+    report_ = summary(rows, left)
+    (folder / "summary.json").write_text(json.dumps(report_, indent=1) + "\n")
+    (folder / "page.html").write_text(whole_page(report_))
+    found = [result for result in report_["results"] if result["kind"] == shown_kind(report_)]
+    if at_picture(found):
+        picture = page.alone(cost_and_saving(at_picture(found)), caption_of(PICTURE))
+        (folder / "memory_and_loss.svg").write_text(picture)
+    print(f"wrote summary.json, page.html and memory_and_loss.svg in {folder.name}")
