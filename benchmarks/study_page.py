@@ -5,6 +5,7 @@ import json
 import statistics
 from collections import defaultdict
 
+from benchmarks.provenance import came_from
 from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, PICTURE, SEEDS, TASKS, WAYS
 from tools import page, paired, report
 
@@ -161,11 +162,13 @@ def table(found):
 
 
 def rare_table(found):
+    """(heads, rows), or None where no run has the loss over rare tokens."""
     rows = []
     for result in found:
         if rare := result["measures"].get("rare_loss"):
-            rows.append([result["way"], f"{rare['mean']:.4g}", report.difference(rare), rare["verdict"]])
-    return ["way", "loss over rare tokens", "against bf16", "verdict"], rows
+            verdict = "baseline" if result["way"] == BASELINE else rare["verdict"]
+            rows.append([result["way"], f"{rare['mean']:.4g}", report.difference(rare), verdict])
+    return (["way", "loss over rare tokens", "against bf16", "verdict"], rows) if rows else None
 
 
 def failures(found):
@@ -271,7 +274,8 @@ def whole_page(report_):
     parts.append(page.section("Every way in every task", page.table(*table(found))))
     parts.append(page.section("Does it see a fault?", page.pairs(seen(found))))
     parts += task_sections(found)
-    parts.append(page.section("Rare words", page.table(*rare_table(found))))
+    if rare := rare_table(found):
+        parts.append(page.section("Rare words", page.table(*rare)))
     if failures(found):
         parts.append(page.section("Runs that failed", page.table(["way", "task", "seed", "error"], failures(found))))
     left = [[line["task"], line["runs"], f"{line['hours']:.1f}", line["command"]] for line in report_["left"]]
@@ -297,6 +301,28 @@ def shown_kind(report_):
 def at_picture(found):
     own = [result for result in found if result["task"] == PICTURE]
     return own if any((main_measure(result) or {}).get("interval") for result in own) else []
+
+
+def in_docs(figures):
+    """The tables of docs/study.md."""
+    found = [result for result in figures["results"] if result["kind"] == shown_kind(figures)]
+    heads, rows = table(found)
+    rows = [[f"`{way}`", *cells] for way, *cells in rows]
+    parts = [f"{came_from(figures)}; {sum(figures['runs'].values())} runs:", report.table(heads, rows)]
+    if rare := rare_table(found):
+        heads, rows = rare
+        parts += [
+            "Rare words, of the task `words`:",
+            report.table(heads, [[f"`{way}`", *cells] for way, *cells in rows]),
+        ]
+    if failed := failures(found):
+        rows = [[f"`{way}`", f"`{task}`", str(seed), error] for way, task, seed, error in failed]
+        parts += ["Runs that ended with an error:", report.table(["way", "task", "seed", "error"], rows)]
+    rows = [[f"`{line['task']}`", str(line["runs"]), f"{line['hours']:.1f}", f"`{line['command']}`"]
+            for line in figures["left"]]  # fmt: skip
+    if rows:
+        parts += ["Not run:", report.table(["task", "runs", "hours on two cores, estimated", "command"], rows)]
+    return "\n\n".join(parts)
 
 
 def write(rows, left, folder):

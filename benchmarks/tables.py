@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from benchmarks import amp8_tables, checkpoint_tables, recipe_tables  # noqa: E402
+from benchmarks import amp8_tables, checkpoint_tables, recipe_tables, study_page  # noqa: E402
 from benchmarks.provenance import came_from  # noqa: E402
 from tools import drawings, page, paired, report  # noqa: E402
 
@@ -352,6 +352,7 @@ TABLES = {
     "results/large.json": checkpoint_tables.large,
     "results/gallery.json": recipe_tables.gallery,
     "results/matrix.json": recipe_tables.matrix,
+    "results/study/summary.json": study_page.in_docs,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

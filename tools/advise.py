@@ -5,8 +5,9 @@
 
 For every config with this number of devices it says whether the config can run (the rules of ./launch.sh check),
 whether it fits and how many bytes per parameter it holds (./launch.sh estimate), how many bytes it sends per step, and
-how it changed the loss, if a finished comparison (./launch.sh compare) says so. It lists what nobody has measured. It
-never guesses speed: it uses the speeds of a comparison that ran on real hardware, or none.
+how it changed the loss, if a finished comparison (./launch.sh compare) says so, or else what the study of small models
+says of its precision (docs/study.md). It lists what nobody has measured. It never guesses speed: it uses the speeds of
+a comparison that ran on real hardware, or none.
 
 It recommends the first of these that can run and fits with 25% to spare, because an estimate may be 25% off
 (results/estimate.json):
@@ -16,7 +17,8 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
   3. the same with activation checkpointing
   4. FP8 whose loss the comparison calls equal or lower, least memory first
   5. offloading to the host
-  6. FP8 whose loss nobody has compared, with the command that compares it
+  6. FP8 whose loss nobody has compared, with the command that compares it; what the study calls equal comes first,
+     what it calls worse last
 """
 
 import json
@@ -28,12 +30,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find, report  # noqa: E402
+from tools import cli, find, report, study  # noqa: E402
 from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
 ORDER = ("single", "ddp", "fsdp noreshard", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
 HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
+STUDY = {"equal": 0, "better": 0, "unknown": 1, None: 1, "worse": 2}  # its verdicts, the best first
 
 
 def bytes_sent(asked, parameters):
@@ -100,7 +103,7 @@ def rank(config):
     if loss == "higher":
         return (7, config["total"])
     if fp8:
-        return (4 if fine else 6, config["total"])
+        return (4, config["total"]) if fine else (6, STUDY[config["study"][0]], config["total"])
     group = 5 if asked["offload"] else 3 if asked["ckpt"] else 2
     precision = HIGH.index(asked["precision"])
     return (group, asked["compile"], ORDER.index(strategy_name(asked)), precision)  # compiled: same loss, unknown speed
@@ -134,7 +137,9 @@ def reason(config, memory):
     if group == 4:
         return f"{fits}, no config in high precision fits on the devices, and its loss is known: {config['loss'][1]}."
     if group == 6:
-        return f"{fits}, and nothing in high precision fits. What it does to the loss nobody has measured here."
+        said = config["study"][1]
+        said = f" The study of small models says: {said}." if said else ""
+        return f"{fits}, and nothing in high precision fits. What it does to the loss nobody has measured here.{said}"
     return f"{fits}, nothing else fits, and its loss is known to be worse: {config['loss'][1]}."
 
 
@@ -193,11 +198,13 @@ def main(argv):
     wanted = {name: asked for name, asked in wanted.items() if name not in unable}
     memory, _, cpu = memory_of(args.memory)
     able, parameters = [], None
+    pretrained = "--pretrained" in options
     for name, sizes, count in estimates(wanted, recipe, options, memory, cpu):
         if isinstance(sizes, Refused):
             unable[name] = str(sizes)
             continue
         parameters = count
+        studied = study.of(wanted[name], Path(recipe).stem, pretrained)
         able.append(
             {
                 "name": name,
@@ -206,6 +213,8 @@ def main(argv):
                 "states": sizes["states"],
                 "fits": sizes["fits"],
                 "loss": known_loss(comparison, name),
+                "study": study.verdict(studied),
+                "studied": studied,
                 "speed": measured_speed(comparison, name),
                 "sent": bytes_sent(wanted[name], count),
             }
@@ -233,12 +242,12 @@ def advise(able, unable, parameters, words, devices, memory, comparison):
     if best not in spare:
         print(f"  It is tight: an estimate is off by up to {SPARE - 1:.0%}.")
     print(f"  {shlex.join(['./launch.sh', best['name'], *option, *words])}")
-    for line in unmeasured(best, able, comparison, [*option, *words]):
+    for line in unmeasured(best, able, parameters, comparison, [*option, *words]):
         print(f"  {line}")
     return 0
 
 
-def unmeasured(best, able, comparison, words):
+def unmeasured(best, able, parameters, comparison, words):
     """What nobody has measured, one line each."""
     if comparison:
         options = {
@@ -246,13 +255,16 @@ def unmeasured(best, able, comparison, words):
         }
         what = ", ".join([str(comparison["recipe"]), *(f"{key} {value}" for key, value in options.items())])
         yield f"The comparison was of {what}, on {comparison['device']}; of any other training it is a hint."
-    fp8 = [config["name"] for config in able if config["asked"]["precision"] == "fp8" and config["loss"][0] is None]
+    unknown = [config for config in able if config["asked"]["precision"] == "fp8" and config["loss"][0] is None]
+    fp8 = [config["name"] for config in unknown]
     if fp8:
         yield f"Nobody has measured what FP8 does to this loss: {', '.join(fp8)}."
         pair = (best["name"], fp8[0])
         if best["name"] in fp8:
             pair = (f"{best['asked']['strategy']}_bf16", best["name"])
         yield f"  ./launch.sh compare {' '.join(pair)} -- {shlex.join(words)}"
+    if studied := [result for config in unknown if config["study"][1] for result in config["studied"]]:
+        yield study.distance(studied, parameters)
     if not any(config["speed"] for config in able):
         yield "Nobody has measured the speed of any of them on these devices: ./launch.sh compare does, where they are."
 
@@ -265,7 +277,8 @@ def print_table(able, parameters, devices, memory, fitting, spare, words):
         fits = "yes" if config in spare else "tight" if config in fitting else "no"
         per = f"{config['states'] / parameters:.2f}"
         wire = "not known" if config["sent"] is None else readable_bytes(config["sent"])
-        rows.append([config["name"], fits, readable_bytes(config["total"]), per, wire, config["loss"][1]])
+        said = f"study: {config['study'][1]}" if config["loss"][0] is None and config["study"][1] else config["loss"][1]
+        rows.append([config["name"], fits, readable_bytes(config["total"]), per, wire, said])
     for line in cli.columns(rows):
         print(f"  {line}")
 
