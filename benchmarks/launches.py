@@ -13,11 +13,14 @@ by operator, and fused as torch.compile does it, which reads a tensor once for e
 """
 
 import argparse
+import importlib
+import inspect
 import json
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -26,6 +29,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from conftest import PretendedGpu  # noqa: E402
 from provenance import save  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_unflatten  # noqa: E402
 
 STEPS, BATCH, SEQUENCE_LENGTH = 6, 16, 32
 COUNTED = 4  # the step after the fourth: after the counting of the second, before the log of the last
@@ -84,6 +88,57 @@ def recipes(cases):
     gpu.server.stdin.close()
     gpu.server.wait()
     return found
+
+
+def kernels(call):
+    """How many kernels Inductor makes of a compiled call on the GPU that is pretended: those that its scheduler plans.
+    Nothing is compiled or run."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    name, arguments = json.loads(call)
+    module, _, name = name.rpartition(".")
+    function = inspect.unwrap(getattr(importlib.import_module(module), name))  # not the compiled one
+
+    def made(value):
+        if isinstance(value, dict):
+            dtype = getattr(torch, value["dtype"])
+            return torch.empty_strided(value["size"], value["stride"], dtype=dtype) if "size" in value else dtype
+        return list(map(made, value)) if isinstance(value, list) else value
+
+    card = pretend.properties()
+    seen = {"get_device_properties": lambda *_: card, "is_available": lambda *_: True, "current_device": lambda *_: 0}
+    with FakeTensorMode() as mode:
+        with torch.device("cuda"):
+            leaves, form = tree_flatten(made(arguments))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def of_tensors(*given):
+            given = iter(given)
+            return function(
+                *tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form)
+            )
+
+        with patch.object(torch.compiler, "_is_compiling_flag", True):
+            functional = torch.func.functionalize(of_tensors, remove="mutations")
+            graph = make_fx(functional, select_decomp_table())(*tensors)
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        capable = {"is_triton_capable": lambda *_: True}
+        there = patch.multiple(torch.cuda, **seen), patch.multiple(CudaInterface, **seen, **capable)
+        with there[0], there[1], V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+            post_grad_passes(graph, is_inference=True)
+            lowering = GraphLowering(graph, example_inputs=inputs)
+            with V.set_graph_handler(lowering):
+                lowering.run(*inputs)
+                lowering._update_scheduler()
+    return sum(not isinstance(node, NopKernelSchedulerNode) for node in lowering.scheduler.nodes)
 
 
 def bytes_of_a_cast():

@@ -5,6 +5,8 @@ import json
 import statistics
 from collections import defaultdict
 
+from matplotlib.ticker import MaxNLocator
+
 from benchmarks.provenance import came_from
 from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, PICTURE, SEEDS, TASKS, WAYS
 from tools import page, paired, report
@@ -185,6 +187,31 @@ def seen(found):
     return [(way, words[way]) for way in ("planted", "o2_nearest", "o2") if way in words]
 
 
+def answer(found):
+    """The study in a few lines, of the task that the picture shows: [(verdict, ways)]."""
+    shown = [result for result in found if result["task"] == PICTURE and main_measure(result)]
+    whole = next(result["bytes_per_parameter"] for result in shown if result["way"] == BASELINE)
+    judged_ways = [result for result in shown if main_measure(result)["pairs"] >= paired.FEWEST]
+
+    def named(*kinds):
+        ways = [result for result in judged_ways if main_measure(result)["kind"] in kinds]
+        ways = [result for result in ways if result["way"] not in NO_WAY_OF_ITS_OWN]
+        ways.sort(key=lambda result: result["bytes_per_parameter"])
+        return ", ".join(
+            f"{result['way']} ({result['bytes_per_parameter']:.1f} bytes per parameter, "
+            f"{report.percent(main_measure(result)['relative'])})"
+            for result in ways
+        )
+
+    lines = [
+        (f"Loss equal to bf16's ({whole:.0f} bytes per parameter) within the margin:", named("equal")),
+        ("Lower:", named("better")),
+        ("Higher:", named("worse")),
+        ("Cannot tell:", named("unknown")),
+    ]
+    return [(what, ways) for what, ways in lines if ways]
+
+
 # ----------------------------------------------------------------------------------------------------------- pictures
 
 
@@ -204,6 +231,7 @@ def cost_and_saving(found):
         for i, value in enumerate(size):
             left.text(value + 0.2, i, f"{value:.1f}", va="center", color=page.DIM, fontsize=10)
         left.set_xlim(0, max(size) * 1.2)
+        left.xaxis.set_major_locator(MaxNLocator(3 if narrow else 5))
         left.set_xlabel("bytes/param" if narrow else "bytes per parameter: weights, gradients, optimizer")
         page.named(left, [result["way"] for result in rows], narrow)
         ends = [[100 * value for value in main_measure(result)["interval"]] for result in rows]
@@ -222,6 +250,7 @@ def cost_and_saving(found):
             right.plot([max(low, -edge), min(high, edge)], [i, i], color=at, lw=3, solid_capstyle="butt")
             right.plot(mean, i, "o", color=at, ms=7)
         right.set_xlim(-edge, edge)
+        right.xaxis.set_major_locator(MaxNLocator(4 if narrow else 9))
         right.set_xlabel("loss, %" if narrow else "held-out loss against bf16, %, with 95% interval")
         page.named(right, [""] * len(rows), False)
         right.set_ylim(left.get_ylim())
@@ -290,7 +319,7 @@ def whole_page(report_):
         f"{report_['device']}; {', '.join(f'{name} {v}' for name, v in report_['versions'].items() if v)}; "
         f"{report_['date']}.",
     ]
-    return page.whole("What is each precision worth?", report_["command"], [], parts, notes)
+    return page.whole("What is each precision worth?", report_["command"], answer(found), parts, notes)
 
 
 def shown_kind(report_):
