@@ -65,6 +65,36 @@ def test_plain_is_refused_where_accelerate_alone_does_something_else(tmp_path, c
     assert not (tmp_path / "mine").exists()
 
 
+def test_plain_is_refused_for_a_recipe_that_accelerate_alone_fails_with(tmp_path):
+    """tests/test_plain.py shows how it fails."""
+    with pytest.raises(Refused, match="--plain does not take diffusion with ddp_fp32.yml: .*: take a single"):
+        tool.copy("diffusion", "ddp_fp32", tmp_path / "mine", plain=True)
+    assert not (tmp_path / "mine").exists()
+    assert tool.copy("diffusion", "single_fp32", tmp_path / "mine", plain=True)
+
+
+def test_plain_under_accelerate_without_a_gpu_trains_once_in_two_processes(tmp_path):
+    """The README's command. Accelerate writes the random state of each process that it knows into a checkpoint, and the
+    main process alone prints. Two runs that do not know of each other print twice, and have process 0 only."""
+    tool.copy("vit", "ddp_bf16", tmp_path / "mine", plain=True)
+    readme = (tmp_path / "mine" / "README.md").read_text()
+    [line] = [line for line in readme.splitlines() if "without a GPU" in line]
+    command = line.split("  #")[0].strip()
+    assert command in (ROOT / "docs" / "copy.md").read_text().splitlines()
+    command = command.replace(" --config_file", " --main_process_port 0 --config_file")
+    command += f" --max_steps 2 --logging_steps 1 --save_steps 2 --eval_steps 0 --output_dir {tmp_path / 'run'}"
+    done = launched("bash", "-c", command, cwd=tmp_path / "mine", env={"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("random_states_*")}
+    assert states == {"random_states_0.pkl", "random_states_1.pkl"}
+    assert (done.stdout + done.stderr).count("step 2: loss") == 1
+
+
+def test_plain_under_a_single_config_needs_no_variable(tmp_path):
+    tool.copy("vit", "single_bf16", tmp_path / "mine", plain=True)
+    assert "ACCELERATE_USE_CPU" not in (tmp_path / "mine" / "README.md").read_text()
+
+
 def test_a_wheel_that_cannot_be_built_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tool.sys, "executable", "/bin/false")
     with pytest.raises(Refused, match="cannot be built as a wheel .*: install setuptools>=77, or --vendored"):

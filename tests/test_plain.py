@@ -83,6 +83,15 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
     assert distance(ours, theirs) == 0
 
 
+def test_accelerate_alone_fails_for_an_average_of_weights_under_ddp(tmp_path, monkeypatch):
+    """So `copy --plain` refuses diffusion under ddp. If this test fails, Accelerate can do it, and so may --plain."""
+    module = plain("diffusion", tmp_path)
+    monkeypatch.setattr(conftest, "recipe", lambda name: module)
+    argv = (*STEPS, *SMALL["diffusion"])
+    train("ddp_fp32", tmp_path / "run", *argv, name="diffusion", env={"ACCELERATE_USE_CPU": "true"}, code=1)
+    assert "DistributedDataParallel is not needed when a module doesn't have any" in (tmp_path / "run.log").read_text()
+
+
 def test_shared_imports_nothing_of_faithful():
     pages = list((ROOT / "shared").glob("*.py"))
     assert {page.stem for page in pages} == {

@@ -32,6 +32,7 @@ PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], 
 OPTIONAL = {"skimage", "transformer_engine", "deepspeed", "peft"}  # what needs one of them asks for it
 IMPORT, PLAIN_IMPORT = "from faithful import Accelerator  # noqa: E402", "from accelerate import Accelerator"
 PLAIN = {("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16")}  # trains the same: test_plain.py
+NOT_PLAIN = {("diffusion", "ddp")}  # on CPUs, Accelerate wraps a model that is not trained in DDP, which refuses it
 
 
 def imports(path):
@@ -94,13 +95,18 @@ def wheel(folder):
     return done.stdout.split()[-1]
 
 
-def refuse_plain(name, wanted):
-    """Raises Refused unless Accelerate alone does what the config asks for."""
+def refuse_plain(recipe, name, wanted):
+    """Raises Refused unless Accelerate alone does what the config asks for with this recipe."""
     kind = wanted["strategy"], wanted["precision"]
     if kind not in PLAIN or wanted["compile"]:
         raise Refused(
             f"--plain is for single and ddp in fp32 and bf16, where Accelerate alone trains the same; {name} is "
             f"{' '.join(kind)}{' compiled' if wanted['compile'] else ''}: leave --plain out"
+        )
+    if (recipe, wanted["strategy"]) in NOT_PLAIN:
+        raise Refused(
+            f"--plain does not take {recipe} with {name}: on a CPU Accelerate alone fails under {wanted['strategy']} "
+            "for a model that is not trained, as its average of weights: take a single config, or leave --plain out"
         )
 
 
@@ -110,7 +116,7 @@ def copy(recipe, config, destination, vendored=False, plain=False):
     yml, mapping = find.sound_config(config)
     wanted = configs.read_env(configs.to_env(mapping))
     if plain:
-        refuse_plain(yml.name, wanted)
+        refuse_plain(source.stem, yml.name, wanted)
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     files, packages = needed(source, plain)
@@ -132,18 +138,18 @@ def copy(recipe, config, destination, vendored=False, plain=False):
     engine = extras["deepspeed"] if wanted["strategy"].startswith("zero") else []
     more = [*engine, *([f"./{built}"] if built else [])]
     (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in more))
-    (destination / "README.md").write_text(readme(source, yml, destination, built, plain))
+    (destination / "README.md").write_text(readme(source, yml, destination, built, plain, wanted["strategy"]))
     return sorted([*written, Path("requirements.txt"), Path("README.md"), *([Path(built)] if built else [])])
 
 
-def readme(source, yml, destination, built, plain):
+def readme(source, yml, destination, built, plain, strategy):
     what = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
     where = f"`{built}` has its Accelerator" if built else "`faithful/` has its Accelerator, `amp8/` its FP8"
+    command, without_gpu = f"accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}", ""
     if plain:
-        where = (
-            "Its Accelerator is Accelerate's own: nothing checks that a run is what the YAML says. Without a GPU, add "
-            "`use_cpu: true` to the YAML"
-        )
+        where = "Its Accelerator is Accelerate's own: nothing checks that a run is what the YAML says"
+    if plain and strategy == "ddp":  # `use_cpu: true` in the YAML gives runs of one process each, in one folder
+        without_gpu = f"\n    ACCELERATE_USE_CPU=true {command}  # without a GPU"
     text = (
         f"`recipes/{source.name}` says what is trained, the YAML says how. `shared/` has its data and models. {where}. "
         f"`python recipes/{source.name} --help` lists the options; each run writes a folder in `runs/`."
@@ -153,7 +159,7 @@ def readme(source, yml, destination, built, plain):
 {what} Copied from accelerate-recipes; all of it is yours to change.
 
     uv pip install -r requirements.txt
-    accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}
+    {command}{without_gpu}
 
 {textwrap.fill(text, 100)}
 """
