@@ -255,7 +255,7 @@ def unsound(folder, rank=0, processes=1):
         own = re.fullmatch(r"rank(\d+)\.safetensors", name)
         reads = (int(own[1]) if own else first) % processes == rank
         if (folder / name).stat().st_size != size or (reads and digest(folder / name, kind) != value):
-            return f"{name} is not what was written"
+            return f"{name} is not what was written" + (f" by rank {own[1]}" if own else "")
     return None
 
 
@@ -270,7 +270,9 @@ def ranks_that_saved(folder):
 
 def find(accelerator, wanted, output_dir):
     """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
-    in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged."""
+    in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged, or
+    every one in output_dir that was complete once."""
+    damaged = None  # the newest one, and why
     candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
     [candidates] = broadcast_object_list([candidates])
     for folder in candidates:
@@ -279,7 +281,8 @@ def find(accelerator, wanted, output_dir):
         launcher.wait_for_all("verify the checkpoint")
         if reason and accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             reason += f" on {socket.gethostname()}"
-        reasons = [reason for reason in gather_object([reason]) if reason]
+        told = gather_object([(reason, (folder / MANIFEST).exists())])
+        reasons = [reason for reason, _ in told if reason]
         if not reasons:
             return folder
         if wanted is not None:
@@ -287,7 +290,11 @@ def find(accelerator, wanted, output_dir):
                 f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
                 "then the newest complete one of the project folder is loaded"
             )
+        if any(complete for _, complete in told):  # the others were never complete, as after a kill
+            damaged = damaged or f"{folder}: {reasons[0]}"
         accelerator.print(f"skipping {folder}: {reasons[0]}")
+    if damaged:
+        raise Refused(f"no checkpoint can be resumed, {damaged}: move it elsewhere to start at step 0")
     return None
 
 

@@ -222,6 +222,58 @@ def test_the_newest_sound_checkpoint_is_used(finished, tmp_path):
     assert checkpoint.unsound(run / "checkpoint-8") is None  # written anew
 
 
+def says_what_it_opens(rank):
+    from faithful import tensor_files
+
+    opened = tensor_files.TensorFile.__init__
+
+    def noted(self, path, *rest):
+        print(f"rank {rank} opens {path.parent.name}/{path.name}", flush=True)
+        opened(self, path, *rest)
+
+    tensor_files.TensorFile.__init__ = noted
+
+
+def test_a_flipped_byte_in_one_rank_s_shard_is_named_before_anything_is_loaded(tmp_path):
+    """The run goes on from the older checkpoint, as if it had been stopped there; without one it ends with the error,
+    and so does one that was told to take the damaged one."""
+    argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--eval_steps", 0)
+    whole = train("fsdp_bf16", tmp_path / "whole", *argv)
+    run = shutil.copytree(whole, tmp_path / "run")
+    spoil(run / "checkpoint-4", "flip rank1.safetensors", None)
+    alone = shutil.copytree(run, tmp_path / "alone", ignore=shutil.ignore_patterns("checkpoint-2"))
+    train("fsdp_bf16", run, *argv, *LATEST, before=says_what_it_opens)
+    log = (tmp_path / "run.log").read_text()
+    said = "rank1.safetensors is not what was written by rank 1"
+    assert f"skipping {run}/checkpoint-4: {said}" in log and f"resumed from {run}/checkpoint-2 at step 2" in log
+    assert "opens checkpoint-4" not in log.split("step 4: loss")[0]
+    for rank in (0, 1):
+        assert log.index(said) < log.index(f"rank {rank} opens checkpoint-2/rank{rank}.safetensors")
+    a, b = weights(run), weights(whole)
+    assert all(a[name].equal(b[name]) for name in a) and checkpoint.unsound(run / "checkpoint-4") is None
+    for wanted, line in (
+        (
+            "latest",
+            f"refused: no checkpoint can be resumed, {alone}/checkpoint-4: {said}: move it elsewhere to start at",
+        ),
+        (
+            alone / "checkpoint-4",
+            f"refused: the checkpoint {alone}/checkpoint-4 cannot be resumed: {said}. Take another",
+        ),
+    ):
+        train("fsdp_bf16", alone, *argv, "--resume_from_checkpoint", wanted, before=says_what_it_opens, code=2)
+        log = (tmp_path / "alone.log").read_text()
+        assert log.count(line) == 1 and "Traceback" not in log and " opens " not in log
+
+
+def test_a_checkpoint_that_was_never_complete_is_not_an_error(tmp_path):
+    """As after a kill in a folder that the script had made itself."""
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, *LATEST)
+    assert "checkpoint-1: no readable manifest.json" in (tmp_path / "run.log").read_text()
+    assert record(tmp_path / "run")["final"]["step"] == 1
+
+
 @pytest.mark.parametrize("name", ["rank0.safetensors", "trainer_state.json"])
 def test_a_forged_checkpoint_is_refused_and_its_payload_never_runs(finished, tmp_path, name):
     shutil.copytree(finished, tmp_path / "run")

@@ -165,7 +165,7 @@ def test_a_stopped_run_gives_its_newest_sound_checkpoint(copied, run_tool):
     part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
     code, out, err = run_tool(run)
     assert code == 0 and "from checkpoint-3" in out
-    assert err == f"skipping {run}/checkpoint-6: rank1.safetensors is not what was written\n"
+    assert err == f"skipping {run}/checkpoint-6: rank1.safetensors is not what was written by rank 1\n"
     older = load_file(run / "export.safetensors")
     assert older.keys() == newest.keys() and not older["head.weight"].equal(newest["head.weight"])
     shutil.rmtree(run / "checkpoint-3")
