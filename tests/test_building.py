@@ -1,15 +1,17 @@
 """fsdp_cpu_ram_efficient_loading and zero3_init_flag: only process 0 builds models with their weights."""
 
+import functools
 import json
 
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, Ranks, distance, record, train
+from conftest import CONFIGS, ROOT, Ranks, distance, record, train, weights
 from safetensors.torch import load_file
 from torch import nn
 
 from faithful import __main__, building, patches
+from tools import export
 
 CLIENTS = ROOT / "tests" / "clients"
 
@@ -61,8 +63,9 @@ def test_the_run_is_the_same_to_the_last_bit(tmp_path, config, recipe, processes
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     of = {"name": recipe, "processes": processes}
-    whole = train(config, tmp_path / "whole", *ARGV, before=seen(tmp_path / "a"), **of)
-    spare = train(efficient(tmp_path, config), tmp_path / "spare", *ARGV, before=seen(tmp_path / "b"), **of)
+    argv = (*ARGV, "--dataset", ROOT / "launch.sh", "--sequence_length", 32) if recipe == "gpt" else ARGV
+    whole = train(config, tmp_path / "whole", *argv, before=seen(tmp_path / "a"), **of)
+    spare = train(efficient(tmp_path, config), tmp_path / "spare", *argv, before=seen(tmp_path / "b"), **of)
     assert (
         distance(whole, spare) == 0 and len({record(run)["evidence"]["initial_weights"] for run in (whole, spare)}) == 1
     )
@@ -70,6 +73,58 @@ def test_the_run_is_the_same_to_the_last_bit(tmp_path, config, recipe, processes
         here, there = (json.loads((tmp_path / way / f"rank{rank}.json").read_text()) for way in "ba")
         assert here["held"] == (there["held"] if rank == 0 else 0) and here["all"] == there["all"] == there["held"]
         assert here["drawn"] == there["drawn"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Runs of one step of a small gpt with a learning rate of 0, so that they end with the weights that they began with,
+    gathered from all processes. made(config, way, processes): way says where the weights come from."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "texts").mkdir()
+    for i in range(20):
+        (folder / "texts" / f"{i}.txt").write_text(" ".join(f"w{i * k % 7}" for k in range(60)))
+    argv = ("--dataset", folder / "texts", "--sequence_length", 16, "--per_device_train_batch_size", 2,
+            "--max_steps", 1, "--eval_steps", 0, "--save_steps", 1)  # fmt: skip
+
+    @functools.cache
+    def saved():
+        return train("single_fp32", folder / "saved", *argv, "--seed", 5, name="gpt")
+
+    @functools.cache
+    def one(config, way, processes=None):
+        run, settings = folder / f"{config}-{way}-{processes}", {}
+        more = ("--pretrained", "--model", saved()) if way == "pretrained" else ()
+        if processes:
+            settings = {"processes": processes, "before": seen(folder / f"seen-{run.name}")}
+            config = efficient(folder, config)
+        train(config, run, *argv, *more, "--learning_rate", 0, name="gpt", **settings)
+        held = [json.loads((folder / f"seen-{run.name}" / f"rank{r}.json").read_text()) for r in range(processes or 0)]
+        assert not [rank for rank in held[1:] if rank["held"]]
+        return run
+
+    one.saved = saved
+    return one
+
+
+@pytest.mark.parametrize("way", ["constructor", "pretrained"])
+@pytest.mark.parametrize(
+    ("config", "processes"),
+    [("fsdp_bf16", 2), ("fsdp_bf16", 4), ("hsdp_bf16", 4), ("zero3_bf16", 2), ("zero3_bf16", 4),
+     ("fsdp_fp8_msamp_o2", 2), ("fsdp_fp8_msamp_o2", 4)],
+)  # fmt: skip
+def test_the_initial_weights_are_those_of_one_process_to_the_last_bit(made, config, processes, way, tmp_path):
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    spare, alone = made(config, way, processes), made(f"single_{config.partition('_')[2]}", way)
+    hashes = [record(run)["evidence"]["initial_weights"] for run in (spare, alone)]
+    assert hashes[0] == hashes[1] is not None
+    export.export(spare, tmp_path / "held", step=1)  # of what each process holds
+    held, wanted = load_file(tmp_path / "held"), weights(alone)
+    if config.startswith("zero"):  # DeepSpeed makes its fp32 masters from the model in bf16
+        wanted = {name: value.bfloat16().float() for name, value in wanted.items()}
+    assert held.keys() == wanted.keys() and all(held[name].equal(wanted[name]) for name in wanted)
+    if config.endswith("bf16"):  # the level's own dtypes round
+        assert (distance(alone, made.saved()) == 0) == (way == "pretrained")
 
 
 SCRIPT = """

@@ -66,6 +66,15 @@ def test_the_same_kills_found_faults_before():
     assert rows["fsdp_fp8"]["unequal"] == 1 and rows["ddp_fp8_msamp_o3"]["failed_starts"] == 1
 
 
+def test_every_phase_of_the_large_model_is_within_25_percent_of_its_estimate():
+    found = result("large")
+    assert round(found["parameters"] / 1e6) == 974 and round(found["checkpoint_bytes"] / 1e9, 1) == 4.9
+    assert set(found["phases"]) == {"build", "train", "save", "load", "end"}
+    for phase, held in found["phases"].items():
+        for process in ("main", "others", "node"):
+            assert abs(held[process] / held[f"{process}_estimated"] - 1) <= 0.25, f"{phase}, {process}"
+
+
 def test_verdicts_on_resampled_real_runs_are_wrong_in_at_most_five_percent():
     found = result("paired")["total"]
     assert found["comparisons"] >= 200 and found["wrong"] <= 0.05 and found["wrong_several_looks"] <= 0.05
