@@ -9,10 +9,12 @@ step-*    30 steps of recipes/vit.py with a config: the step's time, the summary
 resume    is a resumed run equal bit for bit, and is it with --deterministic
 kernels   five steps of recipes/gpt.py under torch's profiler: the kernels that take most of the time
 memory    two or more GPUs: what prepare() leaves and needed under FSDP2, for each parameter
-races-*   two or more GPUs: three steps of MS-AMP's levels under torch's sanitizer of CUDA streams
 failure-* two or more GPUs: one process runs out of memory, or is killed: exit code, seconds, what run.json says
+races-*   two or more GPUs: three steps of MS-AMP's levels under torch's sanitizer of CUDA streams
 
-Each item is a process of its own, which is killed at its limit. The page is written after each.
+Each item is a process of its own, which is killed at its limit: the seconds that are its own, or up to 90 where the
+items before it left some. All of these seconds fit into ten minutes, so that the last item begins, too. The page is
+written after each.
 """
 
 import argparse
@@ -29,19 +31,20 @@ import torch
 from gpu import as_found, launched, measured
 from provenance import ROOT, command, device_name
 
-STEP = ("single_bf16", "single_bf16_compile", "single_fp8_compile", "single_fp8_msamp_o2")
+MOST = 90  # seconds of an item
+STEP = {"single_bf16": 40, "single_bf16_compile": 60, "single_fp8_compile": 70, "single_fp8_msamp_o2": 70}
 RACES = ("ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2")
 TWO = ["--num_processes", "2"]
 
 
 def items(rehearse):
-    """{name: (seconds, function, its arguments)} in their order."""
-    one = {"machine": (30, machine)}
-    one |= {f"step-{config}": (90, step, config, rehearse) for config in STEP}
-    one |= {"resume": (90, resume), "kernels": (90, kernels, rehearse)}
-    several = {"memory": (90, memory, rehearse)}
-    several |= {f"races-{config}": (60, races, config) for config in RACES}
-    several |= {f"failure-{how}": (90, failure, how) for how in ("memory", "kill")}
+    """{name: (seconds of its own, function, its arguments)} in their order."""
+    one = {"machine": (15, machine)}
+    one |= {f"step-{config}": (seconds, step, config, rehearse) for config, seconds in STEP.items()}
+    one |= {"resume": (60, resume), "kernels": (40, kernels, rehearse)}
+    several = {"memory": (45, memory, rehearse)}
+    several |= {f"failure-{how}": (45, failure, how) for how in ("memory", "kill")}
+    several |= {f"races-{config}": (35, races, config) for config in RACES}
     return one | (several if torch.cuda.device_count() > 1 or rehearse else {})
 
 
@@ -174,6 +177,8 @@ def failure(how):
         script, run = Path(folder, "mine.py"), Path(folder, "run")
         script.write_text(FAILING.format(root=str(ROOT), how=how))
         done = launch(["ddp_fp32", *TWO, str(script), str(run)], fails=True)
+        if not (run / "run.json").exists():
+            raise SystemExit(f"it did not begin: {'; '.join(done['text'].strip().splitlines()[-3:])}")
         record = of(run)
     return {
         "exit code": done["code"],
@@ -231,7 +236,9 @@ def main():
         if left < 5:
             break
         print(f"[{at}/{len(names)}] {name}", flush=True)
-        limit = known[name][0] * (4 if args.rehearse else 1)  # a CPU takes longer
+        own, *later = (known[other][0] for other in names[at - 1 :])
+        slower = 4 if args.rehearse else 1  # a CPU
+        limit = min(slower * MOST, max(slower * own, left - slower * sum(later)))
         rows[name] = measured(name, args.rehearse, min(limit, left), __file__)
         print(f"  {rows[name].get('error', 'done')}", flush=True)
         args.output.write_text(page(about, rows, names[at:]))

@@ -77,18 +77,35 @@ def ratios(found):
 
 
 def launches(figures):
-    rows = []
-    for case, counts in figures["cases"].items():
+    cases, wider, rows, ratios_of_o2 = figures["cases"], figures["wider"], [], []
+    for case, counts in cases.items():
         recipe, config = case.split()
-        compiled = f" + {counts['compiled_calls']} compiled" if counts["compiled_calls"] else ""
+        count, calls = counts["launches"], counts["compiled_calls"]
+        of_calls = f"{calls} in {counts['compiled_kernels']}, {counts['compiled_kernels_wider']}" if calls else ""
         by_hand = f"{counts['by_hand']}, {counts['ratio']:.2f}x" if "by_hand" in counts else ""
-        rows.append([f"`{config}`, `{recipe}`", f"{counts['launches']}{compiled}", by_hand, str(counts["waits"])])
-    heads = ["config, recipe", "kernels launched", "by hand, ratio", "waits for the device"]
-    cast = figures["bytes_of_a_cast"]
+        rows.append([f"`{config}`, `{recipe}`", str(count), of_calls, by_hand, str(counts["waits"])])
+        if config == "single_fp8_msamp_o2":
+            base = cases[f"{recipe} single_bf16"]["launches"]
+            alone, as_calls, small, wide = (
+                f"{(count + more) / base:.2f}x"
+                for more in (0, calls, counts["compiled_kernels"], counts["compiled_kernels_wider"])
+            )
+            ratios_of_o2.append(
+                f"`{recipe}` under `{config}` launches {alone} the kernels of `single_bf16` beside its compiled calls, "
+                f"{as_calls} if each call counts as one, {small} with the kernels of the calls, and {wide} with those "
+                f"of a model {wider} times as wide"
+            )
+    heads = ["config, recipe", "kernels launched", "compiled calls, in how many kernels", "by hand, ratio",
+             "waits for the device"]  # fmt: skip
+    (least, most), cast = figures["kernels_of_a_call"]["amp8.linear.cast"], figures["bytes_of_a_cast"]
     text = (
-        f"The cast of a bf16 activation to FP8 by `amp8` reads and writes {cast['fused']:.0f} bytes per element where "
-        f"it is compiled, as on a GPU, and {cast['operator_by_operator']:.0f} operator by operator: the tensor is read "
-        "once for its largest value and once for the cast, whose scale depends on that value."
+        f"Compiled calls: their number, and how many kernels Inductor plans for them, at these sizes and {wider} times "
+        "as wide, where it splits a reduction into two kernels. " + "; ".join(ratios_of_o2) + ". Inductor planned "
+        "without a GPU, for an H100's properties, and each size was fixed: on a GPU it may fuse differently.\n\n"
+        f"The cast of a bf16 activation to FP8 by `amp8`, in {least} to {most} kernels, reads and writes "
+        f"{cast['fused']:.0f} bytes per element where it is compiled, as on a GPU, and "
+        f"{cast['operator_by_operator']:.0f} operator by operator: the tensor is read once for its largest value and "
+        "once for the cast, whose scale depends on that value."
     )
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\n{text}"
 

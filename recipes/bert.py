@@ -105,7 +105,9 @@ def main(args):
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)
             with accelerator.accumulate(model):
-                logits = models.at_least_float32(model(batch["input_ids"], batch["attention_mask"]).logits)
+                token_mask = batch["attention_mask"]  # transformers waits for the device to read a 2-D one
+                token_mask = token_mask if args.pretrained else token_mask.bool()[:, None, None]
+                logits = models.at_least_float32(model(batch["input_ids"], token_mask).logits)
                 loss = F.cross_entropy(logits, batch["labels"])
                 accelerator.backward(loss)
                 losses.append(loss.detach())

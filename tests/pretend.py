@@ -4,9 +4,24 @@ A tensor of this device says `cuda:0` and holds its values in a plain CPU tensor
 which refuses what a GPU would refuse (`refuse`: each rule with its source), computes on the CPU, and counts kernel
 launches and waits for the device. Process groups say `nccl` and are gloo. No line of the program under test is changed.
 
-What passes here has been executed, with values, on the branches that a card takes. It has not run on a card: there are
-no streams and so no races, no autograd threads and no compiled kernels (`torch.compile` hands the function back),
-attention is torch's plain one, and of CUDA's rules only those written below are known.
+What passes here has been executed, with values, on the branches that a card takes. It has not run on a card, and of
+CUDA's rules only those written below are known. What a card could still refuse, or do otherwise:
+
+- Streams: there is one, in which everything has happened. Races between streams, and memory that is used again too
+  early, are not seen. `torch.cuda.device(...)` changes nothing. Autograd runs in the caller's thread; on a card it has
+  threads of its own, with other modes and contexts.
+- NCCL is gloo, and each collective is waited for at once. An order of collectives or of communicators that hangs NCCL
+  is not seen. A lost process is an error in Python here, where NCCL waits or aborts. Runs have up to four processes:
+  what is different with eight is not seen.
+- Compiled code: `torch.compile` hands the function back. Graph breaks, too many recompilations, Triton and a missing
+  C compiler are not seen.
+- Kernels are the CPU's: the same bits in every run, no TF32, and torch's plain attention, so nothing is learned about
+  which attention kernel a card would take or refuse. Random numbers are the CPU's too; `torch.cuda.manual_seed` and
+  `set_rng_state` do nothing.
+- Memory: amounts are constants, and it never runs out. Pinned memory is never freed.
+- The card itself: a driver that fits torch, and a constant utilization.
+- Replaced in torch: `module.to()` and `.data = ` keep every parameter the same object, also where torch would make a
+  new one or refuse; DDP's clock and log do nothing.
 
     import pretend      # before torch
     pretend.wear()      # from here on this process has one GPU
@@ -415,7 +430,7 @@ ASK = {
 
 
 def nothing_yet():
-    return {"launches": 0, "in_compiled": 0, "compiled_calls": 0, "waits": []}
+    return {"launches": 0, "in_compiled": 0, "compiled_calls": {}, "waits": []}
 
 
 steps = [nothing_yet()]  # from one optimizer step to the next; the last one is the one in progress
@@ -528,6 +543,15 @@ class Stream:
     record = wait = wait_stream = wait_event = lambda self, *_: None
 
 
+def properties(capability=(9, 0), name="NVIDIA H100 (pretended)"):
+    """What torch.cuda.get_device_properties returns."""
+    return types.SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=80 << 30, multi_processor_count=132,
+        warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=232448, gcnArchName="",
+    )  # fmt: skip
+
+
 def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None):
     """Puts the device in the place of CUDA, for the rest of this process.
 
@@ -556,17 +580,13 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
             raise NotSupported("Not Supported")
         return utilization
 
-    properties = types.SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=80 << 30, multi_processor_count=132,
-        warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=232448, gcnArchName="",
-    )  # fmt: skip
+    card = properties(capability, name)
     for module, names in {
         torch.cuda: {
             "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": nothing, "device_count": lambda: count,
             "current_device": here, "set_device": current.set, "synchronize": lambda *_: queue.synchronize(), "empty_cache": nothing,
             "get_device_capability": lambda *_: capability, "get_device_name": lambda *_: name,
-            "get_device_properties": lambda *_: properties, "is_bf16_supported": lambda *_, **__: True,
+            "get_device_properties": lambda *_: card, "is_bf16_supported": lambda *_, **__: True,
             "manual_seed": nothing, "manual_seed_all": nothing, "utilization": asked_for_utilization,
             "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": nothing,
             "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Stream,
@@ -628,7 +648,11 @@ def compile(function=None, **options):
     @functools.wraps(function)
     def call(*args, **kwargs):
         global compiled
-        steps[-1]["compiled_calls"] += not compiled
+        if not compiled:
+            calls, name = steps[-1]["compiled_calls"], f"{function.__module__}.{function.__name__}"
+            kind = json.dumps([name, described(args, sizes=False)])  # sizes are dynamic: the first ones stand for all
+            first = kinds.setdefault(kind, json.dumps([name, described(args)]))
+            calls[first] = calls.get(first, 0) + 1
         compiled += 1
         try:
             return function(*args, **kwargs)
@@ -636,6 +660,19 @@ def compile(function=None, **options):
             compiled -= 1
 
     return call
+
+
+kinds = {}  # arguments without their sizes -> the first such call of a compiled function
+
+
+def described(value, sizes=True):
+    """Arguments as JSON can hold them: a tensor is its dtype, sizes and strides, or its dtype and number of sizes."""
+    if isinstance(value, torch.Tensor):
+        shape = {"size": list(value.shape), "stride": list(value.stride())} if sizes else {"dim": value.dim()}
+        return {"dtype": str(value.dtype)[6:]} | shape
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)[6:]}
+    return [described(item, sizes) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
