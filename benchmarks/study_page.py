@@ -54,9 +54,6 @@ def result_of(rows, kind, task, way):
     own = [row for row in rows if row["task"] == task and row["way"] == way]
     failed = [row for row in own if row["status"] != "finished"]
     found = pairs(rows, task, way)
-    if not found:
-        refused = next((row for row in rows if row["way"] == way and row["status"] == "refused"), None)
-        failed = failed or ([refused] if refused else [])
     if not found and not failed:
         return None
     runs = [run for run, _ in found.values()]
@@ -67,7 +64,7 @@ def result_of(rows, kind, task, way):
         "config": WAYS[way].config,
         "options": list(WAYS[way].options),
         "seeds": list(found),
-        "failed": [{key: row[key] for key in ("seed", "device", "error")} for row in failed],
+        "failed": [{key: row[key] for key in ("seed", "device", "status", "error")} for row in failed],
         "measures": {},
     }
     if not runs:
@@ -126,7 +123,7 @@ def said(result):
     """One cell: the difference with its interval, and the verdict in a word."""
     measure = main_measure(result)
     if measure is None:
-        return f"no numbers: {result['failed'][0]['error']}"
+        return result["failed"][0]["status"]
     if result["way"] == BASELINE:
         return f"{TASKS[result['task']].measure} {measure['mean']:.4g}"
     words = {"equal": "equal", "better": "better", "worse": "worse"}.get(measure["kind"])
@@ -217,9 +214,7 @@ def answer(found):
 
 def cost_and_saving(found):
     """The study in one picture: how much memory a way takes, and beside it what it does to the held-out loss."""
-    rows = [result for result in found if result["way"] not in NO_WAY_OF_ITS_OWN and main_measure(result)]
-    rows = [result for result in rows if main_measure(result)["interval"]]
-    rows.sort(key=lambda result: (result["bytes_per_parameter"], main_measure(result)["relative"]))
+    rows = sorted(found, key=lambda result: (result["bytes_per_parameter"], main_measure(result)["relative"]))
     margin = 100 * TASKS[rows[0]["task"]].margin
     colours = {"equal": page.colour(2), "better": page.colour(0), "worse": page.colour(1), "unknown": page.DIM}
 
@@ -306,7 +301,11 @@ def whole_page(report_):
     if rare := rare_table(found):
         parts.append(page.section("Rare words", page.table(*rare)))
     if failures(found):
-        parts.append(page.section("Runs that failed", page.table(["way", "task", "seed", "error"], failures(found))))
+        parts.append(
+            page.section(
+                "Refused, or ended with an error", page.table(["way", "task", "seed", "error"], failures(found))
+            )
+        )
     left = [[line["task"], line["runs"], f"{line['hours']:.1f}", line["command"]] for line in report_["left"]]
     if left:
         heads = ["task", "runs", "hours on two cores", "command"]
@@ -328,8 +327,9 @@ def shown_kind(report_):
 
 
 def at_picture(found):
-    own = [result for result in found if result["task"] == PICTURE]
-    return own if any((main_measure(result) or {}).get("interval") for result in own) else []
+    """The results that the one picture shows: ways that one may choose, with enough pairs for a verdict."""
+    ways = [result for result in found if result["task"] == PICTURE and result["way"] not in NO_WAY_OF_ITS_OWN]
+    return [result for result in ways if (main_measure(result) or {}).get("pairs", 0) >= paired.FEWEST]
 
 
 def in_docs(figures):
@@ -346,7 +346,7 @@ def in_docs(figures):
         ]
     if failed := failures(found):
         rows = [[f"`{way}`", f"`{task}`", str(seed), error] for way, task, seed, error in failed]
-        parts += ["Runs that ended with an error:", report.table(["way", "task", "seed", "error"], rows)]
+        parts += ["Refused, or ended with an error:", report.table(["way", "task", "seed", "error"], rows)]
     rows = [[f"`{line['task']}`", str(line["runs"]), f"{line['hours']:.1f}", f"`{line['command']}`"]
             for line in figures["left"]]  # fmt: skip
     if rows:
@@ -364,4 +364,4 @@ def write(rows, left, folder):
     if at_picture(found):
         picture = page.alone(cost_and_saving(at_picture(found)), caption_of(PICTURE))
         (folder / "memory_and_loss.svg").write_text(picture)
-    print(f"wrote summary.json, page.html and memory_and_loss.svg in {folder.name}")
+    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))}")

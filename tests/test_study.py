@@ -150,6 +150,13 @@ def test_the_page_and_the_summary_say_what_was_found(tmp_path):
     assert "o2" in picture and "planted" not in picture and "prefers-color-scheme: dark" in picture
 
 
+def test_a_study_that_has_just_begun_has_a_page_without_a_picture(tmp_path):
+    study_page.write(
+        [row("words", "bf16", 0, 2.0), row("words", "bf16", 1, 2.0), row("words", "o2", 0, 2.1)], [], tmp_path
+    )
+    assert "1 of 5 seeds" in (tmp_path / "page.html").read_text() and not list(tmp_path.glob("*.svg"))
+
+
 def test_a_killed_run_has_no_row_and_a_refused_one_its_reason(tmp_path):
     folder = tmp_path / "o2-seed0"
     folder.with_name("o2-seed0.log").write_text("asked: x\nrefused: not on this machine\nmore\n")
