@@ -354,6 +354,17 @@ def in_docs(figures):
     return "\n\n".join(parts)
 
 
+def tensors(figures):
+    """The table of benchmarks/study_tensors.py for docs/study.md."""
+    heads = ["task", "way", "Linear weights: along bf16's way", "distance", "other weights: along", "distance"]
+    rows = []
+    for row in figures["rows"]:
+        if row["way"] != BASELINE:
+            numbers = [row[part][key] for part in ("linear", "others") for key in ("along", "distance")]
+            rows.append([f"`{row['task']}`", f"`{row['way']}`", *(f"{value:.2f}" for value in numbers)])
+    return f"{came_from(figures)}; seed 0:\n\n{report.table(heads, rows)}"
+
+
 def write(rows, left, folder):
     if not rows:
         raise SystemExit(f"no rows in {folder.name}: python benchmarks/study.py run")

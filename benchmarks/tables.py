@@ -370,6 +370,7 @@ TABLES = {
     "results/gallery.json": recipe_tables.gallery,
     "results/matrix.json": recipe_tables.matrix,
     "results/study/summary.json": study_page.in_docs,
+    "results/study/tensors.json": study_page.tensors,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

@@ -6,9 +6,10 @@ import re
 import shutil
 
 import pytest
+import torch
 from conftest import CONFIGS, ROOT
 
-from benchmarks import study, study_page, study_plan
+from benchmarks import study, study_page, study_plan, study_tensors
 from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, TASKS, WAYS
 from tools import advise, find
 from tools import study as of_study
@@ -201,6 +202,31 @@ def test_one_run_from_its_launch_to_its_row(monkeypatch, tmp_path):
     assert bf16["measures"]["weights_loss"] == pytest.approx(bf16["measures"]["eval_loss"], rel=0.01)
     assert study_page.pairs([bf16, nearest, planted], "words", "planted")
     assert len({r["measures"]["weights_loss"] for r in (bf16, nearest, planted)}) == 3
+
+
+def test_how_far_weights_went_along_the_baselines_way():
+    start = {"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
+    baseline = {"a": torch.tensor([3.0, 0.0]).double(), "b": torch.tensor([4.0]).double()}
+    stuck = study_tensors.moved(start, start, baseline, ["a", "b"])
+    assert stuck == {"along": 0.0, "distance": 0.0}
+    noisy = {"a": torch.tensor([3.0, 5.0]).double(), "b": torch.tensor([4.0]).double()}
+    found = study_tensors.moved(start, noisy, baseline, ["a", "b"])
+    assert found["along"] == 1.0 and found["distance"] == pytest.approx(2**0.5)
+    assert study_tensors.moved(start, noisy, baseline, ["b"]) == {"along": 1.0, "distance": 1.0}
+
+
+def test_the_results_that_are_here():
+    """Rows say where they came from; the summary and the pages are of these rows; the planted fault is seen."""
+    rows, found = study.read_rows(), json.loads((study.RESULTS / "summary.json").read_text())
+    assert rows and sum(found["runs"].values()) == len(rows)
+    for each in rows:
+        assert (
+            each["command"].startswith("./launch.sh ") and each["date"] and each["device"] and each["versions"]["torch"]
+        )
+        assert str(ROOT) not in json.dumps(each) and (each["status"] != "finished" or each["loss_curve"])
+    assert found["results"] == json.loads(json.dumps(list(study_page.results(rows))))
+    words = {result["way"]: study_page.main_measure(result) for result in found["results"] if result["task"] == "words"}
+    assert words["planted"]["relative"] > 0.5 > words["o2"]["relative"]
 
 
 # -------------------------------------------------------------------------------------------------------------- advise
