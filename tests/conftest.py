@@ -15,10 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
 
+import accelerate
 import psutil
 import pytest
 import torch
@@ -34,13 +36,14 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import config as config_module  # noqa: E402
 from faithful import plan, process  # noqa: E402
-from shared import text  # noqa: E402
+from shared import diffusion, text  # noqa: E402
 from shared.args import parse  # noqa: E402
 
 # The first backward of the process decides whether forks can compute gradients. They can if it ran on real CPU tensors,
 # but not if it ran on the fake tensors of tools/estimate.py.
 torch.ones(1, requires_grad=True).sum().backward()
 text.SAMPLE = 8  # tokens that a run of gpt writes at its end: 100 take longer than these tests' training
+diffusion.sample = functools.partial(diffusion.sample, steps=5)  # of the images of an evaluation: 25 take longer too
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -226,6 +229,17 @@ def launched(*command, cwd=ROOT, env=None, timeout=240):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     full = os.environ | {"PATH": path, "VIRTUAL_ENV": sys.prefix} | (env or {})
     return subprocess.run(command, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout)
+
+
+def fake_accelerate(folder, main):
+    """Puts a package `accelerate` into `folder` whose launcher is `main`, the text of a function of that name."""
+    package = folder / "accelerate"
+    for name in ("__init__", "commands/__init__", "commands/config/config_args", "commands/launch", "utils/launch"):
+        file, real = package / f"{name}.py", Path(accelerate.__file__).parent / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("" if "__init__" in name else real.read_text())  # the keys of configs are read from these
+    source = (package / "commands" / "launch.py").read_text()
+    (package / "commands" / "launch.py").write_text(f"{main}\nif False:\n{textwrap.indent(source, '    ')}")
 
 
 def alive(marker):

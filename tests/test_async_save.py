@@ -4,14 +4,14 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, Ranks, distance, free_port, launched, metrics, record, train
+from conftest import Ranks, distance, metrics, record, train
 
+from faithful import __main__ as door
 from faithful import checkpoint, tensor_files
 
 STEPS = ("--max_steps", 9, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
@@ -25,8 +25,9 @@ def wait_for(path, ranks):
         time.sleep(0.01)
 
 
-def slow(*ranks, seconds=2, begun=None):
-    """Makes these ranks write slowly. begun: a file that says that the sixth step's checkpoint is being written."""
+def slow(*ranks, seconds=2, later=None, begun=None):
+    """Makes these ranks write slowly. later: the seconds of the checkpoints after the third step's, if others. begun: a
+    file that says that the sixth step's checkpoint is being written."""
 
     def before(rank):
         from faithful import tensor_files
@@ -36,7 +37,8 @@ def slow(*ranks, seconds=2, begun=None):
         def late(tensors, path, *more):
             if begun and "checkpoint-6" in str(path):
                 begun.touch()
-            time.sleep(seconds if rank in ranks else 0)
+            first = later is None or "checkpoint-3" in str(path)
+            time.sleep((seconds if first else later) if rank in ranks else 0)
             return write(tensors, path, *more)
 
         tensor_files.write = late
@@ -46,12 +48,13 @@ def slow(*ranks, seconds=2, begun=None):
 
 @pytest.mark.parametrize("config", ["single_bf16", "fsdp_fp8_msamp_o2", "ddp_fp8_msamp_o3"])
 def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, config):
-    """Rank 0 needs 2 seconds to write, in which the next steps are taken. What is written is of the step of the call."""
+    """Rank 0 needs 2 seconds to write the first one, in which the next steps are taken. What is written is of the step of
+    the call."""
 
     def before(rank):
         from faithful import checkpoint
 
-        slow(0)(rank)
+        slow(0, later=0.5)(rank)
         complete = checkpoint.Save.complete
 
         def completed(save, *files):
@@ -106,11 +109,14 @@ def test_a_folder_that_cannot_be_made_is_a_warning_and_training_goes_on(tmp_path
 
 
 def test_the_end_and_a_signal_wait_for_it(tmp_path):
-    run = train("ddp_fp32", tmp_path / "end", "--max_steps", 3, "--save_steps", 3, "--eval_steps", 0, before=slow(1))
+    run = train(
+        "ddp_fp32", tmp_path / "end", "--max_steps", 3, "--save_steps", 3, "--eval_steps", 0, before=slow(1, seconds=1)
+    )
     assert checkpoint.unsound(run / "checkpoint-3") is None and record(run)["status"] == "finished"
     begun = tmp_path / "begun"
     ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "stopped"), "--max_steps", "100000", "--save_steps", "3",
-                               "--eval_steps", "0", "--save_total_limit", "9"], before=slow(1, begun=begun))  # fmt: skip
+                               "--eval_steps", "0", "--save_total_limit", "9"],
+                  before=slow(1, seconds=1, begun=begun))  # fmt: skip
     wait_for(begun, ranks)
     os.kill(ranks.pids[0], signal.SIGTERM)
     assert set(ranks.wait()) == {143}
@@ -135,16 +141,16 @@ def test_a_crash_loses_only_the_one_that_is_being_written(tmp_path):
 
 SCRIPT = """
 import os, sys, time, torch
-{imports} import Accelerator
+from {package} import Accelerator
 from faithful import tensor_files
 write = tensor_files.write
 tensor_files.write = lambda *parts: (time.sleep(1), write(*parts))[1]
-accelerator = Accelerator(project_dir=sys.argv[1])
+accelerator = Accelerator(project_dir=sys.argv[2])
 model = torch.nn.Linear(4, 4)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
 optimizer.step()
-folder = os.path.join(sys.argv[1], "mine")
+folder = os.path.join(sys.argv[2], "mine")
 accelerator.save_state(folder)
 print("there:", os.path.exists(folder))
 os.makedirs(folder, exist_ok=True)
@@ -154,22 +160,21 @@ accelerator.end_training()
 
 
 @pytest.mark.parametrize(
-    ("imports", "how", "asked", "there"),
+    ("package", "asked", "there"),
     [
-        ("from faithful", [], None, False),
-        ("from faithful", [], "0", True),
-        ("from accelerate", ["-m", "faithful"], None, True),  # the script may read what it has just saved
-        ("from accelerate", ["-m", "faithful"], "1", False),
+        ("faithful", None, False),
+        ("faithful", "0", True),
+        ("accelerate", None, True),  # by `-m faithful`: the script may read what it has just saved
+        ("accelerate", "1", False),
     ],
 )
-def test_who_waits_and_a_script_may_write_into_the_folder(tmp_path, imports, how, asked, there):
-    script = tmp_path / "mine.py"
-    script.write_text(SCRIPT.format(imports=imports))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "single_fp32.yml"),
-               "--main_process_port", str(free_port()), *how, str(script), str(tmp_path / "run")]  # fmt: skip
-    env = {"FAITHFUL_ASYNC_SAVE": asked} if asked else {}
-    done = launched(*command, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0 and f"there: {there}" in done.stdout, done.stdout + done.stderr
+def test_who_waits_and_a_script_may_write_into_the_folder(tmp_path, package, asked, there):
+    script, env = tmp_path / "mine.py", {"FAITHFUL_ASYNC_SAVE": asked} if asked else {}
+    script.write_text(SCRIPT.format(package=package))
+    before = (lambda rank: door.take_its_place()) if package == "accelerate" else None
+    train("single_fp32", tmp_path / "run", script=script, env=env, before=before)
+    said = (tmp_path / "run.log").read_text()
+    assert f"there: {there}" in said, said
     folder = tmp_path / "run" / "mine"
     assert checkpoint.unsound(folder) is None and (folder / "notes.txt").read_text() == "mine"
     assert not list((tmp_path / "run").glob("*.tmp"))

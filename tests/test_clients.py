@@ -309,19 +309,6 @@ def test_an_error_in_the_middle_of_a_run_is_shown(tmp_path):
     assert record(tmp_path / "run")["error"] == "ZeroDivisionError: division by zero"
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ((), "python -m faithful [--config_wins] SCRIPT"),
-        (("nowhere.py",), "no file nowhere.py in"),
-        (("--conf", "a.py"), "--conf: the option before a script is --config_wins"),
-    ],
-)
-def test_a_mistyped_command_is_one_line(tmp_path, words, line):
-    done = launched(sys.executable, "-m", "faithful", *words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("left", ["sys.exit(3)", "sys.exit('no')", "sys.exit()"])
 def test_a_scripts_own_exit_code_is_kept(tmp_path, left):
     (tmp_path / "mine.py").write_text((CLIENTS / "gan.py").read_text() + f"{left}\n")

@@ -55,7 +55,7 @@ def test_it_learns_which_class_is_bright():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    drawn = diffusion.sample(model, torch.randn(2, 1, 8, 8), torch.tensor([0, 1]), 2)
+    drawn = diffusion.sample(model, torch.randn(2, 1, 8, 8), torch.tensor([0, 1]), 2, steps=25)
     means = drawn.mean((1, 2, 3))
     assert means[0] < -0.7 and means[1] > 0.7, means
 
@@ -103,7 +103,7 @@ def test_the_saved_model_is_the_average_and_a_resumed_run_the_same_run(tmp_path,
     train(config, part, *STEPS, "--resume_from_checkpoint", "latest", name="diffusion")
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
     assert (part / "samples-6.png").read_bytes() == (whole / "samples-6.png").read_bytes()
-    plain = train(config, tmp_path / "plain", *STEPS, "--ema_decay", 0, name="diffusion")
+    plain = train(config, tmp_path / "plain", *STEPS, "--eval_steps", 0, "--ema_decay", 0, name="diffusion")
     losses = [[row["loss"] for row in metrics(run) if "loss" in row] for run in (whole, plain)]
     assert losses[0] == losses[1], "the average changes the training"
     assert distance(whole, plain) > 0
@@ -124,7 +124,7 @@ def test_the_average_is_that_of_its_formula(tmp_path):
 
 
 def test_predict_draws_and_export_writes_the_same_model(tmp_path, capsys):
-    run = train("single_fp8_msamp_o2", tmp_path / "run", *STEPS, name="diffusion")
+    run = train("single_fp8_msamp_o2", tmp_path / "run", *STEPS, "--eval_steps", 0, name="diffusion")
     predict.main([str(run), "--classes", "3", "7"])
     assert "8 images of each of 3, 7" in capsys.readouterr().out
     assert Image.open(run / "predict.png").size == (8 * 34 + 2, 2 * 34 + 2)

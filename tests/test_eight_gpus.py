@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, Ranks, distance, launched, record, train
+from conftest import CONFIGS, ROOT, Ranks, distance, fake_accelerate, launched, record, train
 from torch.distributed.tensor import DTensor
 
 from faithful import __main__, checkpoint, machine
@@ -78,13 +78,13 @@ def test_a_process_that_computes_on_the_host_has_its_share_of_the_cores(node):
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="needs CUDA's torch, and no GPU")
 def test_cards_that_torch_does_not_see_are_no_rehearsal(node, tmp_path):
     """A driver that is too old for torch's CUDA: nothing trains on the CPU, unless it is asked to."""
-    line = ("./launch.sh", "single_bf16", "vit", "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
-    done = launched(*line, env=node)
+    line = ("--max_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--output_dir", str(tmp_path / "run"))
+    done = launched(sys.executable, "recipes/vit.py", *line, env=node)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     [said] = [line for line in done.stderr.splitlines() if line.startswith("refused")]
     assert "8 x NVIDIA H100 80GB HBM3, and torch does not see them: Found no NVIDIA driver" in said
     assert f"The driver is 570.86.15, torch is built for CUDA {torch.version.cuda}: update the driver" in said
-    done = launched(*line, env=node | {"CUDA_VISIBLE_DEVICES": ""})
+    done = launched("./launch.sh", "single_bf16", "vit", *line, env=node | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0 and "rehearsal on a CPU" in done.stdout, done.stderr
 
 
@@ -115,15 +115,16 @@ def test_fsdp_keeps_no_whole_weights_while_it_shards(tmp_path):
 
 
 def test_torchs_launcher_waits_ten_minutes_for_a_checkpoint(tmp_path):
-    script = tmp_path / "mine.py"
-    script.write_text("import os; print('waits', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
-    assert "waits 600" in launched("./launch.sh", "single_fp32", str(script)).stdout
-    own = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}
-    assert "waits 40" in launched("./launch.sh", "single_fp32", str(script), env=own).stdout
+    """Shown with an accelerate that says its launcher's environment: torch's launcher reads it there."""
+    fake_accelerate(tmp_path, "def main(): import os; print('waits', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
+    env = {"PYTHONPATH": str(tmp_path)}
+    assert "waits 600" in launched("./launch.sh", "single_fp32", "vit", env=env).stdout
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "40"
+    assert "waits 40" in launched("./launch.sh", "single_fp32", "vit", env=env).stdout
 
 
 def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
-    """A process whose launcher was killed is killed GRACE seconds later, here 1, but not while it writes: here 3."""
+    """A process whose launcher was killed is killed GRACE seconds later, here 1, but not while it writes: here 2."""
     out = tmp_path / "run"
 
     def slow(rank):
@@ -132,7 +133,7 @@ def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
         launcher.launches, launcher.GRACE, launcher.SAVING = lambda command: True, 1, 60
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
         save = checkpoint.tensor_files.write
-        checkpoint.tensor_files.write = lambda *parts: (time.sleep(3), save(*parts))[1]
+        checkpoint.tensor_files.write = lambda *parts: (time.sleep(2), save(*parts))[1]
 
     if not (pid := os.fork()):  # stands for the launcher
         ranks = Ranks(
@@ -162,12 +163,12 @@ def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
 
         save, hashed = checkpoint.tensor_files.write, checkpoint.digest
         if rank == 1:
-            checkpoint.tensor_files.write = lambda *parts: (time.sleep(5), save(*parts))[1]
+            checkpoint.tensor_files.write = lambda *parts: (time.sleep(4), save(*parts))[1]
 
         def counted(path, *kind):
             if "checkpoint-2" == path.parent.name:  # complete: this is the resumed run's
                 (read / f"{path.name} {rank}").touch()
-                time.sleep(5 * (rank == 1))
+                time.sleep(4 * (rank == 1))
             return hashed(path, *kind)
 
         checkpoint.digest = counted
@@ -270,7 +271,7 @@ arguments = TrainingArguments(sys.argv[2])
 assert arguments.device and torch.distributed.is_initialized()
 from faithful import Accelerator
 accelerator = Accelerator()
-time.sleep(8 * accelerator.process_index)
+time.sleep(5 * accelerator.process_index)
 torch.distributed.all_reduce(torch.ones(1))
 """
 

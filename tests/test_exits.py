@@ -55,8 +55,8 @@ os.chdir(job["folder"])
 os.environ.update(job["env"] | (dict(RANK=str(rank), LOCAL_RANK=str(rank)) if job["ranks"] > 1 else {{}}))
 sys.argv = ["script.py"]
 signal.alarm(60)
-if job["door"]:  # python -m faithful script.py
-    sys.argv.append("script.py")
+if job["door"] is not None:  # python -m faithful
+    sys.argv += job["door"]
     runpy.run_module("faithful", run_name="__main__", alter_sys=True)
 else:
     exec(compile(open("script.py").read(), "script.py", "exec"), {{"__name__": "__main__"}})
@@ -98,8 +98,9 @@ def server():
 
 @pytest.fixture
 def end(server, tmp_path):
-    def run(script, door=False, ranks=1):
-        """(exit codes of all ranks, their output, status and error of the record or None)"""
+    def run(script, door=None, ranks=1):
+        """(exit codes of all ranks, their output, status and error of the record or None). door: what comes after
+        `python -m faithful`."""
         (tmp_path / "script.py").write_text(script)
         world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env = world if ranks > 1 else {}
@@ -147,7 +148,23 @@ def test_a_script_ends_with_its_own_code_and_cleans_up(end, tmp_path, last, code
 
 @pytest.mark.parametrize("last", ["raise SystemExit(3)", "exit(3)"])
 def test_through_python_m_faithful_the_record_has_the_code_too(end, last):
-    assert end(f"{TRAIN}train(accelerator)\n{last}", door=True)[::2] == (3, ("failed", "the script exited with 3"))
+    assert end(f"{TRAIN}train(accelerator)\n{last}", door=["script.py"])[::2] == (
+        3,
+        ("failed", "the script exited with 3"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "python -m faithful [--config_wins] SCRIPT"),
+        (("nowhere.py",), "no file nowhere.py in"),
+        (("--conf", "a.py"), "--conf: the option before a script is --config_wins"),
+    ],
+)
+def test_a_mistyped_command_is_one_line(end, words, line):
+    code, said, _ = end("", door=words)
+    assert code == 2 and line in said and "Traceback" not in said
 
 
 def test_a_program_that_makes_no_accelerator_ends_as_without_faithful(end):
@@ -253,7 +270,7 @@ def test_an_interactive_session_goes_on_after_an_error(end):
     assert code == 0 and "ZeroDivisionError" in said and "here" in said and left == ("finished", None)
 
 
-@pytest.mark.parametrize("door", [True, False])
+@pytest.mark.parametrize("door", [["script.py"], None], ids=["True", "False"])
 def test_ranks_that_the_script_forks_itself(end, door):
     """Accelerate's debug_launcher makes the process group and sets no rank. `python -m faithful` plans before it."""
     package = "accelerate" if door else "faithful"

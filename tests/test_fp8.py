@@ -43,14 +43,21 @@ def bf16(tmp_path_factory):
     return of
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run of a config for STEPS, trained once for all tests that look at it."""
+    folder = tmp_path_factory.mktemp("trained")
+    return functools.cache(lambda name: train(name, folder / name, *STEPS))
+
+
 def initial_weights():
     set_seed(0)
     return models.vit("vit_nano", 8, 1, 10).state_dict()
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_rehearses(tmp_path, bf16, name):
-    run, promised = train(name, tmp_path / "run", *STEPS), files.grammar(name)
+def test_rehearses(trained, bf16, name):
+    run, promised = trained(name), files.grammar(name)
     made = record(run)
     evidence, backend, level = made["evidence"], promised["backend"], promised["level"]
     processes = made["plan"]["num_processes"]
@@ -63,7 +70,7 @@ def test_rehearses(tmp_path, bf16, name):
     assert reasons.keys() == ({"head", "blocks.0.attn.qkv"} if backend == "ao" else {"head"})
     assert "not a multiple of 16" in reasons["head"] or "not multiples of 16" in reasons["head"]
     assert made["plan"]["emulated"] == (not torch.cuda.is_available()) and evidence["eval_precision"].startswith("bf16")
-    assert f"{evidence['linear_converted']} of 17 Linear in FP8" in (tmp_path / "run.log").read_text()
+    assert f"{evidence['linear_converted']} of 17 Linear in FP8" in run.with_suffix(".log").read_text()
     before, after = initial_weights(), weights(run)
     assert before.keys() == after.keys()
     assert [key for key in before if before[key].equal(after[key])] == [], "frozen"
@@ -265,22 +272,22 @@ def test_without_amp8_it_says_what_to_copy(tmp_path):
     assert "needs the folder amp8/ beside faithful/" in (tmp_path / "run.log").read_text()
 
 
-def test_the_default_of_accelerate_does_not_stop_layers_from_training(tmp_path):
+def test_the_default_of_accelerate_does_not_stop_layers_from_training(trained, tmp_path):
     """Accelerate's default of FP8 all-gather outside FSDP2, with which FP8 layers never train, is off there."""
     text = (CONFIGS / "single_fp8.yml").read_text()
     config = tmp_path / "single_fp8.yml"
     config.write_text(text.replace("  enable_fsdp_float8_all_gather: false\n", ""))
-    run, twin = train(config, tmp_path / "run", *STEPS), train("single_fp8", tmp_path / "twin", *STEPS)
+    run, twin = train(config, tmp_path / "run", *STEPS), trained("single_fp8")
     assert distance(run, twin) == 0 and record(run)["evidence"]["optimizer_owns_all"]
     assert "note: enable_fsdp_float8_all_gather" in (tmp_path / "run.log").read_text()
 
 
-def test_evaluation_is_outside_fp8(tmp_path):
+def test_evaluation_is_outside_fp8(trained):
     """Evaluation does not use FP8: for every backend its loss is that of the plain model under bf16 autocast."""
     from safetensors.torch import load_file
 
     for name in ("single_fp8_te", "single_fp8_msamp_o2", "single_fp8"):
-        run = train(name, tmp_path / name, *STEPS)
+        run = trained(name)
         model, held_out = models.vit("vit_nano", 8, 1, 10), images.digits()[1]
         model.load_state_dict(load_file(run / "model" / "model.safetensors"), strict=True)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

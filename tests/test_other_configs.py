@@ -4,12 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
-from conftest import CONFIGS, ROOT, free_port, launched, metrics, record
-from test_plan import CPU, GPU, exported_by_accelerate
+from accelerate.commands import launch
+from accelerate.commands.config import config_args
+from accelerate.commands.config.default import write_basic_config
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from conftest import CONFIGS, ROOT, Ranks, free_port, launched, metrics, record
+from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 
+from faithful import __main__ as door
 from faithful import files, plan, rules
 from faithful.config import read_env, to_env
 
@@ -229,14 +236,61 @@ def test_check_says_what_a_file_will_be(tmp_path):
     assert [line.split(": ")[1] for line in lines[1:]] == ["note"] * 2
 
 
-STEPS = ("--max_steps", "2", "--logging_steps", "1", "--save_steps", "0")
+STEPS = ("--max_steps", "2", "--logging_steps", "1", "--save_steps", "0",
+         "--dataset", str(ROOT / "launch.sh"), "--sequence_length", "32")  # fmt: skip
+
+
+ONE_STEP = f"""
+import sys, torch
+sys.path.append({str(ROOT)!r})
+from PACKAGE import Accelerator
+accelerator = Accelerator(project_dir=sys.argv[-1])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
+optimizer.step()
+accelerator.end_training()
+"""
+
+
+def one_step(out, package):
+    """The path of a script that trains one step into `out`, its last argument."""
+    out.with_suffix(".py").write_text(ONE_STEP.replace("PACKAGE", package))
+    return str(out.with_suffix(".py"))
 
 
 def trained(out, *words, env=None):
-    """The first losses, in full, and the record of a launch of gpt with two or one processes."""
-    result = launched(*words, "recipes/gpt.py", "--output_dir", str(out), *STEPS, env=env or {})
+    """The record of a launch of a script with two or one processes, and its output."""
+    script = one_step(out, "accelerate" if words[-1] == "faithful" else "faithful")
+    result = launched(*words, script, str(out), env=env or {})
     assert result.returncode == 0, result.stdout + result.stderr
-    return [row["loss"] for row in metrics(out) if "loss" in row], record(out), result.stdout
+    assert record(out)["status"] == "finished" and len(record(out)["seen"]["loss_curve"]) == 1
+    return record(out), result.stdout
+
+
+def ended(path, out, *argv, options=(), code=0, **more):
+    """The output of forked ranks that end with `code`. They have the environment that the installed launcher exports for
+    the file and these options of its command line. more: what Ranks takes."""
+    env = exported_by_accelerate(path, *options)
+    ranks = Ranks(path, ["--output_dir", str(out), *argv], env=env, processes=int(env["WORLD_SIZE"]), **more)
+    assert set(ranks.wait()) == {code}, ranks.text()
+    return ranks.text()
+
+
+def forked(path, out, **more):
+    """The first losses, in full, the record and the output of a run of gpt in forked ranks."""
+    said = ended(path, out, *STEPS, name="gpt", **more)
+    return [row["loss"] for row in metrics(out) if "loss" in row], record(out), said
+
+
+def of_a_script(path, out, script, *argv, **more):
+    """The output of a script that imports Accelerate alone, as with `-m faithful`, in the folder of `out`."""
+
+    def before(rank):
+        os.chdir(out.parent)
+        door.take_its_place()
+
+    return ended(path, out, *argv, script=script, before=before, **more)
 
 
 SLOW = pytest.mark.slow
@@ -255,9 +309,7 @@ SLOW = pytest.mark.slow
 )
 def test_fsdp1_files_train_as_our_own_config(tmp_path, ours, config, units):
     path = written(tmp_path, config)
-    losses, made, said = trained(
-        tmp_path / "run", "accelerate", "launch", "--config_file", str(path), "--main_process_port", "0"
-    )
+    losses, made, said = forked(path, tmp_path / "run")
     assert losses[0] == ours[0] and losses[1] == pytest.approx(ours[1], rel=1e-6)
     assert "note: FSDP version 1" in said and made["config"]["name"] == path.stem
     sharded = config["fsdp_config"]["fsdp_sharding_strategy"] != "NO_SHARD"
@@ -272,9 +324,7 @@ def test_fsdp1_files_train_as_our_own_config(tmp_path, ours, config, units):
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    config = CONFIGS / "fsdp_fp32.yml"
-    words = ("accelerate", "launch", "--config_file", str(config), "--main_process_port", "0")
-    return trained(tmp_path_factory.mktemp("ours") / "run", *words)[0]
+    return forked(CONFIGS / "fsdp_fp32.yml", tmp_path_factory.mktemp("ours") / "run")[0]
 
 
 def test_processes_that_built_different_weights_start_with_those_of_the_first(tmp_path):
@@ -289,19 +339,44 @@ def test_processes_that_built_different_weights_start_with_those_of_the_first(tm
         "if accelerator.is_main_process:\n    print('equal', torch.equal(whole, own))\n"
         "accelerator.end_training()\n"
     )
-    path = written(tmp_path, fsdp())
-    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "-m", "faithful",
-                      str(tmp_path / "unseeded.py"), env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)  # fmt: skip
-    assert "equal True" in result.stdout, result.stdout + result.stderr
+    said = of_a_script(written(tmp_path, fsdp()), tmp_path / "run", tmp_path / "unseeded.py")
+    assert "equal True" in said, said
 
 
-def test_the_default_config_of_a_fresh_home(tmp_path):
-    """`accelerate config default`, then a plain `accelerate launch`."""
+def as_launched_without_a_file(out, file, env):
+    """The output of a script in a forked process with the environment and the command line of a plain `accelerate
+    launch -m faithful`, whose default file is `file`."""
+    words = ["-m", "faithful", one_step(out, "accelerate"), str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch, config_args):
+            patch.setattr(module, "default_config_file", str(file))
+        asked = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))[0]
+    launcher = SimpleNamespace(cmdline=lambda: ["/usr/bin/accelerate", "launch", *words], cwd=lambda: str(out.parent))
+    find = plan.launch_line.__wrapped__
+
+    def before(rank):
+        psutil.Process.parents = lambda self: [launcher]
+        plan.launch_line = find
+        door.take_its_place()
+
+    env = prepare_simple_launcher_cmd_env(asked)[1] | env
+    ranks = Ranks(file, ["--output_dir", str(out)], script=words[2], env=env, before=before)
+    assert ranks.wait() == [0], ranks.text()
+    return ranks.text()
+
+
+@pytest.mark.parametrize("how", ["forked", "launched"])
+def test_the_default_config_of_a_fresh_home(tmp_path, how):
+    """`accelerate config default`, by its own function, then a plain `accelerate launch`."""
+    file, out = tmp_path / "home" / "accelerate" / "default_config.yaml", tmp_path / "run"
     env = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    made = launched("accelerate", "config", "default", "--mixed_precision", "bf16", env=env)
-    assert made.returncode == 0, made.stderr
-    losses, made, said = trained(tmp_path / "run", "accelerate", "launch", "-m", "faithful", env=env)
-    assert losses and made["config"]["name"] == "default_config" and made["plan"]["precision"] == "bf16"
+    assert write_basic_config("bf16", file)
+    if how == "forked":
+        said, made = as_launched_without_a_file(out, file, env), record(out)
+    else:
+        made, said = trained(out, "accelerate", "launch", "-m", "faithful", env=env)
+    assert made["status"] == "finished"
+    assert made["config"]["name"] == "default_config" and made["plan"]["precision"] == "bf16"
     assert made["plan"]["strategy"] == "single" and "note:" not in said
 
 
@@ -311,7 +386,7 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
         path = written(tmp_path, DDP)
         launch = ("accelerate", "launch", *words) if words else (
             "accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")  # fmt: skip
-        _, made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
+        made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
         assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert read_env(os.environ)["use_cpu"]
@@ -322,30 +397,20 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
 def test_an_option_says_what_the_file_does_not(tmp_path):
     """The processes and the precision. Accelerate's own launcher refuses a file without processes, ./launch.sh adds
     them. The precision of a file that says one stays."""
-    path = written(tmp_path, {"distributed_type": "MULTI_GPU"})
-    launch = (
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(path),
-        "--main_process_port",
-        "0",
-        "--mixed_precision",
-        "bf16",
-    )
-    assert "manually pass in `--num_processes`" in launched(*launch, "recipes/gpt.py").stderr
-    _, made, _ = trained(tmp_path / "run", *launch, "--num_processes", "2")
+    path, options = written(tmp_path, {"distributed_type": "MULTI_GPU"}), ("--mixed_precision", "bf16")
+    with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
+        parsed_by_accelerate(path, *options)
+    launch = ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", *options)
+    made, _ = trained(tmp_path / "run", *launch, "--num_processes", "2")
     assert made["plan"]["precision"] == "bf16" and made["plan"]["num_processes"] == 2
     written(tmp_path, DDP)
-    said = launched(*launch, "recipes/gpt.py").stderr
+    said = ended(path, tmp_path / "refused", *STEPS, name="gpt", options=options, code=2)
     assert "someone's.yaml says precision fp32, the launch made it bf16: launch it as it is" in said
 
 
 def test_stage_0_trains_as_ddp(tmp_path, ours):
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    path = written(tmp_path, zero(zero_stage=0))
-    words = ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
-    losses, made, said = trained(tmp_path / "run", *words)
+    losses, made, said = forked(written(tmp_path, zero(zero_stage=0)), tmp_path / "run")
     assert losses[0] == ours[0] and losses[1] == pytest.approx(ours[1], rel=1e-6)
     assert made["plan"]["strategy"] == "ddp" and "zero_stage 0 partitions nothing" in said
 
@@ -379,20 +444,19 @@ def test_frozen_modules_that_are_not_sharded(tmp_path):
     """And trained ones are refused: their gradients would not be averaged."""
     (tmp_path / "ignored.py").write_text(IGNORED)
     seen = []
-    for name, words in (("1", ()), (None, ()), ("1", ("trained",))):
+    for at, (name, words) in enumerate((("1", ()), (None, ()), ("1", ("trained",)))):
         config = fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=name)
-        done = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
-                        "0", "-m", "faithful", str(tmp_path / "ignored.py"), *words, cwd=tmp_path,
-                        env={"PYTHONPATH": str(ROOT)})  # fmt: skip
-        seen.append([line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("seen", "whole"))])
+        said = of_a_script(written(tmp_path, config), tmp_path / f"run{at}", tmp_path / "ignored.py", *words,
+                           code=2 if words else 0)  # fmt: skip
+        seen.append([line.split()[1:] for line in said.splitlines() if line.startswith(("seen", "whole"))])
     assert [row[1] for row in seen[0][:-1]] == ["True"] * 4 and [row[1] for row in seen[1][:-1]] == ["False"] * 4
     assert [row[0] for row in seen[0][:-1]] == [row[0] for row in seen[1][:-1]] and seen[0][-1] == seen[1][-1]
-    assert done.returncode == 1 and "would train its own copy of 1.weight, 1.bias" in done.stderr, done.stderr
+    assert "would train its own copy of 1.weight, 1.bias" in said, said
 
 
 def test_launch_sh_says_the_processes_that_a_file_leaves_out(tmp_path):
     path = written(tmp_path, {"distributed_type": "MULTI_GPU", "mixed_precision": "no"})
-    _, made, said = trained(tmp_path / "run", "./launch.sh", str(path))
+    made, said = trained(tmp_path / "run", "./launch.sh", str(path))
     assert "--num_processes 2" in said and made["plan"]["num_processes"] == 2
 
 
@@ -503,14 +567,10 @@ def test_a_script_that_says_no_accumulation_takes_the_configs(tmp_path):
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     (tmp_path / "train.py").write_text(ACCUMULATING)
     path = written(tmp_path, zero(zero_stage=2, gradient_accumulation_steps=2))
-    for words in (("accumulate",), ()):
-        done = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "-m", "faithful",
-                        str(tmp_path / "train.py"), *words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
-        if words:
-            assert done.returncode == 0, done.stderr
-            assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("sync")] == [
-                "False", "True", "False", "True"]  # fmt: skip
-    assert done.returncode and "exports gradient_accumulation_steps 2, and the script steps after each" in done.stderr
+    said = of_a_script(path, tmp_path / "run", tmp_path / "train.py", "accumulate")
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("sync")] == ["False", "True"] * 2
+    said = of_a_script(path, tmp_path / "never", tmp_path / "train.py", code=2)
+    assert "exports gradient_accumulation_steps 2, and the script steps after each" in said, said
 
 
 @pytest.mark.slow
@@ -535,10 +595,8 @@ def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_pa
     """recipes/gpt.py clips at 1.0."""
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     path = written(tmp_path, zero(zero_stage=2, gradient_clipping=0.3))
-    result = launched("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", "recipes/gpt.py",
-                      "--output_dir", str(tmp_path / "run"), *STEPS)  # fmt: skip
-    assert result.returncode == 1
-    assert "the script clips gradients at 1.0, gradient_clipping in the config at 0.3: say it in one" in result.stderr
+    said = ended(path, tmp_path / "run", *STEPS, name="gpt", code=2)
+    assert "the script clips gradients at 1.0, gradient_clipping in the config at 0.3: say it in one" in said
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import sys
 import accelerate.state
 import pytest
 import torch
-from conftest import ROOT, launched
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from conftest import Ranks
 from test_kept import run
 
 from faithful import Refused, arguments, plan
@@ -102,16 +104,24 @@ def test_two_processes_without_accelerates_launcher(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--mixed_precision", "no"], 2)])
-def test_the_launchers_own_default_is_nobodys_choice(tmp_path, options, code):
+def test_the_launchers_own_default_is_nobodys_choice(tmp_path, monkeypatch, options, code):
     """Without a config file and without the option, `accelerate launch` exports `no`, and Accelerate takes the
-    script's."""
+    script's. The forked process has the environment and the command line of such a launch."""
     script = tmp_path / "mine.py"
     script.write_text("from faithful import Accelerator\nprint(Accelerator(mixed_precision='bf16').mixed_precision)\n")
-    command = ["accelerate", "launch", *options, "--num_processes", "1", "--num_machines", "1", script]
-    result = launched(*map(str, command), cwd=tmp_path, env={"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
-    assert result.returncode == bool(code), result.stderr
-    assert ("asked: mine | single | bf16" in result.stdout and "\nbf16\n" in result.stdout) == (code == 0)
-    assert ("mixed_precision='bf16', the config says fp32" in result.stderr) == (code == 2)
+    words = [*options, "--num_processes", "1", "--num_machines", "1", str(script)]
+    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "nothing.yaml"))
+    asked = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))[0]
+    env = prepare_simple_launcher_cmd_env(asked)[1]
+    assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+
+    def before(rank):
+        plan.launch_line = lambda: (["python", "/usr/bin/accelerate", "launch", *words], None)
+
+    ranks = Ranks("single_fp32", ["--output_dir", str(tmp_path / "run")], script=script, env=env, before=before)
+    assert ranks.wait() == [code], ranks.text()
+    assert ("asked: mine | single | bf16" in ranks.text() and "\nbf16\n" in ranks.text()) == (code == 0)
+    assert ("mixed_precision='bf16', the config says fp32" in ranks.text()) == (code == 2)
 
 
 def test_a_precision_that_there_is_not_is_refused(monkeypatch):

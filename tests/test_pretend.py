@@ -369,8 +369,13 @@ import pretend, os, torch, torch.distributed as dist
 from amp8.scaling import product as of_amp8
 from torch.optim.adam import adam as torch_adam
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-CASES = %r
-pretend.wear(**%r)
+for CASES, card in %r:  # a process for each card
+    if not os.fork():
+        break
+    os.wait()
+else:
+    os._exit(0)
+pretend.wear(**card)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 torch.manual_seed(0)
 here = dict(device="cuda")
@@ -393,6 +398,7 @@ for name, program in CASES.items():
         print(name, "| ran")
     except (pretend.Refused, RuntimeError, TypeError, AssertionError) as error:
         print(name, "|", (str(error) or "asserted").splitlines()[0])
+sys.stdout.flush()
 os._exit(0)
 """
 BAD = {  # program -> a part of what the device says
@@ -439,25 +445,6 @@ GOOD = (
 )
 
 
-def outcomes(programs, **wear):
-    """{program: what became of it}"""
-    named = {f"case {i}": program for i, program in enumerate(programs)}
-    line = [sys.executable, "-c", HEAD % (named, wear), str(ROOT / "tests")]
-    said = subprocess.run(line, capture_output=True, text=True)
-    rows = dict(row.split(" | ", 1) for row in said.stdout.splitlines() if row.startswith("case "))
-    assert rows.keys() == named.keys(), said.stderr[-2000:]
-    return {program: rows[name] for name, program in named.items()}
-
-
-def test_what_a_gpu_refuses_is_refused(gpu):
-    found = outcomes([*BAD, *GOOD])
-    for program, part in BAD.items():
-        assert part in found[program], (program, found[program])
-    assert {found[program] for program in GOOD} == {"ran"}, found
-    [without] = outcomes(["product(fp8(16, 32), fp8(16, 32).t())"], capability=(8, 0)).values()
-    assert "compute capability 8.9" in without
-
-
 LATE = """
 w = torch.ones(4, **here)
 host = w.to("cpu", non_blocking=True)
@@ -465,11 +452,35 @@ assert host.isnan().all()
 torch.cuda.synchronize()
 assert host.equal(torch.ones(4))
 """
+IN_FP8 = "product(fp8(16, 32), fp8(16, 32).t())"
+CARDS = (([*BAD, *GOOD, LATE], {}), ([IN_FP8], {"capability": (8, 0)}))  # (programs, arguments of `wear`)
 
 
-def test_a_copy_that_nobody_waits_for_holds_no_values(gpu):
-    [said] = outcomes([LATE]).values()
-    assert said == "ran", said
+def said_on(*cards):
+    """What HEAD prints of each program on each card: [{program: what became of it}]."""
+    named = [{f"case {at}.{i}": one for i, one in enumerate(programs)} for at, (programs, _) in enumerate(cards)]
+    worn = [(names, wear) for names, (_, wear) in zip(named, cards, strict=True)]
+    said = subprocess.run([sys.executable, "-c", HEAD % (worn,), str(ROOT / "tests")], capture_output=True, text=True)
+    rows = dict(row.split(" | ", 1) for row in said.stdout.splitlines() if row.startswith("case "))
+    assert rows.keys() == set().union(*named), said.stderr[-2000:]
+    return [{program: rows[name] for name, program in names.items()} for names in named]
+
+
+@pytest.fixture(scope="module")
+def outcomes(gpu):
+    return said_on(*CARDS)
+
+
+def test_what_a_gpu_refuses_is_refused(outcomes):
+    found, without = outcomes
+    for program, part in BAD.items():
+        assert part in found[program], (program, found[program])
+    assert {found[program] for program in GOOD} == {"ran"}, found
+    assert "compute capability 8.9" in without[IN_FP8]
+
+
+def test_a_copy_that_nobody_waits_for_holds_no_values(outcomes):
+    assert outcomes[0][LATE] == "ran", outcomes[0][LATE]
 
 
 COUNTED = {  # program -> waits for the device
@@ -492,7 +503,7 @@ COUNTED = {  # program -> waits for the device
 def test_waits_are_counted(gpu):
     programs = [f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
                 "assert 0, len(steps[0]['waits'])" for program in COUNTED]  # fmt: skip
-    line = [sys.executable, "-c", HEAD % ({f"case {i}": p for i, p in enumerate(programs)}, {}), str(ROOT / "tests")]
-    said = subprocess.run(line, capture_output=True, text=True).stdout
-    found = [row.split(" | ")[1] for row in said.splitlines() if row.startswith("case ")]
-    assert dict(zip(COUNTED, found, strict=True)) == {program: str(count) for program, count in COUNTED.items()}
+    [found] = said_on((programs, {}))
+    assert dict(zip(COUNTED, found.values(), strict=True)) == {
+        program: str(count) for program, count in COUNTED.items()
+    }

@@ -6,14 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
-from pathlib import Path
 
-import accelerate
 import psutil
 import pytest
-from conftest import ROOT, Ranks, alive, free_port, launched, record
+from conftest import ROOT, Ranks, alive, fake_accelerate, free_port, launched, record
 
 from faithful import checkpoint
 from faithful.launcher import launches
@@ -189,13 +186,7 @@ def test_launches_at_the_same_moment_all_finish(tmp_path, count, words):
 )
 def test_launch_sh_takes_a_free_port_unless_one_is_named(tmp_path, words, free):
     """launch.sh takes a free port unless one is named, shown with an accelerate that exits at once."""
-    fake = tmp_path / "accelerate"
-    for name in ("__init__", "commands/__init__", "commands/config/config_args", "commands/launch", "utils/launch"):
-        file, real = fake / f"{name}.py", Path(accelerate.__file__).parent / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("" if "__init__" in name else real.read_text())  # the keys of configs are read from these
-    source = (fake / "commands" / "launch.py").read_text()
-    (fake / "commands" / "launch.py").write_text("def main(): pass\nif False:\n" + textwrap.indent(source, "    "))
+    fake_accelerate(tmp_path, "def main(): pass")
     said = launched("./launch.sh", *words, "vit", env={"PYTHONPATH": str(tmp_path)})
     assert said.returncode == 0 and ("--main_process_port 0 " in said.stdout) == free, said
 
@@ -213,7 +204,7 @@ def exit_codes_and_errors(tmp_path, before, seconds, leaves=False):
 def test_a_process_that_never_comes_is_named(tmp_path):
     def before(rank):
         if rank == 1:
-            time.sleep(4)
+            time.sleep(3)
             os._exit(5)
 
     codes, errors = exit_codes_and_errors(tmp_path, before, 2)

@@ -203,8 +203,13 @@ def test_trackers_get_what_metrics_get(tmp_path):
     assert losses == pytest.approx([row["loss"] for row in metrics(run) if "loss" in row])
 
 
-def test_workers_change_nothing(tmp_path):
-    a = train("single_fp32", tmp_path / "a", *QUICK)
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return train("single_fp32", tmp_path_factory.mktemp("quick") / "run", *QUICK)
+
+
+def test_workers_change_nothing(quick, tmp_path):
+    a = quick
     b = train("single_fp32", tmp_path / "b", *QUICK, "--dataloader_num_workers", 2)
     assert distance(a, b) == 0 and metrics(a) == metrics(b)
 
@@ -252,7 +257,9 @@ def test_dropout_reaches_every_model_and_a_resumed_run_draws_the_same(tmp_path):
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
 
 
-def test_the_same_seed_is_the_same_run_and_another_is_not(tmp_path):
-    a, b, c = (train("single_fp32", tmp_path / n, *QUICK, "--seed", s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
+def test_the_same_seed_is_the_same_run_and_another_is_not(quick, tmp_path):
+    a = quick
+    b, c = (train("single_fp32", tmp_path / name, *QUICK, "--seed", seed) for name, seed in (("b", 0), ("c", 1)))
+    assert record(a)["args"]["seed"] == 0
     assert distance(a, b) == 0 and distance(a, c) > 1e-3
     assert all(torch.isfinite(tensor).all() for tensor in weights(c).values())

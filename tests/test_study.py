@@ -220,10 +220,9 @@ def test_the_results_that_are_here():
     rows, found = study.read_rows(), json.loads((study.RESULTS / "summary.json").read_text())
     assert rows and sum(found["runs"].values()) == len(rows)
     for each in rows:
-        assert (
-            each["command"].startswith("./launch.sh ") and each["date"] and each["device"] and each["versions"]["torch"]
-        )
-        assert str(ROOT) not in json.dumps(each) and (each["status"] != "finished" or each["loss_curve"])
+        assert each["command"].startswith("./launch.sh ") and each["date"] and each["device"]
+        assert str(ROOT) not in json.dumps(each)
+        assert each["status"] != "finished" or (each["loss_curve"] and each["versions"]["torch"])
     assert found["results"] == json.loads(json.dumps(list(study_page.results(rows))))
     words = {result["way"]: study_page.main_measure(result) for result in found["results"] if result["task"] == "words"}
     assert words["planted"]["relative"] > 0.5 > words["o2"]["relative"]
