@@ -155,7 +155,7 @@ def table(found):
     tasks = [task for task in TASKS if any(result["task"] == task for result in found)]
     rows = []
     for way, of_tasks in by_way(found):
-        cells = [said(of_tasks[task]) if task in of_tasks else "not run" for task in tasks]
+        cells = [said(of_tasks[task]) if task in of_tasks else "-" for task in tasks]
         rows.append([way, size_of(of_tasks), *cells])
     return ["way", "B/param", *tasks], rows
 
