@@ -275,12 +275,13 @@ def run(args):
             args.threads,
             way == CONTROL,
         )
-        row = row_of(task, way, seed, folder, code, seconds)
-        if row is None:
-            return
-        with lock, file.open("a") as rows:
+        with lock:  # datasets and transformers import lazily, which two threads must not do at once
+            row = row_of(task, way, seed, folder, code, seconds)
+            if row is None:
+                return
             done.append(row)
-            rows.write(json.dumps(row) + "\n")
+            with file.open("a") as rows:
+                rows.write(json.dumps(row) + "\n")
         said = row["error"] or ", ".join(f"{name} {value:.5g}" for name, value in row["measures"].items())
         print(f"{task} {way} seed {seed}: {said} ({seconds:.0f} s)", flush=True)
 
