@@ -161,10 +161,11 @@ def table(found):
 
 
 def rare_table(found):
-    """(heads, rows), or None where no run has the loss over rare tokens."""
+    """(heads, rows) of the ways with enough pairs, or None where there is none."""
     rows = []
     for result in found:
-        if rare := result["measures"].get("rare_loss"):
+        rare = result["measures"].get("rare_loss")
+        if rare and rare["pairs"] >= paired.FEWEST:
             verdict = "baseline" if result["way"] == BASELINE else rare["verdict"]
             rows.append([result["way"], f"{rare['mean']:.4g}", report.difference(rare), verdict])
     return (["way", "loss over rare tokens", "against bf16", "verdict"], rows) if rows else None
