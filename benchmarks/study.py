@@ -187,10 +187,10 @@ def row_of(task, way, seed, folder, code, seconds):
 # ------------------------------------------------------------------------------------------------- what is there, left
 
 
-def read_rows(folder=RESULTS):
+def read_rows(folder=None):
     """All rows of all machines. A line that a killed process has left incomplete is skipped."""
     rows = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted((folder or RESULTS).glob("*.jsonl")):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
