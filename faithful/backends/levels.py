@@ -5,14 +5,12 @@ import math
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import asked_to_skip, in_bf16, ours
-from faithful.clipping import GradientsElsewhere
 from faithful.errors import Refused
-from faithful.strategies import STRATEGIES
 from faithful.strategies.base import parameter_ids, torch_optimizer
 from faithful.tensors import named
 
 
-class MSAMP(GradientsElsewhere, Backend):
+class MSAMP(Backend):
     kinds = {"amp8.FP8Linear": (1, 0), "amp8.FP8Conv1D": (1, 0)}
     gradients_elsewhere = "MS-AMP's FP8 gradients"
     codes = True
@@ -20,7 +18,7 @@ class MSAMP(GradientsElsewhere, Backend):
     def __init__(self, plan):
         super().__init__(plan)
         self.in_parts = plan.level == "o3"
-        self.fully_sharded = STRATEGIES[plan.strategy].fully_shards
+        self.fully_sharded = plan.strategy in ("fsdp", "hsdp")
         self.any_number_of_processes = self.fully_sharded  # all have the same scales, so rows can be sharded again
 
     @property
