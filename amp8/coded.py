@@ -116,8 +116,10 @@ def piece(values, name):
 
 
 def refusal(what, name):
-    return (f"{what} holds MS-AMP's codes: it can't be changed by {name}. Set values with copy_ or load_state_dict, or "
-            "leave the layer out (skip)")  # fmt: skip
+    return (
+        f"{what} holds MS-AMP's codes: it can't be changed by {name}. Set values with copy_ or load_state_dict, or "
+        "leave the layer out (skip)"
+    )
 
 
 def is_parameter(weight):
@@ -156,8 +158,10 @@ def value_of(x):
     if x.requires_grad and torch.is_grad_enabled():
 
         def refuse(gradient):
-            raise CodesRead(f"{name} was used without calling its layer, which would not train it: leave the layer out "
-                            f"(skip={name.rpartition('.')[0]!r}), or read it under torch.no_grad()")  # fmt: skip
+            raise CodesRead(
+                f"{name} was used without calling its layer, which would not train it: leave the layer out "
+                f"(skip={name.rpartition('.')[0]!r}), or read it under torch.no_grad()"
+            )
 
         name = where(x)
         value.requires_grad_().register_hook(refuse)

@@ -138,8 +138,10 @@ def misused(name):
         if parameter.grad is None:  # compiled code calls it for nothing
             return
         parameter.grad = None
-        raise CodesRead(f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer "
-                        f"out (skip={name!r})")  # fmt: skip
+        raise CodesRead(
+            f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer "
+            f"out (skip={name!r})"
+        )
 
     return hook
 
@@ -231,8 +233,10 @@ class State:
         """Whether the optimizer steps after the current backward pass, as far as is known. Under fully_shard: whether
         this pass reduces gradients, which FSDP2 does in every backward pass unless told not to."""
         if self.wrapper is not None and self.wrapper._join_config.enable:
-            raise CodesRead("DistributedDataParallel.join() can't stand in for the exchange of FP8 gradients: ranks "
-                            "would wait for ever: give all ranks as many batches")  # fmt: skip
+            raise CodesRead(
+                "DistributedDataParallel.join() can't stand in for the exchange of FP8 gradients: ranks "
+                "would wait for ever: give all ranks as many batches"
+            )
         if self.held or (self.wrapper is not None and not self.wrapper.require_backward_grad_sync):
             return False
         if self.fsdp_group is not None:

@@ -112,8 +112,10 @@ class WeightGradient:
         new, port.grad = port.grad, None
         self.linear.replaced = None  # training goes on with the weight as it is
         if self.sharding is not None and self.linear.parameter._backward_hooks:
-            raise CodesRead(f"{self.linear.name}.weight has a hook (register_hook), which is never called under "
-                            "fully_shard: use register_post_accumulate_grad_hook, or a hook of the module")  # fmt: skip
+            raise CodesRead(
+                f"{self.linear.name}.weight has a hook (register_hook), which is never called under "
+                "fully_shard: use register_post_accumulate_grad_hook, or a hook of the module"
+            )
         before, after = hooks_of(self.linear.weight)
         for hook in before:
             changed = hook(new)
@@ -179,8 +181,10 @@ class WeightGradient:
         if self.codes is None and self.fp32 is None:
             raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
         if comm is not None and self.phase is Phase.READY:
-            raise CodesRead(f"{name}.weight.grad is not averaged over ranks yet, as other layers got no gradient or "
-                            "the backward pass goes on: read it after amp8.clip_grad_norm_")  # fmt: skip
+            raise CodesRead(
+                f"{name}.weight.grad is not averaged over ranks yet, as other layers got no gradient or "
+                "the backward pass goes on: read it after amp8.clip_grad_norm_"
+            )
         if comm is not None and comm.stream is not None:
             torch.cuda.current_stream().wait_stream(comm.stream)
         value = self.value()
@@ -196,8 +200,9 @@ class WeightGradient:
         if value is not None and self.state.sharded:
             raise CodesRead(f"{self.linear.name}.weight.grad is on one rank alone under O3: it can't be assigned")
         if value is not None and value.shape != self.shape:
-            raise RuntimeError(f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of "
-                               f"{list(value.shape)}")  # fmt: skip
+            raise RuntimeError(
+                f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of {list(value.shape)}"
+            )
         value = value.clone() if isinstance(value, FP8Gradient) else value
         self.clear()
         if value is not None:

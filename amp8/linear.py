@@ -170,9 +170,11 @@ class FP8Linear(nn.Linear):
         # Evaluation does not update the history. Recomputing under checkpointing records the same maximum again.
         recording = self.training and torch.is_grad_enabled()
         if x.element_size() == 1:
-            raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}. Does the script cast it to the weight's "
-                            "dtype? That is the dtype of MS-AMP's codes: leave the layer out (fp8_config: skip: "
-                            f"{self.name}), or cast to autocast's dtype")  # fmt: skip
+            raise CodesRead(
+                f"{self.name} gets an input in {str(x.dtype)[6:]}. Does the script cast it to the weight's "
+                "dtype? That is the dtype of MS-AMP's codes: leave the layer out (fp8_config: skip: "
+                f"{self.name}), or cast to autocast's dtype"
+            )
         port = None
         codes, weight_scale, trained = self.held, self.weight_scale, self.trained
         if self.sharding is not None:  # what has been gathered is the FP8 copy
@@ -331,8 +333,10 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise CodesRead("a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a "
-                            "Hessian): leave the layers out that it goes through (skip)")  # fmt: skip
+            raise CodesRead(
+                "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a "
+                "Hessian): leave the layers out that it goes through (skip)"
+            )
         x8, x_scale, weight, weight_scale = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         history, scale, updates = ctx.delayed

@@ -135,8 +135,10 @@ class Adam(torch.optim.Optimizer):
         return [linear.gradient for linear in linears if linear is not None]
 
     def __reduce_ex__(self, protocol):
-        raise TypeError("amp8's optimizer can't be copied or pickled, as it belongs to its model: save its "
-                        "state_dict() or amp8.exact_state(model, optimizer)")  # fmt: skip
+        raise TypeError(
+            "amp8's optimizer can't be copied or pickled, as it belongs to its model: save its "
+            "state_dict() or amp8.exact_state(model, optimizer)"
+        )
 
     def step_plain(self, group, parameters):
         """Runs torch's own Adam, with moments in the parameter's dtype."""

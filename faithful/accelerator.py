@@ -28,14 +28,14 @@ from faithful import (
     products,
     saving,
     strategies,
+    whereabouts,
     whole_weights,
 )
-from faithful.backends.linear import refuse_unknown
 from faithful.batch import FirstBatch
 from faithful.blocks import compile_blocks
 from faithful.communication import OneStep
 from faithful.errors import Refused
-from faithful.evidence import Layers, notes, refuse_unaveraged, refuse_unprepared
+from faithful.evidence import Layers, notes, refuse_what_would_not_train
 from faithful.machine import Memory
 from faithful.model import PreparedModel, trains
 from faithful.optimizer import Optimizer, is_lomo_available
@@ -125,7 +125,7 @@ class Accelerator(accelerate.Accelerator):
                 self.models.append(PreparedModel(module, *converted.get(at, ())))
                 whole_weights.saved_whole(self, module)
                 if at in converted and self.num_processes > 1:
-                    module.register_forward_pre_hook(launcher.passes, prepend=True)
+                    module.register_forward_pre_hook(whereabouts.passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -212,9 +212,9 @@ class Accelerator(accelerate.Accelerator):
         if self.looked:
             return
         self.looked = True
-        refuse_unprepared(self)
-        refuse_unknown(self.plan.skip, [name for model in self.models if model.layers for name in model.layers.names])
-        refuse_unaveraged(self)
+        refuse_what_would_not_train(self)
+        for evidence in self.evidence:
+            evidence.record["optimizer_owns_all"] = not evidence.left_out()
         for line in notes(self):
             self.note(line)
         self.record.seen["through_fp32"] = dict(products.active)
@@ -311,15 +311,15 @@ class Accelerator(accelerate.Accelerator):
         return self.record.seen["samples_per_step"]
 
     def gather(self, tensor):
-        launcher.begins("gather")
+        whereabouts.begins("gather")
         return super().gather(tensor)
 
     def reduce(self, *args, **kwargs):
-        launcher.begins("reduce")
+        whereabouts.begins("reduce")
         return super().reduce(*args, **kwargs)
 
     def wait_for_everyone(self):
-        launcher.begins("wait")
+        whereabouts.begins("wait")
         super().wait_for_everyone()
 
     def gather_for_metrics(self, input_data, use_gather_object=False):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from faithful import launcher, patches
+from faithful import patches, whereabouts
 from faithful.errors import Refused
 
 METHODS = {  # (module, class): those of its methods that compute with the model's weights
@@ -42,7 +42,7 @@ def on_all_processes(method, name):
     @functools.wraps(method)
     def call(*args, **kwargs):
         if call.come is None:
-            call.come = launcher.all_ranks_called(name, needed=True)
+            call.come = whereabouts.all_ranks_called(name, needed=True)
         if not call.come:
             raise alone(name)
         with WholeTensors():
@@ -74,7 +74,7 @@ class WholeTensors(TorchFunctionMode):
         if not any(shards) or (all(shards) and function.__name__ != "_foreach_copy_"):  # torch has none for shards
             return function(*args, **kwargs)
         name, self.name = self.name, None
-        if name and not launcher.all_ranks_called(name):
+        if name and not whereabouts.all_ranks_called(name):
             raise alone(name)
         if function.__name__.endswith("_"):  # in place
             function(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)

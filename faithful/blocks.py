@@ -28,19 +28,19 @@ def block_names(model):
 
 def repeated(model):
     """Names of the layer classes that occur at least twice in the model's lists. Does not look inside such layers."""
-    found = Counter()
+    counts = Counter()
 
     def look(module, listed):
         for child in module.children():
             if isinstance(child, CONTAINERS):
                 look(child, True)
             elif listed and any(child.children()) and any(True for _ in child.parameters()):
-                found[type(child).__name__] += 1
+                counts[type(child).__name__] += 1
             else:
                 look(child, False)
 
     look(model, isinstance(model, CONTAINERS))
-    return sorted(name for name, count in found.items() if count > 1)
+    return sorted(name for name, count in counts.items() if count > 1)
 
 
 def compile_blocks(model, eager_in_eval):

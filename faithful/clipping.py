@@ -4,6 +4,7 @@ torch clips only `.grad`. MS-AMP's levels keep FP8 gradients elsewhere, and Deep
 torch would clip a part of them, or none. Under tensor parallel torch fails on a mix of DTensors and tensors.
 """
 
+import abc
 import functools
 
 import torch
@@ -13,10 +14,24 @@ from faithful import patches
 from faithful.errors import Refused
 
 
+class GradientsElsewhere(abc.ABC):
+    """A second base of a backend or strategy that keeps gradients outside `.grad`."""
+
+    gradients_elsewhere = "gradients"  # what to call them
+
+    @abc.abstractmethod
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        """Clips the gradients, and returns their norm before. norm_type: 2."""
+
+    @abc.abstractmethod
+    def norm_of(self, optimizer):
+        """The norm of the gradients of a prepared optimizer in a step in which they are not clipped."""
+
+
 def keeper(accelerator):
     """The run's backend or strategy if it keeps gradients outside `.grad`, else None."""
     both = accelerator.backend, accelerator.strategy
-    return next((keeper for keeper in both if keeper.gradients_elsewhere), None)
+    return next((keeper for keeper in both if isinstance(keeper, GradientsElsewhere)), None)
 
 
 def clip(accelerator, parameters, max_norm, norm_type):
@@ -126,8 +141,8 @@ def instead_of_torch(accelerator, current):
 
 def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):
     accelerator, parameters = current(), listed(parameters)
-    parted = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
-    if is_own(accelerator, parameters) or parted:
+    mixed = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
+    if is_own(accelerator, parameters) or mixed:
         return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
 

@@ -188,7 +188,8 @@ def asked_of_fp8(env, precision, sharded):
     elif backend == "te" and level != "delayed":
         options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
     elif backend == "msamp":
-        options = {"recipe": recipe} | (options if recipe == "te_delayed" else {}) if recipe else {}
+        delayed = options if recipe == "te_delayed" else {}  # MS-AMP's own scaling has none of these options
+        options = {"recipe": recipe} | delayed if recipe else {}
     override = [get(f"OVERRIDE_{gemm}") for gemm in ("FPROP", "DGRAD", "WGRAD")]
     reasons = {
         "interval": (get("INTERVAL", "1") != "1", "TransformerEngine has removed it: scales are updated every step"),

@@ -26,8 +26,8 @@ def read(said):
         return f"deepspeed_config_file {said[:200]} cannot be read: {missing}", {}
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         return f"deepspeed_config_file {said[:200]} has no section zero_optimization: set its stage", {}
-    if found := [name for name in ELSEWHERE if enabled(config.get(name))]:
-        return f"{', '.join(found)} in deepspeed_config_file: not supported here, leave it out", config
+    if unsupported := [name for name in ELSEWHERE if enabled(config.get(name))]:
+        return f"{', '.join(unsupported)} in deepspeed_config_file: not supported here, leave it out", config
     return None, config
 
 

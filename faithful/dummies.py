@@ -17,31 +17,31 @@ def real(config, accelerator, args):
     """`args` with the optimizer and the scheduler that deepspeed_config_file describes, in place of the script's
     DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out."""
     args = list(args)
-    for one in args:
+    for argument in args:
         for kind, dummy in (("optimizer", DummyOptim), ("scheduler", DummyScheduler)):
             its = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
-            if isinstance(one, its) and kind in config:
+            if isinstance(argument, its) and kind in config:
                 raise Refused(
                     f"deepspeed_config_file says the {kind} {config[kind].get('type')}, the script makes "
-                    f"{type(one).__name__}: leave the file's out, or make a {dummy.__name__}"
+                    f"{type(argument).__name__}: leave the file's out, or make a {dummy.__name__}"
                 )
-            if isinstance(one, dummy) and kind not in config and not callable_of(one):
+            if isinstance(argument, dummy) and kind not in config and not callable_of(argument):
                 raise Refused(
                     f"the script makes a {dummy.__name__}, and no deepspeed_config_file says the {kind}: add it"
                 )
-    made = next((one for one in args if isinstance(one, DummyOptim)), None)
-    if made is None and any(callable_of(one) for one in args):
+    dummy_optimizer = next((argument for argument in args if isinstance(argument, DummyOptim)), None)
+    if dummy_optimizer is None and any(callable_of(argument) for argument in args):
         raise Refused(
             "DummyScheduler with lr_scheduler_callable is for a script that makes a DummyOptim: make the "
             "scheduler itself beside an optimizer of torch"
         )
-    if made is None:
+    if dummy_optimizer is None:
         return tuple(args)
-    optimizer = optimizer_of(config.pop("optimizer"), made)
-    for at, one in enumerate(args):
-        if isinstance(one, DummyScheduler):
-            args[at] = scheduler_of(config.pop("scheduler", None), one, made, optimizer, accelerator)
-        elif one is made:
+    optimizer = optimizer_of(config.pop("optimizer"), dummy_optimizer)
+    for at, argument in enumerate(args):
+        if isinstance(argument, DummyScheduler):
+            args[at] = scheduler_of(config.pop("scheduler", None), argument, dummy_optimizer, optimizer, accelerator)
+        elif argument is dummy_optimizer:
             args[at] = optimizer
     config.pop("scheduler", None)
     return tuple(args)
@@ -75,10 +75,11 @@ def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
     from deepspeed.runtime import lr_schedules
 
     if callable_of(dummy):
-        made = callable_of(dummy)(optimizer)
-        names = [*lr_schedules.VALID_LR_SCHEDULES, type(made).__name__]  # those that Accelerate hands to the engine
+        scheduler = callable_of(dummy)(optimizer)
+        # Accelerate hands the engine only schedulers of these names.
+        names = [*lr_schedules.VALID_LR_SCHEDULES, type(scheduler).__name__]
         patches.replace("deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES", names)
-        return made
+        return scheduler
     if section["type"] not in lr_schedules.VALID_LR_SCHEDULES:
         raise Refused(
             f"scheduler {section['type']} of deepspeed_config_file is not one of "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
 
-from faithful import checkpoint, launcher, process, saving
+from faithful import checkpoint, launcher, process, saving, whereabouts
 from faithful.errors import Stopped
 from faithful.record import errors_left, leave_error, now
 
@@ -45,7 +45,7 @@ def finish(accelerator):
         accelerator.closed, record.status = True, "finished"
         if record.failed_saves:
             record.status, record.error = "failed", record.not_saved()
-        together = launcher.all_ranks_called("end_training", needed=True)
+        together = whereabouts.all_ranks_called("end_training", needed=True)
         mine = [(steps.loss, accelerator.peak or accelerator.memory.peak())]
         everyone = gather_object(mine) if together else mine
         losses = [loss for loss, _ in everyone if loss is not None]
@@ -64,7 +64,7 @@ def close(accelerator, error, code):
     if accelerator.made_by != os.getpid():  # of the process that has forked this one
         return code
     saving.wait(accelerator, None if error is None else launcher.GRACE)
-    launcher.tell("ended")
+    whereabouts.tell("ended")
     record, stopped = accelerator.record, accelerator.record.status == "preempted"
     lost = error is not None and error.startswith((process.ENDED, process.SILENT))
     none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run

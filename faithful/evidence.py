@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from faithful import products
-from faithful.backends.linear import kind, linear_names
+from faithful.backends.linear import kind, linear_names, refuse_unknown
 from faithful.errors import Refused
 from faithful.tensors import elements, fingerprint, parameters_of, size, unwrapped
 
@@ -49,8 +49,8 @@ class Evidence:
             "linear_names": layers.names,
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
             "layernorm_converted": norms,
-            "share_converted": share(self.backend, model),
-            "large_not_converted": large_outside(self.backend, model),
+            "share_converted": share(self.strategy, self.backend, model),
+            "large_not_converted": large_outside(self.strategy, self.backend, model),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
             "optimizer_owns_all": None,
@@ -63,18 +63,20 @@ class Evidence:
         self.refuse_what_is_not_there(layers, skipped)
         self.hook = None
         if not plan.compile and plan.precision != "fp8":
-            # not a model that is a Linear itself: Accelerate returns what it computes in fp32
+            # The output of a Linear has the dtype of its products. Not of a model that is a Linear itself: Accelerate
+            # returns what it computes in fp32.
             inside = (module for name, module in unwrapped(model).named_modules() if name)
-            watched = next((module for module in inside if isinstance(module, torch.nn.Linear)), None)
-            self.hook = watched and watched.register_forward_hook(self.see_output)
+            first_linear = next((module for module in inside if isinstance(module, torch.nn.Linear)), None)
+            if first_linear is not None:
+                self.hook = first_linear.register_forward_hook(self.see_output)
 
     def refuse_what_is_not_there(self, layers, skipped):
         plan, record = self.plan, self.record
         kinds = (*self.strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
         kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
         if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
-            there = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
-            raise Refused(f"{there}: start it with accelerate launch, and let Accelerator() come first")
+            mismatch = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
+            raise Refused(f"{mismatch}: start it with accelerate launch, and let Accelerator() come first")
         if plan.precision == "fp8" and not record["linear_converted"]:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
             raise Refused(
@@ -97,17 +99,9 @@ class Evidence:
         return set().union(*(self.strategy.parameter_ids(optimizer) for optimizer in self.optimizers))
 
     def left_out(self):
-        """Names of the trainable parameters that the script gave to no optimizer. Called when all optimizers are
-        prepared. Raises Refused if an optimizer lost parameters in the conversion."""
+        """Names of the trainable parameters that no prepared optimizer updates."""
         owned = self.owned()
-        names = [name for name, p in self.parameters.items() if p.requires_grad and id(p) not in owned]
-        self.record["optimizer_owns_all"] = not names
-        if lost := [name for name in names if name in self.owned_before]:
-            raise Refused(
-                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
-                "model and its optimizer to one call of accelerator.prepare"
-            )
-        return names
+        return [name for name, p in self.parameters.items() if p.requires_grad and id(p) not in owned]
 
     def see_output(self, module, inputs, output):
         self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
@@ -158,7 +152,7 @@ class Evidence:
         counts["parameters"] = elements(held["weight"])
         counts |= {"master": elements(held["master"])} if held["master"] else {}
         counts["optimizer_state"] = {key: elements(tensors) for key, tensors in states.items()}
-        total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.parameters.values())
+        total = sum(self.strategy.shape_of(parameter).numel() for parameter in self.parameters.values())
         if report := self.backend.levels(self.model, self.optimizers[0]):
             per_class = report["bytes_per_parameter"]["all"]
             sizes = {key: round(v * report["parameters"]["all"]) for key, v in per_class.items() if key != "total"}
@@ -239,6 +233,15 @@ def some(words):
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
+def refuse_what_would_not_train(accelerator):
+    """Raises Refused for what shows when all is prepared: that some of it would not train as script and config ask."""
+    refuse_unprepared(accelerator)
+    layers = [model.layers for model in accelerator.models if model.layers]
+    refuse_unknown(accelerator.plan.skip, [name for each in layers for name in each.names])
+    refuse_unaveraged(accelerator)
+    refuse_lost(accelerator)
+
+
 def refuse_unprepared(accelerator):
     """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
     process, or under DDP with a prepared model; both without FP8."""
@@ -258,6 +261,16 @@ def refuse_unaveraged(accelerator):
             f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
             "change them in its own way. Prepare their model, too"
         )
+
+
+def refuse_lost(accelerator):
+    """Raises Refused if an optimizer lost parameters in the conversion of their model."""
+    for evidence in accelerator.evidence:
+        if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:
+            raise Refused(
+                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
+                "model and its optimizer to one call of accelerator.prepare"
+            )
 
 
 def notes(accelerator):
@@ -285,30 +298,24 @@ def converted(backend, model):
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
-def share(backend, model):
+def share(strategy, backend, model):
     """The fraction of the model's parameters in layers that compute in FP8."""
     kinds = backend.kinds
     inside = {p for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
-    return sum(map(size_of, inside)) / max(1, sum(map(size_of, model.parameters())))
+    sizes = {p: strategy.shape_of(p).numel() for p in model.parameters()}
+    return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
 
 
-def large_outside(backend, model):
+def large_outside(strategy, backend, model):
     """[{name, share}] of weights with more than two dimensions that are over a twentieth of an FP8 model's parameters
     and in no layer that computes in FP8: experts of a mixture, which transformers keeps in one parameter; convolutions.
     """
     kinds = backend.kinds
     inside = {id(p) for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
-    whole = sum(map(size_of, model.parameters()))
-    large = [
-        (name, size_of(p) / whole)
-        for name, p in parameters_of(model)
-        if kinds and id(p) not in inside and len(getattr(p, "ds_shape", p.shape)) > 2 and size_of(p) > whole / 20
-    ]
-    return [{"name": name, "share": round(part, 4)} for name, part in large]
-
-
-def size_of(parameter):
-    return getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 numel() is 0
+    shapes = {name: strategy.shape_of(p) for name, p in parameters_of(model) if kinds and id(p) not in inside}
+    whole = sum(strategy.shape_of(p).numel() for p in model.parameters())
+    large = {name: shape for name, shape in shapes.items() if len(shape) > 2 and shape.numel() > whole / 20}
+    return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]
 
 
 def add(parts):

@@ -149,7 +149,7 @@ def problems_of_fp8(section):
 def said_in_vain(section):
     """{key that `accelerate config` writes: (its value, the key that the launcher reads instead, the value of that)},
     where the two values differ."""
-    found = {}
+    differing = {}
     for old, key in (
         ("fp8_optimization_level", "fp8_opt_level"),
         ("fp8_amax_history_length", "fp8_amax_history_len"),
@@ -157,8 +157,8 @@ def said_in_vain(section):
     ):
         effective = section.get(key, FP8_DEFAULTS[key])
         if str(section.get(old, effective)) != str(effective):
-            found[old] = section[old], key, effective
-    return found
+            differing[old] = section[old], key, effective
+    return differing
 
 
 def keys_of_another_backend(section):
@@ -233,11 +233,11 @@ def named_otherwise(path, config):
     except Refused as error:
         yield str(error)
         return
-    found = read_env(to_env(config))
-    found["recipe"] = found["fp8_options"].get("recipe")
+    asked = read_env(to_env(config))
+    asked["recipe"] = asked["fp8_options"].get("recipe")
     for key, value in (promised or {}).items():
-        if found[key] != value:
-            yield f"the name says {key} {value}, the file {found[key]}: rename it or change the file"
+        if asked[key] != value:
+            yield f"the name says {key} {value}, the file {asked[key]}: rename it or change the file"
 
 
 def grammar(name):

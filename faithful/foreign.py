@@ -23,7 +23,8 @@ def load(accelerator, folder):
             "into the model before accelerator.prepare"
         )
     plan = accelerator.plan
-    if not (accelerator.strategy.replicates or (plan.strategy in ("fsdp", "hsdp") and not accelerator.backend.codes)):
+    strategy, codes = accelerator.strategy, accelerator.backend.codes
+    if not (strategy.replicates or (strategy.fully_shards and not codes)):
         how = f"load {files[0].name} there (safetensors.torch.load_model)"
         raise Refused(
             f"{folder} was written by Accelerate, and {plan.strategy} {plan.precision} loads whole weights "

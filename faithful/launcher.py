@@ -8,7 +8,6 @@ killed, or SAVING seconds later while they write a checkpoint. A new launch of t
 its folder.
 """
 
-import collections
 import contextlib
 import ctypes
 import datetime
@@ -33,7 +32,6 @@ from faithful.config import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
 
-COMES = 10  # seconds that the main process waits for others of which nothing is known, see `all_ranks_called`
 GRACE = 25  # seconds that a process may live on without its launcher
 LONGEST = 3600  # seconds that processes wait for one that writes or verifies its part of a checkpoint
 # Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
@@ -109,6 +107,7 @@ def end_loader_processes():
     end, which would take forever."""
     for child in multiprocessing.active_children() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
+            # SigIgn is a mask in hexadecimal: bit n - 1 stands for signal n.
             ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text()).group(1)
             if child.daemon and int(ignored, 16) & 1 << signal.SIGTERM - 1:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a killed worker
@@ -132,6 +131,7 @@ def set_alarm(**changes):
     """Sets the time that is left to a process whose launcher is dead. changes: of `state`."""
     with turn:
         state.update(changes)
+        # A process has one alarm: this one replaces the one before, so the time begins anew.
         if state["orphan"]:
             signal.alarm(SAVING if state["writing"] else GRACE)
 
@@ -150,6 +150,7 @@ def claim(folder):
     """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
     Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
     until it is closed, or None on a file system without locks."""
+    # The kernel releases the lock when no process has the descriptor open any more, also after SIGKILL.
     descriptor, end = os.open(folder, os.O_RDONLY), None
     while end is None or time.monotonic() < end:
         try:
@@ -216,10 +217,12 @@ def rendezvous(timeout):
                 f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
             )
         time.sleep(0.1)
+    # multi_tenant: torch's init_process_group makes a store at the same address, and both are served by one server.
     options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     rendezvous.store = store = dist.TCPStore(address, port, is_master=serves, **options)  # init_process_group joins it
     store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
     store.add("came", 1)
+    # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
     while store.add("came", 0) < world:
         if time.monotonic() > end:
             missing = [str(other) for other in range(world) if not store.check([f"came/{other}"])]
@@ -262,97 +265,16 @@ def keep_timeout():
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds()))
 
 
-# Calls that scripts may make on one process. No collective is allowed before all processes are known to make the call,
-# because the others may be in another collective. So each process tells the store where it is: how many training
-# forward passes, epochs or collectives of the script it has begun, the call in which it waits, or that it has ended.
-here = {"begun": collections.Counter(), "judged": set(), "impatient": set()}
-
-
 def several():
     import torch.distributed as dist
 
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def tell(where):
-    """Tells the main process, without waiting for an answer, where this process is."""
-    import torch.distributed as dist
-
-    if several() and dist.get_rank():
-        with contextlib.suppress(dist.DistError):  # the main process has ended
-            store().set(f"at/{dist.get_rank()}", str(where))
-
-
-def passes(*_):
-    """A hook of each prepared model that trains, before its forward pass."""
-    import torch
-
-    if torch.is_grad_enabled():
-        begins("forward")
-
-
-def begins(kind):
-    """Tells where this process is: it begins a `kind` of thing that all processes do."""
-    here["begun"][kind] += 1
-    tell(f"{kind}:{here['begun'][kind]}")
-
-
 @functools.cache
 def calls(what):
-    """A counter of calls per name `what`: each call of `all_ranks_called` needs a name of its own."""
+    """A counter of calls per name `what`: in the store each call needs a name of its own."""
     return itertools.count()
-
-
-def all_ranks_called(what, needed=False):
-    """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
-    main process waits until each is there, or one has gone on without it: has begun a later forward pass, epoch,
-    collective or call, or has ended. Where neither shows it waits COMES seconds (1 second when that was in vain
-    before), and a process that comes later gets False. needed: the main process cannot go on alone, so it waits for a
-    slow process as long as for a collective."""
-    import torch.distributed as dist
-
-    if not several():
-        return True
-    call = f"all_ranks_called/{what}/{next(calls(what))}"
-    if dist.get_rank():
-        tell(call)
-    else:
-        here["judged"].add(call)
-        store().set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
-    while not store().check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
-        time.sleep(0.005)
-    return store().get(f"{call}/verdict") == b"all"
-
-
-def others_come(call, what, needed):
-    import torch.distributed as dist
-
-    began, said, kind = time.monotonic(), False, what.split("/")[0]
-    longest = timeout_seconds() if needed else 1 if kind in here["impatient"] else COMES
-    while True:
-        keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
-        at = {rank: store().get(key).decode() if store().check([key]) else "forward:0" for rank, key in keys.items()}
-        if all(where == call for where in at.values()):
-            return True
-        if any(elsewhere(where, call) for where in at.values()):
-            return False
-        waited = time.monotonic() - began
-        if waited > longest:
-            here["impatient"].add(kind)
-            return False
-        if needed and waited > COMES and not said:
-            late = ", ".join(str(rank) for rank, where in at.items() if where != call)
-            print(f"waiting for rank {late} to call {kind}", flush=True)
-            said = True
-        time.sleep(0.01)
-
-
-def elsewhere(where, call):
-    """Whether a process that is at `where` has passed the main process's `call` without making it."""
-    kind, _, number = where.partition(":")
-    if number:
-        return int(number) > here["begun"][kind]
-    return where == "ended" or where not in (call, *here["judged"])
 
 
 def wait_for_all(what, value=None):

@@ -12,7 +12,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader
 
-from faithful import launcher
+from faithful import whereabouts
 from faithful.values import pack, unpack
 
 
@@ -59,7 +59,7 @@ class Announced:
     """A prepared loader that tells when it begins an epoch, for which Accelerate may make a collective."""
 
     def __iter__(self):
-        launcher.begins("epoch")
+        whereabouts.begins("epoch")
         return super().__iter__()
 
     def __reduce__(self):  # Accelerate's names its own class

@@ -17,13 +17,13 @@ PACKAGES = ("torchao", "transformer_engine", "deepspeed")  # that a config may n
 
 def packages():
     """Which of PACKAGES are installed; TransformerEngine only with its module for torch."""
-    found = [name for name in PACKAGES if importlib.util.find_spec(name)]
-    if "transformer_engine" in found and "transformer_engine_torch" not in sys.modules:
+    installed = [name for name in PACKAGES if importlib.util.find_spec(name)]
+    if "transformer_engine" in installed and "transformer_engine_torch" not in sys.modules:
         [folder] = map(Path, importlib.util.find_spec("transformer_engine").submodule_search_locations)
         places = folder.parent, folder, folder / "wheel_lib"  # where TransformerEngine looks for it
         if not any(list(place.glob("transformer_engine_torch*.so")) for place in places):
-            found.remove("transformer_engine")
-    return found
+            installed.remove("transformer_engine")
+    return installed
 
 
 def cuda_of_torch():

@@ -100,8 +100,10 @@ def what_ended(script):
         return sys.exc_info()[1]
     if script is None:
         return Unseen()
+    # A frame keeps the instruction at which it was left: a RETURN if the script came to its end, else where it raised.
     if dis.opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
         return None
+    # Python sets sys.last_value and sys.last_traceback before it calls sys.excepthook, whoever has put one there.
     trace = getattr(sys, "last_traceback", None)
     if trace is not None and trace.tb_frame is script and trace.tb_lasti == script.f_lasti:
         return sys.last_value  # the script has replaced sys.excepthook
@@ -117,6 +119,10 @@ def end(accelerators, script):
         return
     problem = what_ended(script)
     code = leave(problem, accelerators.current, print_error=None)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # A thread of gloo may still hold tensors of the last collective. It needs Python's lock to release them, and if
+        # it asks for the lock once Python shuts down, the process aborts.
+        time.sleep(0.02)
     if code and problem is None:  # checkpoints could not be written, or a script went on after it was told to stop
         os._exit(code)
 
@@ -127,6 +133,7 @@ def show(accelerators, before, kind, problem, trace):
         return before(kind, problem, trace)
     code = leave(problem, accelerators.current, lambda problem: show_whole(before, kind, problem, trace))
     if several_processes():
+        # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
         os._exit(code)
@@ -194,6 +201,8 @@ def interrupt(*_):
     stop_asked, interrupted = True, interrupted or now
 
 
+# What Python has for these signals where nobody has set a handler: none for SIGTERM, so the kernel ends the process,
+# and for SIGINT one that raises KeyboardInterrupt.
 HANDLED = (
     (signal.SIGTERM, signal.SIG_DFL, ask_to_stop),
     (signal.SIGINT, signal.default_int_handler, interrupt),
@@ -201,27 +210,30 @@ HANDLED = (
 
 
 def leave(problem, run, print_error=traceback.print_exception):
-    """Prints a message for `problem`, if any, closes the record and returns the exit code. print_error: prints what has
-    no message of one line; None prints nothing."""
-    global ended
+    """What a process does last, with the functions below: says why it ends, closes the record, returns the exit code.
+    print_error: prints what has no message of one line; None: the message was printed before."""
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
-    if not isinstance(problem, Refused | SystemExit) and (said := what_the_strategy_lacks(str(problem), run)):
-        problem = said
-    error, code = tell(problem, run, print_error)
-    try:
-        code = run.close(error, code) if run else code
-    except Exception:
-        traceback.print_exc()
-        code = code or 1
-    ended = True
+    problem = explained(problem, run)
+    error, code = outcome(problem, run)
+    say(problem, error, run, print_error)
+    code = closed(run, error, code)
+    # os._exit may follow, which writes no buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     return code
 
 
-def tell(problem, run, print_error):
-    """Prints the message for `problem`. Returns (what the record says of it, or None; the exit code)."""
+def explained(problem, run):
+    """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
+    does not have, for example whole weights in fp32."""
+    if run is None or isinstance(problem, Refused | SystemExit):
+        return problem
+    return run.strategy.explain(str(problem)) or problem
+
+
+def outcome(problem, run):
+    """(what the record says of `problem`, or None; the exit code)."""
     stopped = run is not None and run.stopping  # with a checkpoint
     if problem is None:
         return None, 0
@@ -233,25 +245,45 @@ def tell(problem, run, print_error):
         return (None if code in (0, 143) else f"the script exited with {code}"), code
     if hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
         # An error of a loader's worker has a traceback in front.
-        error = str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip()
+        return str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
+    if isinstance(problem, KeyboardInterrupt) or interrupted:
+        return None if stopped else "interrupted", 130
+    error = f"{type(problem).__name__}: {problem}"
+    return lost_peer(problem, error) or error, 1
+
+
+def say(problem, error, run, print_error):
+    """Prints why this process ends, if the script has not asked for it. error: what the record says."""
+    if problem is None or isinstance(problem, SystemExit):
+        return
+    if hasattr(problem, "exit_code"):
         here_alone = getattr(problem, "of_one_process", False)
         if print_error and (here_alone or may_speak()):
             for line in error.splitlines():
                 print(f"{'refused' if problem.exit_code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
-        return error, problem.exit_code
-    if isinstance(problem, KeyboardInterrupt) or interrupted:
+    elif isinstance(problem, KeyboardInterrupt) or interrupted:
         if print_error and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
-        if not stopped and config.rank() == 0:
+        if config.rank() == 0 and not (run and run.stopping):
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
-        return None if stopped else "interrupted", 130
-    error = f"{type(problem).__name__}: {problem}"
-    lost = lost_peer(problem, error)
-    if lost is None and print_error:
+    elif error.startswith((ENDED, SILENT)):
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif print_error:
         print_error(problem)
-    elif lost and os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
-        print(f"error: {lost}", file=sys.stderr, flush=True)
-    return lost or error, 1
+
+
+def closed(run, error, code):
+    """Closes the record of `run`, if there is one. Returns the exit code: another one if checkpoints were not written,
+    or the record cannot be."""
+    global ended
+    try:
+        code = run.close(error, code) if run else code
+    except Exception:
+        traceback.print_exc()
+        code = code or 1
+    ended = True
+    return code
 
 
 def lost_peer(problem, error):
@@ -265,22 +297,6 @@ def lost_peer(problem, error):
         waited = f"in {config.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
         return f"{SILENT} {waited}: it, its machine or the link is gone"
     return None
-
-
-def what_the_strategy_lacks(error, run):
-    """A Refused for a library's error that means that the script needs what the config's strategy does not have, for
-    example whole weights in fp32; else None."""
-    if "LocalSGD is supported only" in error:
-        return Refused(
-            "LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
-            "process has a whole model: leave it out, or use a single config"
-        )
-    if "got mixed torch.Tensor and DTensor" in error:
-        return Refused(
-            "the script computes with sharded weights and whole tensors together, perhaps in its optimizer or in an "
-            "average of weights (EMA) of its own, which FSDP2 does not allow: use a ddp config"
-        )
-    return run.strategy.explain(error) if run else None
 
 
 def may_speak():

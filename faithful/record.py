@@ -287,7 +287,7 @@ def as_json(value, left, at=""):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
         parts = {str(key): as_json(inner, left, f"{at}.{key}".lstrip(".")) for key, inner in value.items()}
-        return {key: one for key, one in parts.items() if one is not LEFT_OUT}
+        return {key: part for key, part in parts.items() if part is not LEFT_OUT}
     if isinstance(value, list | tuple):
         lacks = []
         parts = [as_json(inner, lacks, at) for inner in value]
@@ -310,8 +310,10 @@ def numbers_of(array):
 
 def of_arguments(arguments):
     """What a script passes to init_trackers as its configuration, in the types that JSON has. Others become text."""
-    if not isinstance(arguments, Mapping):
-        arguments = vars(arguments) if hasattr(arguments, "__dict__") else {"config": arguments} if arguments else {}
+    if hasattr(arguments, "__dict__") and not isinstance(arguments, Mapping):
+        arguments = vars(arguments)
+    elif not isinstance(arguments, Mapping):
+        arguments = {"config": arguments} if arguments else {}
     left = []
     whole = {str(key): as_json(value, left) for key, value in arguments.items()}
     return {key: str(arguments[key]) if value is LEFT_OUT else value for key, value in whole.items()}

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 
-from faithful import checkpoint, foreign, launcher, machine, state, weight_files, whole_weights
+from faithful import checkpoint, foreign, launcher, machine, state, weight_files, whereabouts, whole_weights
 from faithful.errors import Refused
 from faithful.tensors import parameters_of
 
@@ -20,7 +20,7 @@ def save_state(accelerator, output_dir):
     steps, project = accelerator.steps, accelerator.project_configuration
     folder = checkpoint_folder(accelerator, output_dir)
     in_parts = not accelerator.strategy.replicates or accelerator.backend.in_parts
-    together = accelerator.stopping or launcher.all_ranks_called(f"save_state/{steps.taken}", needed=in_parts)
+    together = accelerator.stopping or whereabouts.all_ranks_called(f"save_state/{steps.taken}", needed=in_parts)
     if in_parts and not together:
         raise Refused(
             "the main process alone calls save_state, but each process holds a part of the run: call it on all of them"

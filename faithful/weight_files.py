@@ -90,11 +90,12 @@ def write_model(folder, write, safe_serialization):
 def offloaded_weights(model):
     """{name: tensor} on the CPU of a model that Accelerate's hooks have offloaded to the CPU or a disk. Accelerate's
     own function leaves out the outermost module's parameters."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
+    outermost = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
     hook = getattr(model, "_hf_hook", None)
-    kept = next((one.weights_map for one in getattr(hook, "hooks", [hook]) if getattr(one, "weights_map", None)), {})
-    own = {name: kept[name] if tensor.is_meta else tensor for name, tensor in own.items()}
-    return get_state_dict_offloaded_model(model) | own
+    maps = [getattr(inner_hook, "weights_map", None) for inner_hook in getattr(hook, "hooks", [hook])]
+    weights_map = next(filter(None, maps), {})
+    outermost = {name: weights_map[name] if tensor.is_meta else tensor for name, tensor in outermost.items()}
+    return get_state_dict_offloaded_model(model) | outermost
 
 
 def alone(tensor):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from faithful import launcher
+from faithful import whereabouts
 from faithful.averages import WholeTensors
 from faithful.errors import Refused
 from faithful.tensors import named, parameters_of, unwrapped
@@ -31,7 +31,7 @@ def state_dict(accelerator, model, accelerates):
 
 def need_all(accelerator, model):
     """Raises Refused if the main process alone asks for weights that are sharded."""
-    if accelerator.strategy.sharded(model.parameters()) and not launcher.all_ranks_called("get_state_dict", True):
+    if accelerator.strategy.sharded(model.parameters()) and not whereabouts.all_ranks_called("get_state_dict", True):
         raise Refused(
             "the main process alone asks for the weights, but each process holds a part of them: call "
             "get_state_dict or save_model on all of them"
@@ -67,8 +67,8 @@ def save_pretrained(self, *args, **kwargs):
     """Every process calls it where weights are sharded. There the main process alone writes."""
     from faithful.accelerator import Accelerator
 
-    models = Accelerator.current.models
-    prepared = next((one.model for one in models if any(self is part for part in unwrapped(one.model).modules())), None)
+    models = [prepared.model for prepared in Accelerator.current.models]
+    prepared = next((model for model in models if any(self is part for part in unwrapped(model).modules())), None)
     if prepared is None:  # a copy of the prepared model
         return type(self).save_pretrained(self, *args, **kwargs)
     if kwargs.get("state_dict") is not None:

@@ -102,9 +102,9 @@ def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, cha
 
 
 def impatient(rank):
-    from faithful import launcher
+    from faithful import whereabouts
 
-    launcher.COMES = 1
+    whereabouts.COMES = 1
 
 
 @pytest.mark.parametrize(

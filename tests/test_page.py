@@ -1,5 +1,6 @@
 """tools/page.py: one file that needs no network, is the same each time, and has colours that a stylesheet can change."""
 
+import functools
 import re
 
 from tools import page
@@ -34,8 +35,13 @@ def made():
     )
 
 
+@functools.cache
+def once():
+    return made()
+
+
 def test_the_page_asks_nobody_and_runs_nothing():
-    text = made()
+    text = once()
     assert not re.search(r"https?:|<script|<img|@import|src=|<iframe|url\((?!#)|<metadata|xmlns", text)
     assert set(re.findall(r'href="([^"]*)"', text)) - {"data:,"} <= {
         f"#{name}" for name in re.findall(r'id="([^"]*)"', text)
@@ -46,13 +52,13 @@ def test_the_page_asks_nobody_and_runs_nothing():
 
 
 def test_each_picture_stands_there_twice_for_a_screen_and_for_a_phone():
-    text = made()
+    text = once()
     assert text.count("<figure>") == 5 and text.count("<svg") == 10
     assert text.count(f'viewBox="0 0 {page.WIDE} ') == text.count(f'viewBox="0 0 {page.NARROW} ') == 5
 
 
 def test_every_colour_is_a_variable_of_the_style_sheet():
-    text = made()
+    text = once()
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, re.S))
     assert not re.search(r"#[0-9a-fA-F]{6}", drawn) and "font-family" not in drawn
     declared = set(re.findall(r"(--\w+): #", text))
@@ -62,7 +68,7 @@ def test_every_colour_is_a_variable_of_the_style_sheet():
 
 
 def test_the_page_is_the_same_each_time():
-    assert made() == made()
+    assert made() == once()
 
 
 def test_an_interval_that_leaves_the_picture_does_not_set_its_scale():

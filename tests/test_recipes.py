@@ -547,13 +547,14 @@ def test_experts_in_one_parameter_are_named_with_their_share():
     import amp8
     from faithful import evidence
     from faithful.backends.levels import MSAMP
+    from faithful.strategies.base import Strategy
 
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(4, 32, 32))
     model.scale = nn.Parameter(torch.zeros(1, 1, 32))
     amp8.initialize(model, None, "O2")
-    assert evidence.large_outside(MSAMP, model) == [{"name": "experts.gate_up_proj", "share": 0.7805}]
+    assert evidence.large_outside(Strategy(None), MSAMP, model) == [{"name": "experts.gate_up_proj", "share": 0.7805}]
 
 
 @pytest.mark.slow

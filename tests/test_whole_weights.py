@@ -8,7 +8,7 @@ from conftest import Ranks, record, train
 from safetensors.torch import load_file
 
 from faithful import __main__ as door
-from faithful import launcher
+from faithful import whereabouts
 from faithful.blocks import block_names, name_blocks
 
 pytest.importorskip("transformers", reason="not installed: transformers")
@@ -88,7 +88,7 @@ def test_save_pretrained_writes_whole_weights(tmp_path, config):
 def test_the_main_process_alone_cannot_save_what_it_has_a_part_of(tmp_path):
     def before(rank):
         door.take_its_place()
-        launcher.COMES = 1
+        whereabouts.COMES = 1
 
     alone = """
 model, optimizer, tokens = trained(llama())

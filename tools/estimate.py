@@ -73,8 +73,8 @@ def read_config(file, num_processes=None):
 
 def accumulates(words):
     """Whether a command line asks for several micro-batches in a step."""
-    found = re.search(r"--gradient[_-]accumulation[_-]steps[ =](\d+)", " ".join(words))
-    return found is not None and int(found[1]) > 1
+    match = re.search(r"--gradient[_-]accumulation[_-]steps[ =](\d+)", " ".join(words))
+    return match is not None and int(match[1]) > 1
 
 
 def tracing_keys(asked):

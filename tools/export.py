@@ -153,19 +153,20 @@ def timm_name(name):
     return name
 
 
-def from_checkpoint(parts, cuts):
+def from_checkpoint(parts, tp_dims):
     """Joins the tensors of a checkpoint. A single file holds whole tensors. Several files hold one of these:
 
     - FSDP2's shards, torch.chunk along dimension 0: the last ones are smaller, or empty if there are fewer rows than
       ranks;
-    - slices of tensor parallel: `cuts` has the dimension, or None for tensors that are whole on every rank, as buffers;
+    - slices of tensor parallel: `tp_dims` has the dimension, or None for tensors that are whole on every rank, as
+      buffers;
     - ZeRO's flat slices, stored with the tensor's shape.
     """
     tensors = {}
     for key in parts[0]:
         kind, _, name = key.partition("/")
         if kind in ("buffer", "model"):
-            at = cuts.get(name, 0) if kind == "model" and len(parts) > 1 else None
+            at = tp_dims.get(name, 0) if kind == "model" and len(parts) > 1 else None
             tensors[name] = partial(joined, parts, key, at, f"shape/{name}")
     return tensors
 

@@ -90,16 +90,16 @@ def without_storage():
 def make_fake(model, optimizer=None, dtype=None):
     """Replaces parameters on `meta` by fake tensors on the CPU, for which autocast and kernels choose as for real ones.
     dtype: of the parameters, if not the model's own."""
-    mode, made = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
+    mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
     for module in model.modules():
         for name, old in module._parameters.items():
-            if old is not None and id(old) not in made:  # else it is tied to one that came before
+            if old is not None and id(old) not in fakes:  # else it is tied to one that came before
                 with mode:
                     fake = torch.empty_like(old, device="cpu", dtype=dtype or old.dtype)
-                    made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
-            module._parameters[name] = old if old is None else made[id(old)]
+                    fakes[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
+            module._parameters[name] = old if old is None else fakes[id(old)]
     for group in optimizer.param_groups if optimizer else ():
-        group["params"] = [made[id(old)] for old in group["params"]]
+        group["params"] = [fakes[id(old)] for old in group["params"]]
 
 
 @contextlib.contextmanager

@@ -255,7 +255,9 @@ def strip(cells):
     def draw(figure, narrow):
         across = min(len(cells), 20 if narrow else 50)
         down = -(-len(cells) // across)
-        height(figure, 8 + max(16, (NARROW if narrow else WIDE) / across) * down if across > 8 else 8 + 40 * down)
+        # Many cells are squares of at least 16 pixels. As squares a few would be large: these are 40 high.
+        square = max(16, (NARROW if narrow else WIDE) / across)
+        height(figure, 8 + down * (square if across > 8 else 40))
         axes = figure.add_subplot()
         for i, at in enumerate(cells):
             axes.barh(i // across, 0.86, 0.8, left=i % across + 0.07, color=at, lw=0)

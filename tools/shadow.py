@@ -96,9 +96,9 @@ class Looking:
         self.product(name, "wgrad", g8[0].t() @ x8[0], g.float().t() @ x.float())
 
     def tensor(self, name, which, x, low, scale, dtype):
-        there, row = x != 0, self.now[name]
+        nonzero, row = x != 0, self.now[name]
         add(row, f"{which}_elements", x.numel())
-        add(row, f"{which}_underflows", (there & (low == 0)).sum().item())
+        add(row, f"{which}_underflows", (nonzero & (low == 0)).sum().item())
         top = scaling.dtype_max(dtype)
         add(row, f"{which}_overflows", 0 if scale is None else (x.float().abs() * scale > top).sum().item())
         row[f"{which}_amax"] = max(row.get(f"{which}_amax", 0.0), scaling.amax(x).item())
@@ -133,7 +133,7 @@ class Looking:
 
 def measured(everyone):
     """{layer: its summary} from all processes' rows. Each has a share of the batch and, under O3, of the weights."""
-    found = {}
+    summaries = {}
     for name in everyone[0]:
         rows = {}
         for part in everyone:
@@ -141,8 +141,8 @@ def measured(everyone):
                 join = max if key.endswith(("_amax", "_reach")) else lambda a, b: a + b
                 before = rows.get(key)
                 rows[key] = values if before is None else list(map(join, before, values))
-        found[name] = summary(rows)
-    return found
+        summaries[name] = summary(rows)
+    return summaries
 
 
 def add(row, key, value):
@@ -151,21 +151,21 @@ def add(row, key, value):
 
 def summary(rows):
     """Summarizes a layer's rows over all steps: shares in percent, errors in dB, and the amaxes at each step."""
-    found = {}
+    figures = {}
     for which in TENSORS:
         total = sum(rows.get(f"{which}_elements", [0])) or 1
         for what in ("underflows", "overflows"):
-            found[f"{which}_{what}%"] = 100 * sum(rows.get(f"{which}_{what}", [0])) / total
+            figures[f"{which}_{what}%"] = 100 * sum(rows.get(f"{which}_{what}", [0])) / total
         for what in ("amax", "reach"):
             if f"{which}_{what}" in rows:
-                found[f"{which}_{what}"] = rows[f"{which}_{what}"]
+                figures[f"{which}_{what}"] = rows[f"{which}_{what}"]
     for gemm in GEMMS:
         signal, error = sum(rows.get(f"{gemm}_signal", [0])), sum(rows.get(f"{gemm}_error", [0]))
-        found[f"{gemm}_error_db"] = 10 * math.log10(error / signal) if signal and error else None
+        figures[f"{gemm}_error_db"] = 10 * math.log10(error / signal) if signal and error else None
     for what in ("updates_lost", "exp_avg_underflows", "exp_avg_sq_underflows"):
         total = sum(rows.get(f"{what}_of", [0]))
-        found[f"{what}%"] = 100 * sum(rows[what]) / total if total else None
-    return found
+        figures[f"{what}%"] = 100 * sum(rows[what]) / total if total else None
+    return figures
 
 
 def true_weight(layer):
@@ -182,25 +182,25 @@ def true_weight(layer):
 @contextlib.contextmanager
 def watched_adam(report):
     """Within it, amp8's Adam calls report(storage of the weight, {what: count}) for each piece that it updates."""
-    own, own_store, many = adam.adam_slice, adam.store, adam.adam_slices
+    amp8s_slice, amp8s_store, amp8s_slices = adam.adam_slice, adam.store, adam.adam_slices
     values = []
 
     def store(target, value, *rest):
         values.append(value)
-        own_store(target, value, *rest)
+        amp8s_store(target, value, *rest)
 
     def adam_slice(weight, gradient, m, v, copy, numbers, place, *rest):
         old = weight.float() * numbers[adam.W_IN]
         values.clear()
-        amax = own(weight, gradient, m, v, copy, numbers, place, *rest)
+        amax = amp8s_slice(weight, gradient, m, v, copy, numbers, place, *rest)
         new, moved = weight.float() / numbers[adam.W_OUT], values[0] != old
         lost = moved & (new == old) if place is None else moved.new_zeros(())
         counts = {"updates_lost": lost.sum().item(), "updates_lost_of": moved.sum().item()}
         for name, stored, value in (("exp_avg", m, values[1]), ("exp_avg_sq", v, values[2])):
-            there = value != 0
+            nonzero = value != 0
             counts |= {
-                f"{name}_underflows": (there & (stored.float() == 0)).sum().item(),
-                f"{name}_underflows_of": there.sum().item(),
+                f"{name}_underflows": (nonzero & (stored.float() == 0)).sum().item(),
+                f"{name}_underflows_of": nonzero.sum().item(),
             }
         report(weight.untyped_storage().data_ptr(), counts)
         return amax
@@ -209,7 +209,7 @@ def watched_adam(report):
     try:
         yield
     finally:
-        adam.adam_slice, adam.store, adam.adam_slices = own, own_store, many
+        adam.adam_slice, adam.store, adam.adam_slices = amp8s_slice, amp8s_store, amp8s_slices
 
 
 # ------------------------------------------------------------------------------------------- a layer without rounding

@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
+from faithful.clipping import GradientsElsewhere
 from faithful.evidence import converted
 from faithful.model import trains
 from faithful.plan import Plan
@@ -88,13 +89,13 @@ def load(recipe):
 
 def remembered(function):
     """Wraps `function` so that it is called once for each set of arguments."""
-    found = {}
+    results = {}
 
     def call(*args, **kwargs):
         key = repr((args, kwargs))
-        if key not in found:
-            found[key] = function(*args, **kwargs)
-        return found[key]
+        if key not in results:
+            results[key] = function(*args, **kwargs)
+        return results[key]
 
     call.remembers = True
     return call
@@ -116,10 +117,10 @@ class Traced(accelerate.Accelerator):
         return set()  # the ids of the parameters of other prepared models
 
     def prepare(self, *args, **kwargs):
-        modules = [one for one in args if isinstance(one, nn.Module)]
+        modules = [argument for argument in args if isinstance(argument, nn.Module)]
         models = list(filter(trains, modules))
         frozen = [module for module in modules if not trains(module)]  # a teacher, or an average of weights
-        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         if len(models) > 1 or len(models) != len(optimizers) or (models and self.trace.blocks is not None):
             raise Refused(
                 f"{self.trace.name} prepares {len(models)} models and {len(optimizers)} optimizers in one call: "
@@ -129,10 +130,11 @@ class Traced(accelerate.Accelerator):
         if models:
             self.convert(models[0], optimizers[0])
             prepared |= {id(models[0]): self.model, id(optimizers[0]): self.optimizer}
-        for one in args if self.trace.script else ():  # a recipe's loaders and schedulers do nothing that matters here
-            if id(one) not in prepared:
-                prepared[id(one)] = super().prepare(one)
-        prepared = tuple(prepared.get(id(one), one) for one in args)
+        # A recipe's loaders and schedulers do nothing that matters here.
+        for argument in args if self.trace.script else ():
+            if id(argument) not in prepared:
+                prepared[id(argument)] = super().prepare(argument)
+        prepared = tuple(prepared.get(id(argument), argument) for argument in args)
         return prepared if len(prepared) > 1 else prepared[0]
 
     def frozen(self, model):
@@ -189,7 +191,7 @@ class Traced(accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         fp8 = self.trace.backend
-        if fp8 and fp8.gradients_elsewhere:
+        if isinstance(fp8, GradientsElsewhere):
             return fp8.clip_grad_norm_(self, list(parameters), max_norm, 2)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -231,7 +233,10 @@ class Trace:
             without_reading(),
             self.watching,
         ):
-            self.module.run(argv, accelerator) if self.script else self.module.main(args)
+            if self.script:
+                self.module.run(argv, accelerator)
+            else:
+                self.module.main(args)
         raise Refused(f"{self.name} came to its end without an optimizer step")
 
 
@@ -257,9 +262,9 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, s
     try:
         traced.run(argv)
     except Enough:
-        found = {"blocks": traced.blocks, "gradients": traced.gradients, "moments": traced.memory.moments}
+        figures = {"blocks": traced.blocks, "gradients": traced.gradients, "moments": traced.memory.moments}
         return (
-            {key: value for key, value in found.items() if value is not None} | traced.held | {"precision": precision}
+            {key: value for key, value in figures.items() if value is not None} | traced.held | {"precision": precision}
         )
     finally:
         reset()

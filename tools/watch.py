@@ -50,14 +50,14 @@ class Watch:
 
     # ---- what the script's own loop calls ----
 
-    def batches_of(self, loader, own):
+    def batches_of(self, loader, batches):
         """The batches that the script sees."""
         while True:
             if self.phase == "again" and self.evidence.model.training:
                 batch, loader.end_of_dataloader = self.batches[self.at]
                 self.at += 1
             else:
-                batch = next(own, None)
+                batch = next(batches, None)
                 if batch is None:
                     return
                 if self.phase == "pair" and self.evidence.model.training:
@@ -109,23 +109,23 @@ class Watch:
             self.goes_on = self.state()
         if not self.waiting:
             self.results.append(self.result)
-            self.put_back(self.goes_on)
+            self.restore(self.goes_on)
             return self.begin_pair()
         self.arm, self.phase, self.at = self.waiting.pop(0), "again", 0
-        self.put_back(self.start)
+        self.restore(self.start)
         names = list(self.layers) if self.arm == "all" else self.groups.get(self.arm, [])
         chosen = [self.layers[name] for name in names]
         self.shadows = self.open.enter_context(high_precision(chosen, self.optimizer()))
 
     def state(self):
         running, evidence = self.accelerator, self.evidence
-        own = running.backend.tensors(running.strategy, evidence.model, evidence.optimizers[0])
-        return {name: tensor.clone() for name, tensor in own.items()}, random_state()
+        tensors = running.backend.tensors(running.strategy, evidence.model, evidence.optimizers[0])
+        return {name: tensor.clone() for name, tensor in tensors.items()}, random_state()
 
-    def put_back(self, state):
+    def restore(self, state):
         running, evidence = self.accelerator, self.evidence
-        own = {name: tensor.clone() for name, tensor in state[0].items()}  # the optimizer keeps what it loads
-        running.backend.restore(running.strategy, evidence.model, evidence.optimizers[0], own)
+        tensors = {name: tensor.clone() for name, tensor in state[0].items()}  # the optimizer keeps what it loads
+        running.backend.restore(running.strategy, evidence.model, evidence.optimizers[0], tensors)
         set_random_state(state[1])
 
     def optimizer(self):
@@ -135,11 +135,11 @@ class Watch:
         running = self.accelerator
         everyone = gather_object([self.looking.rows])
         if running.is_main_process:
-            made = {"truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
-                    "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
-                    "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
-                    "layers": measured(everyone)}  # fmt: skip
-            (Path(self.args.to) / "watched.json").write_text(json.dumps(made))
+            watched = {"truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
+                       "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
+                       "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
+                       "layers": measured(everyone)}  # fmt: skip
+            (Path(self.args.to) / "watched.json").write_text(json.dumps(watched))
         if dist.is_initialized():
             dist.barrier()
         raise Done(0)
@@ -205,8 +205,8 @@ def watching(watch):
 
 def give_batches(watch, cls):
     """Makes loaders of this class ask `watch` for the next batch."""
-    own = cls.__iter__
-    cls.__iter__ = lambda loader: watch.batches_of(loader, own(loader))
+    iterate = cls.__iter__
+    cls.__iter__ = lambda loader: watch.batches_of(loader, iterate(loader))
 
 
 def main():

@@ -1,15 +1,17 @@
 """What a run asks of its backend, with the answers of one that converts nothing."""
 
+import abc
 
-class Backend:
-    """What computes a model's matrix products, and in which precision. A subclass overrides what differs.
+
+class Backend(abc.ABC):
+    """What computes a model's matrix products, and in which precision. A subclass overrides what differs. If it keeps
+    gradients outside `.grad`, it is a GradientsElsewhere (clipping.py) too.
 
     The methods stand in the order in which a run calls them.
     """
 
     kinds = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
     eager_in_eval = False  # whether compiled blocks must not be used in eval()
-    gradients_elsewhere = None  # what to call the gradients, if not all are in `.grad`
     codes = False  # whether weights are codes, so that the full weights must be computed from them
     in_parts = False  # whether each process holds a part of the model, whatever the strategy
     any_number_of_processes = False  # whether all processes have the same state of their own, or none
@@ -18,9 +20,9 @@ class Backend:
         self.plan = plan
 
     @property
+    @abc.abstractmethod
     def name(self):
         """The backend's name in the summary line."""
-        raise NotImplementedError
 
     @property
     def eval_precision(self):
@@ -49,14 +51,6 @@ class Backend:
 
     def after_backward(self, model):
         """Called after the backward pass of each micro-batch."""
-
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
-        """Clips the gradients, and returns their norm before. Only for backends with `gradients_elsewhere`."""
-        raise NotImplementedError
-
-    def norm_of(self, optimizer):
-        """The norm of the gradients of a prepared optimizer. Only for backends with `gradients_elsewhere`."""
-        raise NotImplementedError
 
     def gradients(self, parameters):
         """Gradient tensors that are kept outside `.grad`."""

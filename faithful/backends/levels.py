@@ -5,12 +5,14 @@ import math
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import asked_to_skip, in_bf16, ours
+from faithful.clipping import GradientsElsewhere
 from faithful.errors import Refused
+from faithful.strategies import STRATEGIES
 from faithful.strategies.base import parameter_ids, torch_optimizer
 from faithful.tensors import named
 
 
-class MSAMP(Backend):
+class MSAMP(GradientsElsewhere, Backend):
     kinds = {"amp8.FP8Linear": (1, 0), "amp8.FP8Conv1D": (1, 0)}
     gradients_elsewhere = "MS-AMP's FP8 gradients"
     codes = True
@@ -18,7 +20,7 @@ class MSAMP(Backend):
     def __init__(self, plan):
         super().__init__(plan)
         self.in_parts = plan.level == "o3"
-        self.fully_sharded = plan.strategy in ("fsdp", "hsdp")
+        self.fully_sharded = STRATEGIES[plan.strategy].fully_shards
         self.any_number_of_processes = self.fully_sharded  # all have the same scales, so rows can be sharded again
 
     @property

@@ -9,6 +9,7 @@ from accelerate.utils import AORecipeKwargs
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, kind, left_alone, wanted
 from faithful.errors import Refused
+from faithful.strategies import STRATEGIES
 from faithful.strategies.base import torch_optimizer
 
 
@@ -21,7 +22,7 @@ class TorchAO(Backend):
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.by_accelerate = plan.strategy in ("fsdp", "hsdp")
+        self.by_accelerate = STRATEGIES[plan.strategy].fully_shards
         self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 
     @property

@@ -139,13 +139,13 @@ def compute_in_fp8(te, plan, model):
     Activation checkpointing computes activations again outside of it. TransformerEngine's own checkpointing enters the
     autocast again, with the scales of the first pass; torch's, which Accelerate would use, does not.
     """
-    made = recipe(plan)
+    fp8_recipe = recipe(plan)
     products = {te.Linear: 1, te.LayerNormLinear: 1, te.LayerNormMLP: 2}
     if plan.level == "delayed":
         for module in model.modules():
             if type(module) in products:  # as TransformerEngine does in the first forward pass
-                module.fp8_meta |= {"recipe": made, "num_gemms": products[type(module)]}
-                module.init_fp8_meta_tensors(made)
+                module.fp8_meta |= {"recipe": fp8_recipe, "num_gemms": products[type(module)]}
+                module.init_fp8_meta_tensors(fp8_recipe)
     if plan.ckpt:
         for block in model.modules():
             if type(block).__name__ in block_names(model):
@@ -154,7 +154,7 @@ def compute_in_fp8(te, plan, model):
 
     def in_fp8(self, *args, **kwargs):
         try:
-            with te.autocast(enabled=self.training, recipe=made):
+            with te.autocast(enabled=self.training, recipe=fp8_recipe):
                 return forward(self, *args, **kwargs)
         except ValueError as error:
             if "FP8 execution requires" not in str(error):

@@ -31,7 +31,8 @@ class Shard(NamedTuple):
 
 
 class Strategy:
-    """How a model is distributed over the processes. A subclass overrides what differs from one process of torch's.
+    """How a model is distributed over the processes. A subclass overrides what differs from one process of torch's. If
+    it keeps gradients outside `.grad`, it is a GradientsElsewhere (clipping.py) too.
 
     The methods stand in the order in which a run calls them. `optimizer` is the script's own before `prepare`, and the
     prepared one afterwards.
@@ -40,13 +41,13 @@ class Strategy:
     distributed_types = ()  # names of the DistributedTypes that Accelerate may use
     rehearsed_as = None  # the DistributedType that Accelerate is started with on a machine without an accelerator
     replicates = False  # whether each process holds the whole model in plain torch, as one device and DDP do
+    fully_shards = False  # whether each process holds a shard of every parameter, as FSDP2's `fully_shard` makes them
     must_shard = False  # whether a run in which nothing is sharded is refused
     sharded_kinds = ("weight", "gradient", "gathered", "master", "optimizer")  # keys of bytes_per_parameter
     gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
     same_batch = False  # whether all processes compute the same batch
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
     any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
-    gradients_elsewhere = None  # what to call the gradients, if they are not in `.grad`
 
     def __init__(self, plan):
         self.plan = plan
@@ -97,11 +98,6 @@ class Strategy:
         """Clips the gradients, and returns their norm before. The gradients are in `.grad`, and unscaled."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def norm_of(self, optimizer):
-        """The norm of the gradients of a prepared optimizer in a step in which they are not clipped. Only for
-        strategies with `gradients_elsewhere`."""
-        raise NotImplementedError
-
     def schedulers(self, accelerator):
         """The prepared schedulers that Accelerate steps, once for each process."""
         return accelerator._schedulers
@@ -120,6 +116,10 @@ class Strategy:
         """Those of `parameter_ids` whose gradients are not averaged over the processes. prepared: the ids of the
         parameters of all prepared models."""
         return self.parameter_ids(optimizer) - prepared
+
+    def shape_of(self, parameter):
+        """The shape of the whole parameter, a torch.Size."""
+        return parameter.shape
 
     def sharded(self, parameters):
         """Whether this process holds only shards of `parameters`."""
@@ -197,6 +197,26 @@ class Strategy:
     def explain(self, error):
         """A Refused, if a library's error means that the script needs what this strategy does not have; else None."""
         return None
+
+
+def needs_whole_model(error):
+    """A Refused for Accelerate's LocalSGD, which takes no shards; else None."""
+    if "LocalSGD is supported only" not in error:
+        return None
+    return Refused(
+        "LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
+        "process has a whole model: leave it out, or use a single config"
+    )
+
+
+def mixes_shards(error):
+    """A Refused for torch's error where DTensors and whole tensors meet in one operation; else None."""
+    if "got mixed torch.Tensor and DTensor" not in error:
+        return None
+    return Refused(
+        "the script computes with sharded weights and whole tensors together, perhaps in its optimizer or in an "
+        "average of weights (EMA) of its own, which FSDP2 does not allow: use a ddp config"
+    )
 
 
 def torch_optimizer(optimizer):

@@ -53,13 +53,17 @@ class Scaler:
 
 
 def stage(zero):
-    return 3 if hasattr(zero, "fp16_partitioned_groups_flat") else 2 if zero.partition_gradients else 1
+    """The stage. Stage 3 has an optimizer class of its own, stages 1 and 2 share one that has a flag."""
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        return 3
+    return 2 if zero.partition_gradients else 1
 
 
 def gradient_norm(zero):
     """L2 norm of the unscaled gradients over all processes, as a tensor; infinite if any gradient is not finite."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
+    # The engine's own step computes its norm with the same call, so the clipping and the check see one number.
     norm = combine_grad_norm_groups(zero._get_norm_groups()) if stage(zero) == 3 else zero.scaled_global_norm()
     norm = torch.as_tensor(norm, dtype=torch.float32)
     return torch.where(norm < 0, math.inf, norm / float(zero.loss_scale))  # the engine returns -1 for inf and nan
@@ -85,6 +89,8 @@ def fragment(zero, parameter, flats):
 
     The fragments of all processes, concatenated by rank, are the flattened parameter.
     """
+    # Stage 3 splits every parameter over all processes. Stages 1 and 2 split the flattened group, so a parameter may be
+    # on one process, on several, or not on this one.
     if stage(zero) == 3:
         group, start, length = zero.grad_position[zero.get_param_id(parameter)]
         before = dist.get_rank() * length  # the last partitions are padded
@@ -125,11 +131,15 @@ def restore_engine(zero, parameters, parts):
         for key, flats in states(zero).items():
             if flats[0].dim():
                 fragment(zero, parameter, flats).copy_(parts[f"optimizer/{name}/{key}"])
+    # The engine makes 16-bit weights from the masters only in a step. What follows is the end of such a step, in which
+    # each process rounds its own masters and gets the weights of the others.
     if stage(zero) < 3:
         zero.update_lp_params()
         for group in range(len(zero.bit16_groups)):
             zero._update_model_bit16_weights(group)
         return
+    # Small parameters stay gathered. They are released first and gathered last, because `all_gather` skips those that
+    # are gathered: they would keep their old values.
     if zero.persistent_parameters:
         zero.persistent_parameters[0].partition(zero.persistent_parameters)
     for group in range(len(zero.fp16_groups)):

@@ -16,7 +16,7 @@ from faithful import averages, batch_norm, building, low_bit, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
 from faithful.strategies import rows
-from faithful.strategies.base import Strategy, compile_for_this_rank
+from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
 from faithful.tensors import fingerprint, named, parameters_of
 
 
@@ -25,6 +25,7 @@ class FSDP(Strategy):
 
     distributed_types = ("FSDP",)
     rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
+    fully_shards = True
     must_shard = True
     any_number_of_processes = True
 
@@ -80,9 +81,11 @@ class FSDP(Strategy):
                 follow(argument)
                 prepared[at] = accelerator.prepare_optimizer(argument)
                 prepared[at]._is_accelerate_prepared = True
-        others = accelerates(*(args[at] for at in rest)) if rest else ()
-        for at, other in zip(rest, others if len(rest) > 1 else (others,), strict=True) if rest else ():
-            prepared[at] = other
+        if rest:
+            others = accelerates(*(args[at] for at in rest))
+            others = others if len(rest) > 1 else (others,)  # Accelerate returns one object without a tuple
+            for at, other in zip(rest, others, strict=True):
+                prepared[at] = other
         return tuple(prepared)
 
     def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
@@ -131,6 +134,8 @@ class FSDP(Strategy):
         super().restore(model, optimizer, parts)
 
     def explain(self, error):
+        if said := needs_whole_model(error) or mixes_shards(error):
+            return said
         return building.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
 
 

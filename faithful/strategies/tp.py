@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
-from faithful.strategies.base import Strategy, compile_for_this_rank
+from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards
 from faithful.tensors import fingerprint, parameters_of
 
 # The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
@@ -60,6 +60,9 @@ class TensorParallel(Strategy):
 
     def tp_dims(self, model):
         return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters_of(model)}
+
+    def explain(self, error):
+        return mixes_shards(error)
 
 
 def split(model, optimizer, mesh, device):

@@ -19,9 +19,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 
 from faithful import batch_norm, building, deepspeed_file, dummies, patches
+from faithful.clipping import GradientsElsewhere
 from faithful.errors import Refused
 from faithful.strategies import rows
-from faithful.strategies.base import Shard, Strategy, buffers_by_place, refuse_other_model
+from faithful.strategies.base import Shard, Strategy, buffers_by_place, needs_whole_model, refuse_other_model
 from faithful.strategies.engine import (
     Scaler,
     count_gradients,
@@ -42,7 +43,7 @@ BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
 
 
-class ZeRO(Strategy):
+class ZeRO(GradientsElsewhere, Strategy):
     """Stages 1, 2 and 3. Accelerate and DeepSpeed read the stage from the launcher's environment."""
 
     distributed_types = ("DEEPSPEED",)
@@ -151,6 +152,7 @@ class ZeRO(Strategy):
         count_gradients(zero, model)
 
     def free(self, accelerator):
+        # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
         accelerator.scaler = None
 
     def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
@@ -193,6 +195,9 @@ class ZeRO(Strategy):
     def not_averaged(self, optimizer, prepared):
         return set()  # the engine averages all gradients that its optimizer uses
 
+    def shape_of(self, parameter):
+        return shape(parameter)
+
     def sharded(self, parameters):
         return self.plan.num_processes > 1
 
@@ -203,6 +208,8 @@ class ZeRO(Strategy):
         """The gradient tensors that this process holds between the backward pass and the optimizer step."""
         zero = zero_of(optimizer)
         zero.forget()
+        # Where the engine keeps gradients depends on the stage, on the dtype and on offloading: in a list for each
+        # group, in `.grad` of the 16-bit parameters, or in `.grad` of the flat masters.
         lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
         kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
         kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
@@ -226,6 +233,7 @@ class ZeRO(Strategy):
             elif parameter.requires_grad:
                 length = fragment(zero, parameter, masters(zero)).numel()
                 yield Shard("weight", name, None, parameter.ds_tensor.narrow(0, 0, length))
+            # A parameter that stage 3 has released is an empty tensor.
             if stage(zero) == 3 and parameter.numel():
                 yield Shard("gathered", name, None, parameter)
             if parameter.requires_grad:
@@ -293,6 +301,8 @@ class ZeRO(Strategy):
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
     def explain(self, error):
+        if said := needs_whole_model(error):
+            return said
         if self.plan.ram_efficient and (said := building.explain(error, "zero3_init_flag")):
             return said
         mixed = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
