@@ -6,7 +6,8 @@
 A stack of Linear blocks is built, prepared, trained for two steps, saved, loaded and written with `save_model`, by 2, 4
 and 8 processes. MiB of a process's own memory (RssAnon) over what it has after its imports: the peak of each phase, of
 process 0 and the largest of the others; `held` is what is left between two steps. `whole` is one copy of the weights in
-fp32. With --before the phases of an earlier clone are measured, too. What --output holds already is kept.
+fp32. A checkpoint that is written behind training is copied to the host first, which on a CPU is the same memory. With
+--before the phases of an earlier clone are measured, too. What --output holds already is kept.
 """
 
 import argparse
@@ -60,9 +61,11 @@ def inside(file, root, layers, width, folder):
             optimizer.step()
             optimizer.zero_grad()
     held = (own_memory() - start) / MIB
-    with phase("save_state"):
-        accelerator.save_state(f"{folder}/checkpoint")
-        accelerator.newest_checkpoint()  # waits until it is written
+    for name, behind in (("save_state, waiting", "0"), ("save_state, behind training", "1")):
+        os.environ["FAITHFUL_ASYNC_SAVE"] = behind
+        with phase(name):
+            accelerator.save_state(f"{folder}/checkpoint")
+            accelerator.newest_checkpoint()  # waits until it is written
     with phase("load_state"):
         accelerator.load_state(f"{folder}/checkpoint")
     with phase("save_model"):

@@ -17,7 +17,7 @@ from faithful.checkpoint import sync, write_json
 from faithful.errors import NotSaved
 from faithful.tensors import local
 
-WEIGHTS = {  # file names of save_model, with safe_serialization and without
+WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization and without
     True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
     False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
 }
@@ -27,7 +27,8 @@ def write_weights(weights, folder, max_shard_size, safe_serialization):
     """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
     plain = {name: alone(weight) for name, weight in weights.items()}
     options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
-    write_model(folder, lambda temporary: save_torch_state_dict(plain, temporary, **options), safe_serialization)
+    write = lambda temporary: save_torch_state_dict(plain, temporary, **options)  # noqa: E731
+    write_model(folder, write, WEIGHTS[safe_serialization])
 
 
 def stream_weights(pieces, folder, max_shard_size, main):
@@ -37,32 +38,39 @@ def stream_weights(pieces, folder, max_shard_size, main):
     functions, in one order. main: whether this process writes."""
     like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
     split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
-    files = {file: {name: like[name] for name in names} for file, names in split.filename_to_tensors.items()}
-    left = deque(name for tensors in files.values() for name in tensor_files.in_order(tensors))
+    left = deque(name for names in split.filename_to_tensors.values() for name in in_order_of(like, names))
 
     def load(name):
         assert left.popleft() == name
         return pieces[name][1]()
 
-    def write(temporary):
-        for file, tensors in files.items():
-            tensor_files.write(tensors, temporary / file, load, {"format": "pt"})
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_json(temporary / "model.safetensors.index.json", index)
-
     try:
         if main:
-            write_model(folder, write, safe_serialization=True)
+            write_model(folder, lambda temporary: write_split(split, like, load, temporary), WEIGHTS[True])
     finally:
         while left:  # the others' share of the work, or after an error what the other ranks wait for
             load(left[0])
         launcher.wait_for_all("write the weights")
 
 
-def write_model(folder, write, safe_serialization):
+def in_order_of(like, names):
+    return tensor_files.in_order({name: like[name] for name in names})
+
+
+def write_split(split, like, load, folder, name="model.safetensors"):
+    """Writes tensors one after the other, as huggingface_hub's `split` divides them into files, with an index if there
+    are several. like: {name: tensor of its shape and dtype}. load: returns the tensor of a name. name: of a single file
+    """
+    for file, names in split.filename_to_tensors.items():
+        tensor_files.write({name: like[name] for name in names}, folder / file, load, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / f"{name}.index.json", index)
+
+
+def write_model(folder, write, names):
     """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
-    an earlier save are replaced. Raises NotSaved; then they are still there."""
+    an earlier save are replaced, which have the pattern `names`. Raises NotSaved; then they are still there."""
     temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +83,7 @@ def write_model(folder, write, safe_serialization):
             os.replace(temporary / name, folder / name)
         sync(folder)
         for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
-            if re.fullmatch(WEIGHTS[safe_serialization], old.name) and old.name not in new:
+            if re.fullmatch(names, old.name) and old.name not in new:
                 old.unlink()
     except (OSError, RuntimeError, SafetensorError) as problem:
         why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]

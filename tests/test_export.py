@@ -184,7 +184,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_pa
         ((run, "--checkpoint", 3), "rank0.safetensors is not what was written"),
         ((run, "--checkpoint", 5), "has no checkpoint-5: there are steps 6, 3"),
         ((run, "--output", run / "model" / "model.safetensors"), "would damage it"),
-        ((run, "--output", run / "run.json" / "x.safetensors"), "cannot be written"),
+        ((run, "--output", run / "run.json" / "x.safetensors"), "could not be written (File exists)"),
         ((run, "--checkpoint", 6, "--output", run / "checkpoint-6" / "x"), "would damage it"),
     ):
         code, out, err = run_tool(*argv)
@@ -296,3 +296,23 @@ def test_a_finished_model_in_several_files_is_one_file(tmp_path):
     exported = load_file(tmp_path / "export.safetensors")
     assert exported.keys() == model.keys()
     assert all(torch.equal(exported[name], model[name].float()) for name in model)
+
+
+def test_a_large_export_is_several_files_with_an_index(tmp_path, run_tool):
+    """transformers' own loader finds every tensor by the index; a later export in one file leaves none of them."""
+    model = {f"blocks.{i}.weight": torch.randn(64, 32, dtype=torch.bfloat16) for i in range(4)}
+    (tmp_path / "run.json").write_text(
+        json.dumps({"status": "finished", "recipe": "gpt", "plan": {"strategy": "fsdp"}})
+    )
+    weight_files.write_weights(model, tmp_path / "model", "10GB", True)
+    code, out, _ = run_tool(tmp_path, "--max_shard_size", "20KB", "--output", tmp_path / "out" / "whole.safetensors")
+    assert code == 0 and out.startswith(f"whole.safetensors.index.json and 2 files in {tmp_path}/out: 4 tensors, 8,192")
+    index = json.loads((tmp_path / "out" / "whole.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * 8192 and index["weight_map"].keys() == model.keys()
+    for name, file in index["weight_map"].items():
+        assert load_file(tmp_path / "out" / file)[name].equal(model[name].float())
+    (tmp_path / "out" / "other.safetensors").touch()
+    tool.export(tmp_path, tmp_path / "out" / "whole.safetensors")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["other.safetensors", "whole.safetensors"]
+    code, _, err = run_tool(tmp_path, "--max_shard_size", "huge")
+    assert code == 2 and err.startswith("refused: --max_shard_size huge: ")

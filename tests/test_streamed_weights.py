@@ -83,3 +83,52 @@ def test_a_disk_that_is_full_is_an_error_on_the_main_process_and_holds_up_no_oth
     codes = ranks.wait(90)
     assert codes[0] == 1 and "the weights could not be written (No space left on device)" in ranks.text()
     assert not list((tmp_path / "run" / "model").iterdir())
+
+
+FILLS = """
+import sys
+
+import torch
+
+from faithful import Accelerator
+from faithful.tensors import local
+
+folder = sys.argv[sys.argv.index("--output_dir") + 1]
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+inner = accelerator.strategy.torch_optimizer(optimizer)
+
+
+def step():
+    accelerator.backward(model(torch.ones(4, 64, dtype=next(model.parameters()).dtype)).float().square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held():
+    states = [state[key] for state in inner.state.values() for key in sorted(state)]
+    return [local(value) for value in states if torch.is_tensor(value)]
+
+
+step()
+saved, places = [tensor.clone() for tensor in held()], [tensor.data_ptr() for tensor in held() if tensor.dim()]
+accelerator.save_state(f"{folder}/checkpoint")
+step()
+assert not all(map(torch.equal, held(), saved))
+accelerator.load_state(f"{folder}/checkpoint")
+assert len(saved) >= 3 and all(map(torch.equal, held(), saved))
+assert [tensor.data_ptr() for tensor in held() if tensor.dim()] == places
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("config", ["single_bf16", "fsdp_bf16", "zero3_bf16"])
+def test_loading_fills_the_optimizer_state_that_is_there(tmp_path, config):
+    """A second copy of it in each process is what a model that barely fits has no room for."""
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    (tmp_path / "mine.py").write_text(FILLS)
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=tmp_path / "mine.py")
+    codes = ranks.wait()
+    assert set(codes) == {0}, ranks.text()

@@ -29,15 +29,18 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful import checkpoint, tensor_files  # noqa: E402
+from faithful import checkpoint, tensor_files, weight_files  # noqa: E402
+from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
 
@@ -219,19 +222,34 @@ def written_whole(output):
             temporary.unlink()
 
 
-def export(run, output=None, step=None):
-    """Writes `output` (default: RUN/export.safetensors). Returns a line that says what was written."""
+def export(run, output=None, step=None, max_shard_size="10GB"):
+    """Writes `output` (default: RUN/export.safetensors), above `max_shard_size` in several files with an index. Returns
+    a line that says what was written."""
     files, source = source_of(run, step)
     output = output or run / "export.safetensors"
     if output.resolve().parent == files[0].resolve().parent:
         raise Refused(f"--output {output} is in the folder that is read, and would damage it: choose another")
+    if output.is_dir():
+        raise Refused(f"--output {output} cannot be written: it is a folder; name a file in it")
     tensors = without_adapters(plain_tensors(files), record_of(run))
     shapes = {name: torch.empty_like(load(), device="meta") for name, load in tensors.items()}
-    with written_whole(output) as file:  # one tensor after the other: the model may be larger than the memory
-        tensor_files.write(shapes, file, lambda name: tensors[name](), metadata={"format": "pt"})
-    values, size = sum(tensor.numel() for tensor in shapes.values()), output.stat().st_size
+    pattern = f"{output.stem}{{suffix}}{output.suffix}"
+    try:
+        split = split_torch_state_dict_into_shards(shapes, filename_pattern=pattern, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise Refused(f"--max_shard_size {max_shard_size}: {error}") from None
+    # One tensor after the other: the model may be larger than the memory.
+    write = partial(weight_files.write_split, split, shapes, lambda name: tensors[name](), name=output.name)
+    earlier = rf"{re.escape(output.stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(output.suffix)}(\.index\.json)?"
+    try:
+        weight_files.write_model(output.parent, write, earlier)
+    except NotSaved as error:
+        raise Refused(str(error)) from None
+    written = [output.with_name(name) for name in split.filename_to_tensors]
+    values, size = sum(tensor.numel() for tensor in shapes.values()), sum(path.stat().st_size for path in written)
+    what = f"{output.name}.index.json and {len(written)} files in {output.parent}" if split.is_sharded else output
     read_from = f"{len(files)} files" if len(files) > 1 else files[0].name
-    return f"{output}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
+    return f"{what}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
 
 
 def load(run, step=None):
@@ -359,9 +377,12 @@ def main(argv):
     parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")
     parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors, .onnx")
     parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
+    parser.add_argument("--max_shard_size", default="10GB", help="safetensors: of one file; more are written, an index")
     args = parser.parse_args(argv)
-    write_as = {"safetensors": export, "onnx": to_onnx}[args.to]
-    print(write_as(args.run, args.output, args.checkpoint))
+    if args.to == "onnx":
+        print(to_onnx(args.run, args.output, args.checkpoint))
+    else:
+        print(export(args.run, args.output, args.checkpoint, args.max_shard_size))
 
 
 if __name__ == "__main__":

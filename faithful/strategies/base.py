@@ -255,12 +255,17 @@ def refuse_other_model(live, parts):
 
 
 def load_state(optimizer, parameters, parts):
-    """Loads the optimizer state of `parameters`, {name: parameter}, from a checkpoint. State of others stays."""
+    """Loads the optimizer state of `parameters`, {name: parameter}, from a checkpoint. State of others stays. Tensors
+    that are there already are filled, because a second copy of them may not fit in memory."""
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = {}
     for name, parameter in parameters.items():
-        prefix = f"optimizer/{name}/"
-        values = {place.removeprefix(prefix): parts[place].clone() for place in parts if place.startswith(prefix)}
+        prefix, held = f"optimizer/{name}/", optimizer.state.get(parameter, {})
+        values = {
+            place.removeprefix(prefix): filled(held.get(place.removeprefix(prefix)), parts[place])
+            for place in parts
+            if place.startswith(prefix)
+        }
         values = low_bit.put_together(values)
         if isinstance(parameter, DTensor):
             values = {key: like(parameter, value) if value.dim() else value for key, value in values.items()}
@@ -268,6 +273,14 @@ def load_state(optimizer, parameters, parts):
             state[index[id(parameter)]] = values
     before = optimizer.state_dict()
     optimizer.load_state_dict({"state": before["state"] | state, "param_groups": before["param_groups"]})
+
+
+def filled(held, value):
+    """`value`, in the memory of `held` if that is a plain tensor of its kind, else in memory of its own."""
+    shard = held.to_local() if isinstance(held, DTensor) else held
+    if type(shard) is torch.Tensor and (shard.shape, shard.dtype) == (value.shape, value.dtype):
+        return shard.copy_(value)
+    return value.clone()
 
 
 def like(parameter, shard):

@@ -118,8 +118,9 @@ def restore_engine(zero, parameters, parts):
         for key in keys:
             counter = parts.get(f"optimizer/group{i}/{key}")
             if counter is not None:
-                counter = counter.to(flat.device if fused else "cpu", copy=True)
-            zero.optimizer.state[flat][key] = torch.zeros_like(flat) if counter is None else counter
+                zero.optimizer.state[flat][key] = counter.to(flat.device if fused else "cpu", copy=True)
+            elif getattr(zero.optimizer.state[flat].get(key), "shape", None) != flat.shape:  # filled below
+                zero.optimizer.state[flat][key] = torch.zeros_like(flat)
     for name, parameter in parameters:
         if not parameter.requires_grad:
             with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
