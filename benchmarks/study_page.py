@@ -374,6 +374,6 @@ def write(rows, left, folder):
     (folder / "page.html").write_text(whole_page(report_))
     found = [result for result in report_["results"] if result["kind"] == shown_kind(report_)]
     if at_picture(found):
-        picture = page.alone(cost_and_saving(at_picture(found)), caption_of(PICTURE))
+        picture = page.standalone(cost_and_saving(at_picture(found)), caption_of(PICTURE))
         (folder / "memory_and_loss.svg").write_text(picture)
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -378,7 +378,7 @@ PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in 
 def picture(figures):
     """The paired differences of a comparison as an SVG file that follows the reader's light or dark mode."""
     rows = drawings.interval_rows(figures, figures["measure"])
-    return page.alone(page.intervals(rows, 100 * figures["margin"]), f"Difference in {figures['measure']}")
+    return page.standalone(page.intervals(rows, 100 * figures["margin"]), f"Difference in {figures['measure']}")
 
 
 def written(page, text=None):

@@ -44,7 +44,7 @@ def on_all_processes(method, name):
         if call.come is None:
             call.come = whereabouts.all_ranks_called(name, needed=True)
         if not call.come:
-            raise alone(name)
+            raise called_alone(name)
         with WholeTensors():
             return method(*args, **kwargs)
 
@@ -52,7 +52,7 @@ def on_all_processes(method, name):
     return call
 
 
-def alone(name):
+def called_alone(name):
     return Refused(
         f"the main process alone calls {name}, but each process holds a part of the weights: call it on all "
         "of them, or use a ddp config"
@@ -75,7 +75,7 @@ class WholeTensors(TorchFunctionMode):
             return function(*args, **kwargs)
         name, self.name = self.name, None
         if name and not whereabouts.all_ranks_called(name):
-            raise alone(name)
+            raise called_alone(name)
         if function.__name__.endswith("_"):  # in place
             function(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
             return args[0]

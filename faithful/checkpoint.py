@@ -68,7 +68,7 @@ def entry(path):
     return {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
 
 
-def known(entry):
+def hash_in(entry):
     """(bytes, name of the hash, hash) of an entry of a manifest. Raises LookupError or TypeError if it is damaged."""
     kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
     return entry["bytes"], kind, entry[kind]
@@ -243,7 +243,7 @@ def unsound(folder, rank=0, processes=1):
     processes each reads the files of its rank, and the first one those of no rank too."""
     try:
         settle(folder)
-        manifest = {name: known(wanted) for name, wanted in json.loads((folder / MANIFEST).read_text()).items()}
+        manifest = {name: hash_in(wanted) for name, wanted in json.loads((folder / MANIFEST).read_text()).items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"no readable {MANIFEST} ({type(error).__name__})"
     if missing := sorted(name for name in manifest if not (folder / name).is_file()):

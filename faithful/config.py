@@ -46,8 +46,8 @@ def read_env(env):
     sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
     world = int(env.get("WORLD_SIZE", 1))
     local = int(env.get("LOCAL_WORLD_SIZE", world))
-    fsdp = asked_of_fsdp(env)
-    deepspeed = asked_of_deepspeed(env)
+    fsdp = settings_of_fsdp(env)
+    deepspeed = settings_of_deepspeed(env)
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
         strategy = "ddp" if deepspeed["as_ddp"] else f"zero{deepspeed['stage']}"
     elif fsdp["version"] == 1 and fsdp["sharding"] == "NO_SHARD":
@@ -80,7 +80,7 @@ def read_env(env):
         "split": sizes["tp"],
         "deepspeed": deepspeed,
         "clip": deepspeed["clip"],
-        **asked_of_fp8(env, precision, sharded),
+        **settings_of_fp8(env, precision, sharded),
         "fsdp": fsdp,
         "built_once": built_once,
         "wrap": fsdp["wrap"] if sharded else None,
@@ -96,7 +96,7 @@ def read_env(env):
 ONCE = "FAITHFUL_RAM_EFFICIENT"  # 0: each process builds models with their weights, whatever the config says
 
 
-def asked_of_fsdp(env):
+def settings_of_fsdp(env):
     """The FSDP part of `read_env`. version: 1, 2, or 0 without FSDP. sharding, reshard: as version 1 or 2 says it.
     wrap: which modules are units; least: a unit's parameters under SIZE_BASED_WRAP; layers: the classes that
     TRANSFORMER_BASED_WRAP names. synced: the weights are process 0's. dead: settings that FSDP2 cannot follow."""
@@ -114,7 +114,7 @@ def asked_of_fsdp(env):
     )
     sharding = SHARDINGS[int(sharding) - 1] if sharding in "12345" else sharding.upper()
     ram = on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
-    asked = {
+    settings = {
         "version": int(version) if version.isdigit() else version,
         "sharding": sharding,
         "ram_efficient": ram,
@@ -124,12 +124,12 @@ def asked_of_fsdp(env):
     if version == "1":
         if sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
             sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(reshard.upper(), reshard.upper())
-        asked["sharding"] = sharding
+        settings["sharding"] = sharding
     turned = {"backward_prefetch": get("BACKWARD_PREFETCH", "NO_PREFETCH").upper() != "NO_PREFETCH",
               "forward_prefetch": on(get("FORWARD_PREFETCH")),
               "use_orig_params": not on(get("USE_ORIG_PARAMS", "true")),
               "state_dict_type": get("STATE_DICT_TYPE") == "LOCAL_STATE_DICT"}  # fmt: skip
-    return asked | {
+    return settings | {
         "dead": [f"fsdp_{key}" for key, is_on in turned.items() if is_on],
         "reshard": on(reshard or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
         "wrap": get("AUTO_WRAP_POLICY", "NO_WRAP").upper(),
@@ -139,7 +139,7 @@ def asked_of_fsdp(env):
     }
 
 
-def asked_of_deepspeed(env):
+def settings_of_deepspeed(env):
     """The DeepSpeed part of `read_env`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
     gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's. as_ddp:
     stage 0, which DDP does."""
@@ -148,31 +148,31 @@ def asked_of_deepspeed(env):
         return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
 
     clip, on_here = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower(), on(env.get("ACCELERATE_USE_DEEPSPEED"))
-    asked = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
+    settings = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
              "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False,
              "as_ddp": False}  # fmt: skip
     if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
-        asked |= deepspeed_file.requests(file)
+        settings |= deepspeed_file.requests(file)
     elif on_here:
-        asked |= {
+        settings |= {
             "stage": int(get("ZERO_STAGE", 2)),
             "devices": [get("OFFLOAD_OPTIMIZER_DEVICE"), get("OFFLOAD_PARAM_DEVICE")],
             "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
             "save_16bit": get("ZERO_STAGE") == "3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
         }
-        asked["as_ddp"] = asked["stage"] == 0 and not asked["clip"] and {*asked["devices"]} <= {"none"}
-    devices = asked.pop("devices")[: 2 if asked["stage"] == 3 else 1]  # only stage 3 offloads parameters
-    asked |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
-    return asked | {"init": asked["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
+        settings["as_ddp"] = settings["stage"] == 0 and not settings["clip"] and {*settings["devices"]} <= {"none"}
+    devices = settings.pop("devices")[: 2 if settings["stage"] == 3 else 1]  # only stage 3 offloads parameters
+    settings |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
+    return settings | {"init": settings["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
 
 
-def asked_of_fp8(env, precision, sharded):
+def settings_of_fp8(env, precision, sharded):
     """The FP8 part of `read_env`. `skip`: patterns of the Linear layers that stay in high precision. `dead`: options
     that are set but have no effect any more, each with the reason. `no_gather`: torchao is to gather in FP8 where
     nothing is gathered, which is Accelerate's default."""
-    asked = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": [], "no_gather": False}
+    settings = {"backend": None, "level": None, "fp8_options": {}, "skip": [], "dead": [], "no_gather": False}
     if precision != "fp8":
-        return asked
+        return settings
 
     def get(key, default=""):
         return env.get(f"ACCELERATE_FP8_{key}", default)
@@ -183,7 +183,7 @@ def asked_of_fp8(env, precision, sharded):
     options = {name: int(text) if text.isdigit() else text for name, text in given.items() if text}
     if backend == "ao":
         gathers = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1"))
-        asked["no_gather"] = gathers and not sharded
+        settings["no_gather"] = gathers and not sharded
         options = {"enable_fsdp_float8_all_gather": gathers and sharded, "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}
     elif backend == "te" and level != "delayed":
         options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
@@ -200,9 +200,9 @@ def asked_of_fp8(env, precision, sharded):
         "use_autocast_during_eval": (on(get("USE_AUTOCAST_DURING_EVAL")), "evaluation is always outside FP8"),
         "use_mxfp8_block_scaling": (on(get("USE_MXFP8_BLOCK_SCALING")), "write recipe: mxfp8 instead"),
     }  # fmt: skip
-    asked["dead"] = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
+    settings["dead"] = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
     skip = [pattern.strip() for pattern in get("SKIP", SKIP.get(backend, "")).split(",") if pattern.strip()]
-    return asked | {"backend": backend, "level": level, "fp8_options": options, "skip": skip}
+    return settings | {"backend": backend, "level": level, "fp8_options": options, "skip": skip}
 
 
 def to_env(config):

@@ -36,8 +36,8 @@ def enabled(section):
 
 
 def requests(said):
-    """What a file asks for, with the names of `config.asked_of_deepspeed`; `stage`; `precision`, None where it is the
-    launcher's; `steps` of gradient accumulation, None where they are the script's."""
+    """What a file asks for, with the names of `config.settings_of_deepspeed`; `stage`; `precision`, None where it is
+    the launcher's; `steps` of gradient accumulation, None where they are the script's."""
     problem, config = read(said)
     zero = config.get("zero_optimization", {})
     devices = [(zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")]

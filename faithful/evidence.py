@@ -110,8 +110,8 @@ class Evidence:
         """Counts gradients, between the backward pass and the update."""
         if self.hook:
             self.hook.remove()
-        seen, asked = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
-        if seen and asked and seen != asked:
+        seen, planned = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
+        if seen and planned and seen != planned:
             raise Refused(
                 f"asked for {self.plan.precision}, but Linear layers compute in {seen}: call the model that "
                 "accelerator.prepare returned, or compute inside accelerator.autocast()"

@@ -59,7 +59,7 @@ def read(path):
         config["distributed_type"] = "NO"
     if config.get("num_processes") == -1:  # nobody says it
         del config["num_processes"]
-    for key, kind in keys.known()[""].items():
+    for key, kind in keys.all_keys()[""].items():
         if kind == "int" and isinstance(config.get(key), str) and config[key].isdigit():
             config[key] = int(config[key])
     if config.pop("fp16", False) and "mixed_precision" not in config:
@@ -172,7 +172,7 @@ def keys_of_another_backend(section):
         + (" format" if section.get("recipe") in ("current", "block") else ""),
         "MSAMP": f"backend opt_level recipe {te if section.get('recipe') else ''}",
     }.get(backend, "")
-    known = [key.removeprefix("fp8_") for key in keys.known()["fp8_config"]]
+    known = [key.removeprefix("fp8_") for key in keys.all_keys()["fp8_config"]]
     for key in section:
         if reads and key in known and key not in [*reads.split(), "skip"]:
             yield f"fp8_config {key} is not read by backend {backend}: remove it"
@@ -233,11 +233,11 @@ def named_otherwise(path, config):
     except Refused as error:
         yield str(error)
         return
-    asked = read_env(to_env(config))
-    asked["recipe"] = asked["fp8_options"].get("recipe")
+    settings = read_env(to_env(config))
+    settings["recipe"] = settings["fp8_options"].get("recipe")
     for key, value in (promised or {}).items():
-        if asked[key] != value:
-            yield f"the name says {key} {value}, the file {asked[key]}: rename it or change the file"
+        if settings[key] != value:
+            yield f"the name says {key} {value}, the file {settings[key]}: rename it or change the file"
 
 
 def grammar(name):

@@ -28,7 +28,7 @@ TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", 
 
 
 @functools.cache
-def known():
+def all_keys():
     """{section, or "" for the top level: {key: its type, a word}} of the installed Accelerate."""
     folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
     keys = {"": fields(folder / "commands/config/config_args.py") | dict.fromkeys(OLD, "any")}
@@ -86,14 +86,14 @@ def problems(config):
     """Yields a line for each key that Accelerate does not have, and each value of the wrong type, which it takes out of
     `config`."""
     for key, value in list(config.items()):
-        if key not in known()[""]:
+        if key not in all_keys()[""]:
             yield f"{key} {meant(key, '')}"
         elif key in SECTIONS and value is not None and not isinstance(value, dict):
             yield f"{key} holds {value!r}, not `key: value` lines"
-        elif key not in SECTIONS and wrong(known()[""][key], value):
-            yield f"{key} {wrong(known()[''][key], config.pop(key))}"
+        elif key not in SECTIONS and wrong(all_keys()[""][key], value):
+            yield f"{key} {wrong(all_keys()[''][key], config.pop(key))}"
         for name, held in list(value.items()) if key in SECTIONS and isinstance(value, dict) else ():
-            kind = known()[key].get(full(key, str(name)))
+            kind = all_keys()[key].get(full(key, str(name)))
             if kind is None and full(key, str(name)) not in UNREAD.get(key, ()):
                 yield f"{key} {name} {meant(str(name), key)}"
             elif kind and wrong(kind, held):
@@ -122,7 +122,7 @@ def wrong(kind, value):
 def meant(key, section):
     if key in REMOVED:
         return "is a key of earlier versions, which Accelerate refuses by now: remove it"
-    names = [*known()[section], *UNREAD.get(section, ())]
+    names = [*all_keys()[section], *UNREAD.get(section, ())]
     close = difflib.get_close_matches(key, names, 1, 0.6) or difflib.get_close_matches(
         full(section, key), names, 1, 0.6
     )

@@ -36,7 +36,7 @@ class Epoch:
     def running(self, between_batches):
         """Whether an epoch is under way. between_batches: whether the newest batch is not trained on yet."""
         for loader in self.loaders:
-            if any(known is loader for known in loader.gradient_state.dataloader_references):
+            if any(other is loader for other in loader.gradient_state.dataloader_references):
                 return between_batches or not loader.end_of_dataloader
         return False
 
@@ -47,7 +47,7 @@ class Epoch:
     def number(self, running):
         """The number of the epoch under way, or of the next one, as Accelerate counts them. running: see `running`."""
         newest = self.loaders[-1]
-        in_last_batch = not running and any(known is newest for known in newest.gradient_state.dataloader_references)
+        in_last_batch = not running and any(other is newest for other in newest.gradient_state.dataloader_references)
         return newest.iteration + in_last_batch  # Accelerate counts on after the last batch
 
     def stateful(self):

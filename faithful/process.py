@@ -29,7 +29,7 @@ interrupted = None  # when Ctrl-C came
 left = None  # the SystemExit of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
 guarded = None  # the id of the process that `guard` has prepared
 ended = False  # whether its record is closed
-kept = set()  # signals whose handler is the script's own
+scripts_handlers = set()  # signals whose handler is the script's own
 
 
 ENDED, SILENT = "another process of this run ended", "no answer from another process"  # how `lost_peer` begins
@@ -172,8 +172,8 @@ def finish_steps_first(run):
         now = signal.getsignal(number)
         if now is default:
             signal.signal(number, ours)
-        elif now is not ours and number not in kept:
-            kept.add(number)
+        elif now is not ours and number not in scripts_handlers:
+            scripts_handlers.add(number)
             if callable(now) or number == signal.SIGTERM:  # shells ignore Ctrl-C for programs in the background
                 run.note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
 

@@ -40,8 +40,8 @@ class Record:
     its record there: then the record's folder is `folder`, beside that one.
     """
 
-    def __init__(self, asked, project, folder, main):
-        self.plan, self.project, self.main = asked, Path(project).absolute(), main
+    def __init__(self, plan, project, folder, main):
+        self.plan, self.project, self.main = plan, Path(project).absolute(), main
         self.name = Path(folder)
         self.folder = self.name.absolute()  # the script may change its working directory
         self.script, self.started = Path(sys.argv[0]).stem, now()
@@ -344,8 +344,8 @@ def git_state():
     return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes)}
 
 
-def default_folder(asked):
-    name = asked.config or f"{asked.strategy}_{asked.precision}"
+def default_folder(plan):
+    name = plan.config or f"{plan.strategy}_{plan.precision}"
     script = Path(sys.argv[0]).stem
     return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 

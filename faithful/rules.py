@@ -20,10 +20,10 @@ IN_VAIN = (
 )
 
 
-def problems(asked, machine):
+def problems(settings, machine):
     """Every reason why the config cannot run on this machine, one line each, with the fix."""
     lines = []
-    strategy, precision, gpus = asked["strategy"], asked["precision"], machine["devices"]
+    strategy, precision, gpus = settings["strategy"], settings["precision"], machine["devices"]
     if strategy == "zero0":
         lines.append(
             "zero_stage 0 runs as DDP, which has no gradient_clipping, offloading or deepspeed_config_file: "
@@ -33,43 +33,45 @@ def problems(asked, machine):
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
-    if asked["restarts_in_vain"]:
+    if settings["restarts_in_vain"]:
         lines.append(IN_VAIN)
-    if gpus and asked["local_processes"] > gpus:
-        lines.append(f"{asked['local_processes']} processes on {gpus} {machine['name']}: pass --num_processes {gpus}")
+    if gpus and settings["local_processes"] > gpus:
+        lines.append(
+            f"{settings['local_processes']} processes on {gpus} {machine['name']}: pass --num_processes {gpus}"
+        )
     if not gpus and precision == "fp16" and strategy in ("fsdp", "hsdp"):
         lines.append(
             f"{strategy} in fp16 cannot rehearse on a CPU (FSDP2's gradient scaler needs a GPU): use {strategy}_bf16"
         )
     if not gpus and precision == "fp16" and strategy.startswith("zero"):
         lines.append(f"{strategy} in fp16 cannot rehearse on a CPU (DeepSpeed's fp16 needs a GPU): use {strategy}_bf16")
-    lines += problems_of_fsdp(asked) + problems_of_meshes(asked)
-    lines += problems_of_deepspeed(asked, machine) if asked["deepspeed"]["stage"] is not None else []
+    lines += problems_of_fsdp(settings) + problems_of_meshes(settings)
+    lines += problems_of_deepspeed(settings, machine) if settings["deepspeed"]["stage"] is not None else []
     if precision == "bf16" and machine["capability"] and machine["capability"] < (8, 0):
         has = "{}.{}".format(*machine["capability"])
         lines.append(f"bf16 needs compute capability 8.0, {machine['name']} has {has}: use an fp16 config")
-    compiles = asked["compile"] or (precision == "fp8" and asked["backend"] == "msamp")
+    compiles = settings["compile"] or (precision == "fp8" and settings["backend"] == "msamp")
     if machine["devices"] and compiles and machine.get("lacks"):
-        what = "dynamo_config" if asked["compile"] else "MS-AMP's level"
+        what = "dynamo_config" if settings["compile"] else "MS-AMP's level"
         lines.append(
             f"{what} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
             f"no {' and no '.join(machine['lacks'])}: install gcc and python3-dev, or use "
             f"{strategy}_bf16"
         )
-    return lines + (problems_of_fp8(asked, machine) if precision == "fp8" else [])
+    return lines + (problems_of_fp8(settings, machine) if precision == "fp8" else [])
 
 
-def notes(asked):
+def notes(settings):
     """What runs otherwise than the config's words say, with the same result: one line each."""
-    lines, fsdp, strategy = [], asked["fsdp"], asked["strategy"]
-    several = asked["num_processes"] > 1
+    lines, fsdp, strategy = [], settings["fsdp"], settings["strategy"]
+    several = settings["num_processes"] > 1
     if fsdp["version"] == 1:
         runs = {"ddp": "DDP, which it is", "hsdp": "FSDP2 within each machine (HSDP)"}.get(strategy, "FSDP2")
         lines.append(f"FSDP version 1 with {fsdp['sharding']} runs as {runs}, as `accelerate to-fsdp2` converts it")
     if fsdp["dead"]:
         lines.append(f"{', '.join(fsdp['dead'])} cannot have an effect: FSDP2 has nothing of this kind")
-    if asked["built_once"] and several and not asked["ram_efficient"]:
-        key = "zero3_init_flag" if asked["deepspeed"]["init"] else "fsdp_cpu_ram_efficient_loading"
+    if settings["built_once"] and several and not settings["ram_efficient"]:
+        key = "zero3_init_flag" if settings["deepspeed"]["init"] else "fsdp_cpu_ram_efficient_loading"
         lines.append(
             f"{key} is off with -m faithful: each process builds the whole model before it is sharded. "
             f"{ONCE}=1 turns it on, for a script that uses no weights before prepare()"
@@ -79,29 +81,29 @@ def notes(asked):
             f"fsdp_sharding_strategy {fsdp['sharding']} is a key of FSDP version 1, which version 2 does not "
             "read: fsdp_reshard_after_forward and parallelism_config say it"
         )
-    if asked["compile"] and asked["whole_model"]:
+    if settings["compile"] and settings["whole_model"]:
         lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
-    if asked["deepspeed"]["as_ddp"]:
+    if settings["deepspeed"]["as_ddp"]:
         lines.append("zero_stage 0 partitions nothing: it runs as DDP")
-    if asked["ignored"]:
+    if settings["ignored"]:
         lines.append(
-            f"fsdp_ignored_modules {asked['ignored']}: each process keeps the whole of them, and none of them "
+            f"fsdp_ignored_modules {settings['ignored']}: each process keeps the whole of them, and none of them "
             "may be trained, as their gradients are not averaged"
         )
-    if asked["deepspeed"]["save_16bit"]:
+    if settings["deepspeed"]["save_16bit"]:
         lines.append("zero3_save_16bit_model: the weights are gathered and saved in fp32")
-    if asked["deepspeed"]["optimizer"] or asked["deepspeed"]["scheduler"]:
+    if settings["deepspeed"]["optimizer"] or settings["deepspeed"]["scheduler"]:
         lines.append(
             "the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
             "DummyScheduler"
         )
-    if asked["no_gather"]:
+    if settings["no_gather"]:
         lines.append("enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers")
     return lines
 
 
-def problems_of_fsdp(asked):
-    fsdp, lines = asked["fsdp"], []
+def problems_of_fsdp(settings):
+    fsdp, lines = settings["fsdp"], []
     if not fsdp["version"]:
         return lines
     if fsdp["version"] not in (1, 2):
@@ -115,20 +117,20 @@ def problems_of_fsdp(asked):
         )
     if fsdp["wrap"] not in WRAPS:
         lines.append(f"fsdp_auto_wrap_policy {fsdp['wrap']} is not one of {', '.join(WRAPS)}")
-    if fsdp["wrap"] == "NO_WRAP" and asked["ckpt"] and asked["strategy"] in ("fsdp", "hsdp"):
+    if fsdp["wrap"] == "NO_WRAP" and settings["ckpt"] and settings["strategy"] in ("fsdp", "hsdp"):
         lines.append(
             "fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
             " TRANSFORMER_BASED_WRAP"
         )
-    if asked["ignored"] and asked["backend"] == "msamp":
-        lines.append(f"fsdp_ignored_modules {asked['ignored']}: MS-AMP's levels shard all weights: leave it out")
+    if settings["ignored"] and settings["backend"] == "msamp":
+        lines.append(f"fsdp_ignored_modules {settings['ignored']}: MS-AMP's levels shard all weights: leave it out")
     return lines
 
 
-def problems_of_meshes(asked):
+def problems_of_meshes(settings):
     """Problems of parallelism_config: the sizes of the device mesh."""
-    strategy, processes = asked["strategy"], asked["num_processes"]
-    sizes = {name: size for name, size in asked["sizes"].items() if size > 1}
+    strategy, processes = settings["strategy"], settings["num_processes"]
+    sizes = {name: size for name, size in settings["sizes"].items() if size > 1}
     words = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if "tp" in sizes and strategy in ("fsdp", "hsdp"):
         return [f"tensor parallel with FSDP2 ({words}) fails between Accelerate 1.15 and transformers 5: use hsdp_bf16"]
@@ -137,9 +139,9 @@ def problems_of_meshes(asked):
             f"tensor parallel beside data parallel ({words}): without FSDP2 Accelerate refuses it, or sums no "
             "gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"
         ]
-    if strategy == "tp" and asked["precision"] == "fp16":
+    if strategy == "tp" and settings["precision"] == "fp16":
         return ["tp in fp16: torch's gradient scaler does not take split and whole gradients together, use tp_bf16"]
-    if strategy == "tp" and asked["precision"] == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
+    if strategy == "tp" and settings["precision"] == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
         return ["tp in fp8: no FP8 layer here takes a weight that is split: use tp_bf16, or fsdp_fp8"]
     if sizes.keys() & {"cp", "sp"}:
         return [f"parallelism_config {words}: context and sequence parallel are not supported here, use hsdp"]
@@ -158,8 +160,8 @@ def problems_of_meshes(asked):
     return []
 
 
-def problems_of_deepspeed(asked, machine):
-    strategy, extra = asked["strategy"], asked["deepspeed"]
+def problems_of_deepspeed(settings, machine):
+    strategy, extra = settings["strategy"], settings["deepspeed"]
     lines = []
     if "deepspeed" not in machine["packages"]:
         stage = f"zero{extra['stage']}"
@@ -171,7 +173,7 @@ def problems_of_deepspeed(asked, machine):
             "offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
             "offload_optimizer_device and offload_param_device to cpu"
         )
-    if asked["offload"] and strategy == "zero1":
+    if settings["offload"] and strategy == "zero1":
         lines.append("zero1 does not offload: use zero3_bf16_offload")
     return lines
 
@@ -202,7 +204,7 @@ def problems_of_machines(config, env):
         lines.append("several machines need --main_process_ip: pass the address of machine 0 on each of them")
     elif address == "localhost" or address.startswith("127."):
         lines.append(f"main_process_ip {address} means each machine itself: give the address of machine 0")
-    elif not known(address):
+    elif not resolves(address):
         lines.append(
             f"main_process_ip {address} is not an address, or a name that this machine can resolve: give the address "
             "of machine 0"
@@ -235,7 +237,7 @@ def problems_of_hostfile(section, processes):
     return []
 
 
-def known(name):
+def resolves(name):
     try:
         return bool(socket.getaddrinfo(name, None))
     except OSError:
@@ -252,11 +254,11 @@ def port_in_use(port):
     return False
 
 
-def problems_of_fp8(asked, machine):
-    strategy, backend, level, options = (asked[key] for key in ("strategy", "backend", "level", "fp8_options"))
+def problems_of_fp8(settings, machine):
+    strategy, backend, level, options = (settings[key] for key in ("strategy", "backend", "level", "fp8_options"))
     if backend not in LEVELS:
         return [f"fp8_config backend {backend} is not one of {', '.join(BACKENDS)} (in capitals)"]
-    lines = [f"fp8_config {line}" for line in asked["dead"]]
+    lines = [f"fp8_config {line}" for line in settings["dead"]]
     if level not in LEVELS[backend]:
         key = "opt_level" if backend == "msamp" else "recipe"
         lines.append(f"fp8_config {key} {level} is not one of {', '.join(LEVELS[backend])}, the levels of {backend}")
@@ -288,16 +290,16 @@ def problems_of_fp8(asked, machine):
                 f"MS-AMP's o3 keeps a whole FP8 weight in each process, {strategy} shards it: use fsdp_fp8_msamp_o2, "
                 "where a process holds 6/N bytes per parameter, or ddp_fp8_msamp_o3"
             )
-        if asked["offload"]:
+        if settings["offload"]:
             lines.append(
                 f"MS-AMP's levels under {strategy} are not offloaded: FSDP2's offloading moves .grad to the host, and "
                 "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"
             )
-    if backend == "msamp" and asked["compile"]:
+    if backend == "msamp" and settings["compile"]:
         lines.append(
             "MS-AMP's levels are not combined with a compiled model here: use the config without dynamo_config"
         )
-    if backend == "te" and asked["compile"]:
+    if backend == "te" and settings["compile"]:
         lines.append(
             f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
         )

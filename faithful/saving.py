@@ -59,10 +59,10 @@ def save_state(accelerator, output_dir):
 def asynchronous(accelerator):
     """Whether to write while training goes on: FAITHFUL_ASYNC_SAVE (1 or 0), or as the class says. The last checkpoint
     of a run that was told to stop is written at once."""
-    asked = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(accelerator.async_save)))
-    if asked not in ("0", "1"):
-        raise Refused(f"FAITHFUL_ASYNC_SAVE={asked}: set 1 to save while training goes on, or 0 to wait")
-    return asked == "1" and not accelerator.stopping
+    choice = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(accelerator.async_save)))
+    if choice not in ("0", "1"):
+        raise Refused(f"FAITHFUL_ASYNC_SAVE={choice}: set 1 to save while training goes on, or 0 to wait")
+    return choice == "1" and not accelerator.stopping
 
 
 def room_for_a_copy(parts):

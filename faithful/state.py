@@ -82,8 +82,8 @@ def rest_of(strategy, optimizer, models):
     owned, rest, states = strategy.parameter_ids(optimizer), {}, strategy.torch_optimizer(optimizer).state
     for at, parameter in enumerate(parameters_in(strategy.torch_optimizer(optimizer))):
         if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
-            known, state = id(parameter) in in_models, states.get(parameter, {})
-            rest[str(at)] = {key: value for key, value in state.items() if not (known and torch.is_tensor(value))}
+            in_a_model, state = id(parameter) in in_models, states.get(parameter, {})
+            rest[str(at)] = {key: value for key, value in state.items() if not (in_a_model and torch.is_tensor(value))}
     return {at: state for at, state in rest.items() if state}
 
 

@@ -25,7 +25,7 @@ WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization
 
 def write_weights(weights, folder, max_shard_size, safe_serialization):
     """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
-    plain = {name: alone(weight) for name, weight in weights.items()}
+    plain = {name: own_copy(weight) for name, weight in weights.items()}
     options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
     write = lambda temporary: save_torch_state_dict(plain, temporary, **options)  # noqa: E731
     write_model(folder, write, WEIGHTS[safe_serialization])
@@ -106,7 +106,7 @@ def offloaded_weights(model):
     return get_state_dict_offloaded_model(model) | outermost
 
 
-def alone(tensor):
+def own_copy(tensor):
     """The tensor on the CPU, in memory of its own: FSDP2 gathers several tensors into one storage."""
     tensor = local(tensor.detach()).cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -108,6 +108,6 @@ def describe(accelerator, dataset):
     folder = Path(accelerator.project_dir or "runs/latest")
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        known = about(dataset) | {"fingerprint": dataset.fingerprint()}
-        (folder / "data.json").write_text(json.dumps(known, indent=1) + "\n")
+        description = about(dataset) | {"fingerprint": dataset.fingerprint()}
+        (folder / "data.json").write_text(json.dumps(description, indent=1) + "\n")
     return folder

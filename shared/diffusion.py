@@ -171,8 +171,8 @@ class Samples:
         real, of = self.real["pixel_values"].float().flatten(1), self.real["labels"]
         images = images.flatten(1)
         right = of[torch.cdist(images, real).argmin(1)] == labels
-        known = [label for label in classes if (of == label).sum() > 1]
-        apart = [F.pdist(images[labels == label]).mean() / F.pdist(real[of == label]).mean() for label in known]
+        several = [label for label in classes if (of == label).sum() > 1]
+        apart = [F.pdist(images[labels == label]).mean() / F.pdist(real[of == label]).mean() for label in several]
         diversity = {"diversity": torch.stack(apart).mean().item()} if apart else {}
         return {"accuracy": right.double().mean().item()} | diversity
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from test_plan import exported_by_accelerate
-from test_te import DELAYED, TE_FILES, asked_of, config, on_a_gpu
+from test_te import DELAYED, TE_FILES, config, on_a_gpu, settings_of
 from timm.layers import LayerNorm, LayerNorm2d
 from torch import nn
 
@@ -52,7 +52,7 @@ def seeded(*shape, seed=0):
 
 
 def plan(text=DELAYED, **more):
-    return dataclasses.replace(on_a_gpu(asked_of(config(text))), **more)
+    return dataclasses.replace(on_a_gpu(settings_of(config(text))), **more)
 
 
 # What it is given
@@ -106,7 +106,7 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
                     theirs = True
             except (AssertionError, RuntimeError):
                 theirs = False
-            mine = rules.problems(asked_of(config(f"backend: TE, recipe: {level}")), machine) == []
+            mine = rules.problems(settings_of(config(f"backend: TE, recipe: {level}")), machine) == []
             assert mine == theirs, (level, capability, cuda)
 
 

@@ -77,6 +77,6 @@ def test_an_interval_that_leaves_the_picture_does_not_set_its_scale():
 
 
 def test_a_picture_of_its_own_has_its_colours_with_it():
-    text = page.alone(PICTURES["intervals"], "x")
+    text = page.standalone(PICTURES["intervals"], "x")
     assert "prefers-color-scheme: dark" in text and text.startswith("<svg xmlns=") and "--c7: #" in text
     assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}

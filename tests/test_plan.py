@@ -71,7 +71,7 @@ def test_the_keys_are_those_of_the_installed_launcher():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    known = keys.known()
+    known = keys.all_keys()
     assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(keys.OLD)
     groups = {group.title: {action.dest for action in group._group_actions}
               for group in launch_command_parser()._action_groups}  # fmt: skip

@@ -43,7 +43,7 @@ def config(text, kind="NO", **more):
     return made | ({"fsdp_config": fsdp} if kind == "FSDP" else {})
 
 
-def asked_of(mapping):
+def settings_of(mapping):
     return read_env(to_env(mapping))
 
 
@@ -53,7 +53,7 @@ def on_a_gpu(asked):
 
 
 def problems(mapping, machine):
-    return rules.problems(asked_of(mapping), machine)
+    return rules.problems(settings_of(mapping), machine)
 
 
 @needs_te
@@ -81,7 +81,7 @@ def test_a_dead_knob_is_refused_where_it_is_turned(tmp_path, key, turned, defaul
     for value, expected in ((turned, [f"fp8_config {key}: {reason}"]), (default, [])):
         mapping = config(f"{DELAYED}, {key}: {value}")
         path.write_text(yaml.dump(mapping))
-        for found in (asked_of(mapping), read_env(exported_by_accelerate(path))):
+        for found in (settings_of(mapping), read_env(exported_by_accelerate(path))):
             lines = rules.problems(found, GPU)
             assert len(lines) == len(expected)
             assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True)), lines

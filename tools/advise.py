@@ -39,16 +39,16 @@ HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
 STUDY = {"equal": 0, "better": 0, "unknown": 1, None: 1, "worse": 2}  # its verdicts, the best first
 
 
-def bytes_sent(asked, parameters):
+def bytes_sent(settings, parameters):
     """Bytes that each process sends in one optimizer step, or None if no rule here covers the config.
 
     A collective over N processes sends (N-1)/N of its tensor; an all-reduce sends twice that. A test compares these
     rules with the counts in results/strategies.json.
     """
-    n, strategy, compute = asked["shards"], asked["strategy"], 4 if asked["precision"] == "fp32" else 2
-    if asked["num_processes"] == 1:
+    n, strategy, compute = settings["shards"], settings["strategy"], 4 if settings["precision"] == "fp32" else 2
+    if settings["num_processes"] == 1:
         return 0
-    if strategy == "tp" or asked["backend"] == "msamp":
+    if strategy == "tp" or settings["backend"] == "msamp":
         return None  # tp sends activations, whose size depends on the batch; msamp sends FP8 gradients with scales
     share = (n - 1) / n * parameters
     if strategy == "ddp":
@@ -57,17 +57,17 @@ def bytes_sent(asked, parameters):
         return (2 * 4 + compute) * share
     if strategy == "zero3":
         return 3 * compute * share
-    gathers = 1 if asked["noreshard"] else 2
+    gathers = 1 if settings["noreshard"] else 2
     whole = (gathers * compute + 4) * share
     if strategy == "hsdp":  # then an all-reduce between the groups
-        groups = asked["num_processes"] // n
+        groups = settings["num_processes"] // n
         whole += 2 * 4 * (groups - 1) / groups * parameters / n
     return whole
 
 
-def strategy_name(asked):
+def strategy_name(settings):
     """The strategy's name in ORDER."""
-    return "fsdp noreshard" if asked["strategy"] == "fsdp" and asked["noreshard"] else asked["strategy"]
+    return "fsdp noreshard" if settings["strategy"] == "fsdp" and settings["noreshard"] else settings["strategy"]
 
 
 def known_loss(comparison, name):
@@ -96,17 +96,22 @@ def measured_speed(comparison, name):
 
 def rank(config):
     """Sort key for the order in the module's docstring; the smallest is recommended."""
-    asked, loss = config["asked"], config["loss"][0]
-    fp8, fine = asked["precision"] == "fp8", loss in ("equal", "lower")
+    settings, loss = config["asked"], config["loss"][0]
+    fp8, fine = settings["precision"] == "fp8", loss in ("equal", "lower")
     if config["speed"] and fine:
         return (1, -config["speed"])
     if loss == "higher":
         return (7, config["total"])
     if fp8:
         return (4, config["total"]) if fine else (6, STUDY[config["study"][0]], config["total"])
-    group = 5 if asked["offload"] else 3 if asked["ckpt"] else 2
-    precision = HIGH.index(asked["precision"])
-    return (group, asked["compile"], ORDER.index(strategy_name(asked)), precision)  # compiled: same loss, unknown speed
+    group = 5 if settings["offload"] else 3 if settings["ckpt"] else 2
+    precision = HIGH.index(settings["precision"])
+    return (
+        group,
+        settings["compile"],
+        ORDER.index(strategy_name(settings)),
+        precision,
+    )  # compiled: same loss, unknown speed
 
 
 def readable_bytes(size):
@@ -117,7 +122,7 @@ def readable_bytes(size):
 
 def reason(config, memory):
     """The reason for the recommendation, in one or two sentences."""
-    group, asked = rank(config)[0], config["asked"]
+    group, settings = rank(config)[0], config["asked"]
     fits = f"It needs about {readable_bytes(config['total'])} of {readable_bytes(memory)} per device"
     if group == 1:
         rate = f"{config['speed']:,.0f} samples per second"
@@ -133,7 +138,7 @@ def reason(config, memory):
             "fp16": "bf16 cannot run here",
             "fp32": "nothing narrower can run",
         }
-        return f"{fits}, {plain[group]}; {full[asked['precision']]}."
+        return f"{fits}, {plain[group]}; {full[settings['precision']]}."
     if group == 4:
         return f"{fits}, no config in high precision fits on the devices, and its loss is known: {config['loss'][1]}."
     if group == 6:
@@ -166,16 +171,16 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-def asked_of(names, devices):
+def settings_of(names, devices):
     """{config: what it asks for on so many devices}; without names all configs for one device, or for several."""
     files = {file.stem: file for file in sorted((ROOT / "accelerate_configs").glob("*.yml"))}
     for name in names:
         if name not in files:
             raise Refused(f"no config {name}: {find.suggestion(name, 'config')}")
-    asked = {name: read_config(files[name], devices) for name in names or files}
+    settings = {name: read_config(files[name], devices) for name in names or files}
     if names:
-        return asked
-    return {name: config for name, config in asked.items() if (config["strategy"] != "single") == (devices > 1)}
+        return settings
+    return {name: config for name, config in settings.items() if (config["strategy"] != "single") == (devices > 1)}
 
 
 def main(argv):
@@ -190,12 +195,12 @@ def main(argv):
     if args.memory:  # the target machine may be another one, whose abilities are unknown
         here |= {"device": "cuda", "devices": devices, "name": "GPUs", "capability": None}
         here["packages"] = machine.packages()
-    wanted = asked_of(args.configs, devices)
+    wanted = settings_of(args.configs, devices)
     unable = {}
-    for name, asked in wanted.items():
-        if problems := rules.problems(asked | {"local_processes": asked["num_processes"]}, here):
+    for name, settings in wanted.items():
+        if problems := rules.problems(settings | {"local_processes": settings["num_processes"]}, here):
             unable[name] = problems[0]
-    wanted = {name: asked for name, asked in wanted.items() if name not in unable}
+    wanted = {name: settings for name, settings in wanted.items() if name not in unable}
     memory, _, cpu = memory_of(args.memory)
     able, parameters = [], None
     pretrained = "--pretrained" in options
@@ -276,9 +281,9 @@ def print_table(able, parameters, devices, memory, fitting, spare, words):
     for config in able:
         fits = "yes" if config in spare else "tight" if config in fitting else "no"
         per = f"{config['states'] / parameters:.2f}"
-        wire = "not known" if config["sent"] is None else readable_bytes(config["sent"])
+        sent = "not known" if config["sent"] is None else readable_bytes(config["sent"])
         said = f"study: {config['study'][1]}" if config["loss"][0] is None and config["study"][1] else config["loss"][1]
-        rows.append([config["name"], fits, readable_bytes(config["total"]), per, wire, said])
+        rows.append([config["name"], fits, readable_bytes(config["total"]), per, sent, said])
     for line in cli.columns(rows):
         print(f"  {line}")
 

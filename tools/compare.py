@@ -62,8 +62,8 @@ def split_launch(words):
     """Splits the words after `--` like launch.sh: (options of accelerate launch, recipe, its options)."""
     at = 0
     while at < len(words) and words[at].startswith("-"):
-        alone = "=" in words[at] or words[at].startswith("--no_")
-        at += 1 if alone or words[at] in ("--multi_gpu", "--debug", "--quiet", "-q") else 2
+        single = "=" in words[at] or words[at].startswith("--no_")
+        at += 1 if single or words[at] in ("--multi_gpu", "--debug", "--quiet", "-q") else 2
     if at >= len(words):
         raise Refused("which recipe? ./launch.sh compare single_bf16 single_fp8 -- vit --max_steps 100")
     return words[:at], words[at], words[at + 1 :]
@@ -98,10 +98,10 @@ def batches(configs, words, gpus):
 
 
 class Launch(typing.NamedTuple):
-    """A run that the comparison wants. twin: from weights one rounding apart."""
+    """A run that the comparison wants. control: from weights one rounding apart."""
 
     config: str
-    twin: bool
+    control: bool
     seed: int
     folder: Path
 
@@ -111,7 +111,7 @@ def matches(run, launch, file, recipe):
     from faithful.record import code_sha256  # imports torch
 
     record = run["record"]
-    if run["problem"] or records.nudged(run) != launch.twin:
+    if run["problem"] or records.nudged(run) != launch.control:
         return False
     if record["config"]["sha256"] != sha256(file.read_bytes()).hexdigest():
         return False
@@ -128,13 +128,13 @@ def wait_for_others(folder, seconds=60):
         time.sleep(0.2)
 
 
-def launch_all(configs, words, folder, seeds, twin):
+def launch_all(configs, words, folder, seeds, control):
     """Launches every missing run, one after another. Returns all runs, read from their folders."""
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
     per_device = batches(configs, words, machine.of_driver()["devices"]) if find.is_recipe(file) else None
     rows = [(name, False) for name in configs]
-    if twin:
+    if control:
         rows.insert(1, (rows[0][0], True))
     wanted, missing = [], []
     for seed in range(seeds):  # seed by seed: a slow phase of the machine hits all configs
@@ -157,7 +157,7 @@ def launch_all(configs, words, folder, seeds, twin):
             raise Refused(f"the baseline's first run has no record: {reason_of(run, code)} ({log})")
         remaining = (now - begun) / number * (len(missing) - number)
         until = f"; about {remaining / 60:.0f} min left" if remaining else ""
-        row = f"{launch.config}{', twin' if launch.twin else ''} seed {launch.seed}"
+        row = f"{launch.config}{', twin' if launch.control else ''} seed {launch.seed}"
         print(f"[{number}/{len(missing)}] {row}: {outcome(run, code)} ({now - started:.0f} s{until})", flush=True)
     runs = [records.read(launch.folder, launch.seed) for launch in wanted]
     for run in runs:
@@ -176,7 +176,7 @@ def execute(launch, config, words, per_device):
     command = [str(ROOT / "launch.sh"), str(config), *options, str(find.recipe(recipe))]
     env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     env.pop("FAITHFUL_PERTURBED", None)
-    if launch.twin:
+    if launch.control:
         env["FAITHFUL_PERTURBED"] = "1"
     if per_device is None:
         command += [word.replace("{seed}", str(launch.seed)) for word in rest]
@@ -227,18 +227,18 @@ def estimator(folder):
     file = Path(folder) / "estimates.json"
 
     def guess(record):
-        known = json.loads(file.read_text()) if file.exists() else {}
+        estimates = json.loads(file.read_text()) if file.exists() else {}
         recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
         free = records.FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
         options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
         code = [(ROOT / "tools" / name).read_text() for name in ("estimate.py", "tracing.py", "fake.py")]
         by = code, record["code_sha256"]
         key = sha256(repr((text, options, record["plan"]["num_processes"], by)).encode()).hexdigest()
-        if key not in known and text and recipe.is_file():
-            known[key] = estimate_of(record, text, recipe, options)
+        if key not in estimates and text and recipe.is_file():
+            estimates[key] = estimate_of(record, text, recipe, options)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(known, indent=1) + "\n")
-        return known.get(key)
+            file.write_text(json.dumps(estimates, indent=1) + "\n")
+        return estimates.get(key)
 
     return guess
 
@@ -342,18 +342,18 @@ def over_launched(args, words, command):
     configs = {file.stem: file for file in files}
     if args.assert_close and args.assert_close not in configs:
         raise Refused(f"--assert-close {args.assert_close}: there is no such row, only {', '.join(configs)}")
-    alone = runs_once(file, words)
-    if alone:
+    single = runs_once(file, words)
+    if single:
         reason = f"no {{seed}} among the arguments of {file.name}"
         print(f"{reason}: every config runs once, with the seed it has", flush=True)
     default = ROOT / "runs" / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
     folder = args.output_dir or default
     where = args.report or folder
     cli.make_folder(where)
-    counts = [1 if alone else args.seeds or SEEDS]
+    counts = [1 if single else args.seeds or SEEDS]
     counts = paired.looks(args.max_seeds) if args.seeds == "auto" else counts
     for count in counts:
-        runs = launch_all(configs, words, folder, count, not args.no_twin and not alone)
+        runs = launch_all(configs, words, folder, count, not args.no_twin and not single)
         options = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
         comparison = judge.make(runs, command, **options)
         undecided = judge.undecided(comparison)
@@ -364,7 +364,7 @@ def over_launched(args, words, command):
             break
     if not args.no_estimate:
         comparison = judge.make(runs, command, **options, guess=estimator(folder))
-    return comparison | {"once": alone}, where
+    return comparison | {"once": single}, where
 
 
 def main(argv):

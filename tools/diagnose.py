@@ -202,21 +202,21 @@ def ends_with_this():
 
 def refuse_unfit(name, mapping):
     """Raises Refused for a config in which no layer could be looked at."""
-    asked = config.read_env(config.to_env(mapping))
+    settings = config.read_env(config.to_env(mapping))
     here = machine.without_accelerator() if files.asks_for_cpu(mapping) else machine.of_driver()
-    if asked["precision"] != "fp8":
+    if settings["precision"] != "fp8":
         raise Refused(f"{name} asks for no FP8: there is nothing to diagnose")
-    if asked["strategy"] not in ("single", "ddp"):
-        whole = "ddp" if asked["num_processes"] > 1 else "single"
+    if settings["strategy"] not in ("single", "ddp"):
+        whole = "ddp" if settings["num_processes"] > 1 else "single"
         raise Refused(
-            f"diagnose needs whole weights on every process, {asked['strategy']} splits them: use {whole} "
+            f"diagnose needs whole weights on every process, {settings['strategy']} splits them: use {whole} "
             "with the same backend"
         )
-    if asked["compile"]:
+    if settings["compile"]:
         raise Refused(
             "diagnose looks inside layers, which a compiled block hides: use the config without dynamo_config"
         )
-    if asked["backend"] != "msamp" and (here["capability"] or (0, 0)) >= (8, 9):
+    if settings["backend"] != "msamp" and (here["capability"] or (0, 0)) >= (8, 9):
         raise Refused(
             f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside the kernels "
             f"for {here['name']}: run it on a CPU"

@@ -37,32 +37,32 @@ def drawn_intervals(comparison):
 
 def difference_curves(comparison, name):
     """({config: its differences to the baseline over the steps, in percent}, the same of the twin or None)."""
-    curves, twin = {}, None
+    curves, control = {}, None
     for row in comparison["rows"]:
         points = (row.get("difference_curves") or {}).get(name)
         if not points:
             continue
         shares = [[step, *(100 * value for value in values)] for step, *values in points]
         if row["control"]:
-            twin = shares
+            control = shares
         else:
             curves[row["config"]] = shares
-    return curves, twin
+    return curves, control
 
 
 def drawn_differences(comparison):
     """Pictures of the difference to the baseline over the steps, for the main measure and the training loss."""
     colour_of, baseline = colours(comparison), comparison["baseline"]
     for name in dict.fromkeys([comparison["measure"], "loss"]):
-        curves, twin = difference_curves(comparison, name)
+        curves, control = difference_curves(comparison, name)
         if not curves:
             continue
         title = "training loss" if name == "loss" else name
         caption = f"{title}: mean difference to {baseline} over pairs, and its {report.level(comparison)} interval."
-        caption += " Grey: the twin." if twin else ""
-        draw = page.panels([(key, colour_of[key], points) for key, points in curves.items()], twin)
+        caption += " Grey: the twin." if control else ""
+        draw = page.panels([(key, colour_of[key], points) for key, points in curves.items()], control)
         drawn = page.picture(draw, caption, command=comparison["command"])
-        series = curves | ({f"{baseline}, twin": twin} if twin else {})
+        series = curves | ({f"{baseline}, twin": control} if control else {})
         yield page.section(f"Difference over the steps: {title}", drawn, in_numbers(series, "{:+.2f}%".format))
 
 

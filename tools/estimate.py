@@ -66,9 +66,9 @@ def read_config(file, num_processes=None):
     mapping.setdefault("num_processes", files.default_processes(mapping, 0))
     if num_processes and str(mapping.get("distributed_type")) != "NO":
         mapping["num_processes"] = num_processes
-    asked = config.read_env(config.to_env(mapping))
-    shards = asked["sizes"]["dp_shard"] if asked["strategy"] == "hsdp" else asked["num_processes"]
-    return asked | {"shards": shards if asked["strategy"] != "single" else 1}
+    settings = config.read_env(config.to_env(mapping))
+    shards = settings["sizes"]["dp_shard"] if settings["strategy"] == "hsdp" else settings["num_processes"]
+    return settings | {"shards": shards if settings["strategy"] != "single" else 1}
 
 
 def accumulates(words):
@@ -77,24 +77,24 @@ def accumulates(words):
     return match is not None and int(match[1]) > 1
 
 
-def tracing_keys(asked):
+def tracing_keys(settings):
     """The two tracings that a config needs, as it is and with checkpoints: `tracing.trace`'s arguments, hashable.
 
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
     the dtype they compute in, and a model that is split must be one that can be."""
-    cast = asked["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and asked["precision"] != "fp32"
-    cast = cast and asked["backend"] != "msamp"
-    precision = "fp32" if cast else {"fp16": "bf16"}.get(asked["precision"], asked["precision"])
-    split = asked["shards"] if asked["strategy"] == "tp" else 1
+    cast = settings["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and settings["precision"] != "fp32"
+    cast = cast and settings["backend"] != "msamp"
+    precision = "fp32" if cast else {"fp16": "bf16"}.get(settings["precision"], settings["precision"])
+    split = settings["shards"] if settings["strategy"] == "tp" else 1
     high = {"precision": precision if precision != "fp8" else "bf16", "dtype": "bfloat16" if cast else None}
     plain = high | {"split": split}
     if precision == "fp8":
-        options = asked["fp8_options"] if asked["backend"] in ("te", "msamp") else {}
+        options = settings["fp8_options"] if settings["backend"] in ("te", "msamp") else {}
         plain |= {
             "precision": "fp8",
-            "backend": asked["backend"],
-            "level": asked["level"],
-            "skip": tuple(asked["skip"]),
+            "backend": settings["backend"],
+            "level": settings["level"],
+            "skip": tuple(settings["skip"]),
             "fp8_options": tuple(options.items()),
         }
     return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
@@ -114,29 +114,29 @@ def trace_or_reason(module, argv, key):
         return Refused(str(reason).splitlines()[0])
 
 
-def tracings_of(module, argv, asked, known):
+def tracings_of(module, argv, settings, known):
     """The two tracings of a config. known: {key: its tracing} of those that were made before or are being made."""
     pair = []
-    for key in tracing_keys(asked):
+    for key in tracing_keys(settings):
         if key not in known:
             known[key] = trace_or_reason(module, argv, key)
         tracing = known[key].get() if hasattr(known[key], "ready") else known[key]  # of another process
         if isinstance(tracing, Refused):
             raise tracing
         pair.append(tracing)
-    if pair[0]["frozen"] and asked["strategy"].startswith("zero"):
-        raise Refused(f"{asked['strategy']} trains one model, the script prepares several")
+    if pair[0]["frozen"] and settings["strategy"].startswith("zero"):
+        raise Refused(f"{settings['strategy']} trains one model, the script prepares several")
     return pair
 
 
-def estimate(asked, plain, checkpointed, cpu):
+def estimate(settings, plain, checkpointed, cpu):
     """Bytes per process by class."""
-    strategy, n = asked["strategy"], asked["shards"]
-    compute = 4 if asked["precision"] == "fp32" else 2
+    strategy, n = settings["strategy"], settings["shards"]
+    compute = 4 if settings["precision"] == "fp32" else 2
     from faithful.strategies.zero import BUCKET
 
     elements, blocks = plain["parameters"], plain["blocks"]
-    levels = asked["backend"] == "msamp"
+    levels = settings["backend"] == "msamp"
     itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
     fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") and not levels else 1
     weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
@@ -148,14 +148,14 @@ def estimate(asked, plain, checkpointed, cpu):
     left = gradient + in_fp8  # of the gradients, on this rank
     if strategy == "ddp":
         communication = gradient
-        if asked["level"] == "o3" and levels:
+        if settings["level"] == "o3" and levels:
             of_levels = plain["levels"]["optimizer"]
             optimizer += of_levels / n - of_levels
             master, left = master / n, gradient + in_fp8 / n
     elif strategy in ("fsdp", "hsdp", "tp"):
         weights, optimizer, left = weights / n, optimizer / n, (gradient + in_fp8) / n
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
-        if asked.get("accumulates") and strategy != "tp":
+        if settings.get("accumulates") and strategy != "tp":
             left += gradient * (1 - 1 / n)
         if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
             from amp8 import comm
@@ -170,10 +170,10 @@ def estimate(asked, plain, checkpointed, cpu):
         each = 8 + 4 / n if strategy == "zero3" else 2 * compute + cast
         communication = bucket * each + (compute * min(LIVE, elements) if strategy == "zero3" else 0)
     weights += plain["frozen"] / (n if strategy.startswith(("fsdp", "hsdp")) else 1)
-    if asked["offload"]:
+    if settings["offload"]:
         weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
 
-    activations = checkpointed if asked["ckpt"] else plain
+    activations = checkpointed if settings["ckpt"] else plain
     share = left / (gradient + in_fp8)
     # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
     away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
@@ -185,18 +185,21 @@ def estimate(asked, plain, checkpointed, cpu):
         "optimizer": optimizer,
         "activations": max(o for _, o in activations["moments"]),
         "communication": communication,
-        "runtime": RUNTIME["single" if asked["num_processes"] == 1 else "several"] if cpu else 0,
+        "runtime": RUNTIME["single" if settings["num_processes"] == 1 else "several"] if cpu else 0,
     }
     sizes = {key: round(size) for key, size in sizes.items()}
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
     shards = strategy.startswith(("fsdp", "hsdp", "zero")) and n > 1
-    phases = host_phases(asked, sizes, plain, largest, cpu) if shards else {}
+    phases = host_phases(settings, sizes, plain, largest, cpu) if shards else {}
     if cpu and phases:
         phases["train"] = {"main": training, "others": training}
     for name, phase in phases.items():
-        n, others = asked["num_processes"], phase["others"]
+        n, others = settings["num_processes"], phase["others"]
         phase["node"] = phase["main"] + (n - 1) * others
-        if asked["ram_efficient"] and name in ("build", "load"):  # the others hold nothing while process 0 holds most
+        if settings["ram_efficient"] and name in (
+            "build",
+            "load",
+        ):  # the others hold nothing while process 0 holds most
             phase["node"] = max(phase["main"] + (n - 1) * sizes["runtime"], n * others)
     return sizes | {
         "phases": phases,
@@ -206,16 +209,16 @@ def estimate(asked, plain, checkpointed, cpu):
     }
 
 
-def host_phases(asked, sizes, plain, largest, cpu):
+def host_phases(settings, sizes, plain, largest, cpu):
     """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training. What
     training holds is there too on a CPU, and on a GPU it is not."""
     state = sum(sizes[key] for key in ("weights", "master", "optimizer"))
     held = sizes["runtime"] + state if cpu else 0
-    part = sizes["runtime"] + 4 * plain["parameters"] / asked["shards"] if cpu else 0
+    part = sizes["runtime"] + 4 * plain["parameters"] / settings["shards"] if cpu else 0
     whole, block = 4 * plain["parameters"], 4 * largest
     sent = 2 * 4 * plain["largest"]  # a parameter of process 0's on its way
-    build = whole + part, (sent if asked["ram_efficient"] else whole) + part
-    file = state if asked["strategy"] == "zero3" else 0  # read whole; other files tensor by tensor
+    build = whole + part, (sent if settings["ram_efficient"] else whole) + part
+    file = state if settings["strategy"] == "zero3" else 0  # read whole; other files tensor by tensor
     phases = {
         "build": build,
         "save": (held + state, held + state),
@@ -281,23 +284,23 @@ def estimates(wanted, recipe, words, memory, cpu):
     estimated (config, the reason as Refused, None). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
     from tools.tracing import load  # imports torch
 
-    reasons = {name: lines[0] for name, asked in wanted.items() if (lines := rules.problems_of_meshes(asked))}
+    reasons = {name: lines[0] for name, settings in wanted.items() if (lines := rules.problems_of_meshes(settings))}
     for name, reason in reasons.items():
         yield name, Refused(reason), None
     more = {"accumulates": accumulates(words)}
-    wanted = {name: asked | more for name, asked in wanted.items() if name not in reasons}
+    wanted = {name: settings | more for name, settings in wanted.items() if name not in reasons}
     module = load(recipe)
-    keys = dict.fromkeys(key for asked in wanted.values() for key in tracing_keys(asked))
+    keys = dict.fromkeys(key for settings in wanted.values() for key in tracing_keys(settings))
     with two_at_a_time(module, words, keys) as seen:
-        for name, asked in wanted.items():
+        for name, settings in wanted.items():
             try:
-                plain, checkpointed = tracings_of(module, words, asked, seen)
+                plain, checkpointed = tracings_of(module, words, settings, seen)
             except Refused as reason:
                 yield name, reason, None
                 continue
-            sizes = estimate(asked, plain, checkpointed, cpu)
-            needed = sizes["total"] * (asked["num_processes"] if cpu else 1)
-            sizes |= {"num_processes": asked["num_processes"], "fits": needed <= memory}
+            sizes = estimate(settings, plain, checkpointed, cpu)
+            needed = sizes["total"] * (settings["num_processes"] if cpu else 1)
+            sizes |= {"num_processes": settings["num_processes"], "fits": needed <= memory}
             yield name, sizes, plain["parameters"]
 
 

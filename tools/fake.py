@@ -62,9 +62,9 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.memory.on:
             return out
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(out):  # a view, or the result of an operation in place, is not born
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs:
                 self.memory.born(tensor.untyped_storage())
         return out
 
@@ -141,7 +141,7 @@ def without_values():
 def without_reading():
     """Lets a script read a value that does not exist, for example its loss in order to log it: it reads 0. A script
     that moves its model to a device moves nothing."""
-    item, number, truth = torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__
+    item, number, as_bool = torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__
 
     def instead(real, value):
         return lambda tensor: value if isinstance(tensor, FakeTensor) else real(tensor)
@@ -158,6 +158,6 @@ def without_reading():
         mock.patch.object(nn.Module, "to", stay),
         mock.patch.object(torch.Tensor, "item", instead(item, 0.0)),
         mock.patch.object(torch.Tensor, "__float__", instead(number, 0.0)),
-        mock.patch.object(torch.Tensor, "__bool__", instead(truth, False)),
+        mock.patch.object(torch.Tensor, "__bool__", instead(as_bool, False)),
     ):
         yield

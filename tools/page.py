@@ -116,7 +116,7 @@ def svg(draw, name, narrow=False):
     return re.sub("|".join(VARIABLES), lambda match: f"var(--{VARIABLES[match[0]]})", text)
 
 
-def alone(draw, name):
+def standalone(draw, name):
     """A picture as an SVG file of its own, light or dark as its reader."""
     style = (Path(__file__).parent / "page.html").read_text()
     style = re.search(r"(:root .*?)\nbody", style, re.S)[1] + " svg { background: var(--paper) }"

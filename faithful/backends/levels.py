@@ -40,17 +40,17 @@ class MSAMP(GradientsElsewhere, Backend):
         amp8, plan = ours("amp8"), self.plan
         options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
         recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
-        asked = asked_to_skip(model, plan.skip)
+        listed = asked_to_skip(model, plan.skip)
 
         def skip(name, module):
-            return name in asked
+            return name in listed
 
         with refusals():
             amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
         for module in model.modules():
             if isinstance(module, amp8.FP8Linear):
                 module.register_forward_pre_hook(out_of_fp8_in_eval)
-        return [(name, asked.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
+        return [(name, listed.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
 
     def after_prepare(self, accelerator, model, optimizer):
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""

@@ -70,7 +70,7 @@ def refuse_unknown(skip, names):
 def left_alone(model, skip=(), multiple=16):
     """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
     cannot convert: wrong size, a subclass, a shared weight. multiple: of the sizes."""
-    users, asked = {}, asked_to_skip(model, skip)
+    users, listed = {}, asked_to_skip(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name.rpartition(".")[0])
     skipped = []
@@ -79,7 +79,7 @@ def left_alone(model, skip=(), multiple=16):
             continue
         odd = [size for size in module.weight.shape if size % multiple]
         others = [user for user in users[module.weight] if user != name]
-        if asked.get(name) == "skip":
+        if listed.get(name) == "skip":
             skipped.append((name, "skip"))
         elif type(module) is not nn.Linear:  # a subclass has its own forward, which would be lost
             skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
@@ -87,7 +87,7 @@ def left_alone(model, skip=(), multiple=16):
             skipped.append((name, f"{odd[0]} is not a multiple of {multiple}"))
         elif others:
             skipped.append((name, f"its weight is that of {others[0]}"))
-    return skipped + [(name, reason) for name, reason in asked.items() if name not in dict(skipped)]
+    return skipped + [(name, reason) for name, reason in listed.items() if name not in dict(skipped)]
 
 
 def wanted(model, skipped):
