@@ -142,7 +142,7 @@ def settings_of_fsdp(env):
 def settings_of_deepspeed(env):
     """The DeepSpeed part of `read_env`, from the launcher's variables or DeepSpeed's own file. clip: the norm to which
     gradients are clipped, or None. precision, steps (of accumulation), optimizer, scheduler: only a file's. as_ddp:
-    stage 0, which DDP does."""
+    stage 0, which DDP does. offloads_weights: not only the optimizer's state."""
 
     def get(key, default="none"):
         return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
@@ -163,6 +163,7 @@ def settings_of_deepspeed(env):
         settings["as_ddp"] = settings["stage"] == 0 and not settings["clip"] and {*settings["devices"]} <= {"none"}
     devices = settings.pop("devices")[: 2 if settings["stage"] == 3 else 1]  # only stage 3 offloads parameters
     settings |= {"offload": bool({"cpu", "nvme"} & {*devices}), "nvme": "nvme" in devices}
+    settings["offloads_weights"] = bool({"cpu", "nvme"} & {*devices[1:]})
     return settings | {"init": settings["stage"] == 3 and on(get("ZERO3_INIT", "true"))}
 
 

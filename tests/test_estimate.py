@@ -64,6 +64,25 @@ def test_what_a_sharded_config_needs_around_training(vit, seen):
     assert of(vit, seen, "ddp_bf16")["phases"] == {}
 
 
+@pytest.mark.parametrize("config", ["fsdp_bf16", "zero3_bf16"])
+def test_what_is_offloaded_is_on_the_host(vit, seen, config):
+    """Weights, fp32 masters and optimizer state: those that the same config holds on the device without offloading."""
+    on_device, off = of(vit, seen, config), of(vit, seen, f"{config}_offload")
+    kinds = ("weights", "master", "optimizer", "gradients")
+    assert [off[kind] for kind in kinds] == [0, 0, 0, 0] and off["activations"] == on_device["activations"]
+    held, state = (sum(on_device[kind] for kind in kinds[:end]) for end in (4, 3))
+    train, save = off["phases"]["train"], off["phases"]["save"]
+    assert train["main"] == pytest.approx(held) and train["node"] == pytest.approx(2 * held)
+    assert save["main"] == pytest.approx(held + state) and "train" not in on_device["phases"]
+
+
+def test_zero_may_offload_the_optimizer_alone(vit, seen):
+    settings = estimate.read_config(CONFIGS / "zero3_bf16_offload.yml", 2)
+    settings["deepspeed"] |= {"offloads_weights": False}
+    some = estimate.estimate(settings, *estimate.tracings_of(vit, [], settings, seen), cpu=False)
+    assert some["weights"] == of(vit, seen, "zero3_bf16")["weights"] and some["optimizer"] == some["master"] == 0
+
+
 @pytest.fixture(scope="module")
 def diffusion():
     """Estimates of recipes/diffusion.py, with and without its average of weights."""

@@ -170,8 +170,12 @@ def estimate(settings, plain, checkpointed, cpu):
         each = 8 + 4 / n if strategy == "zero3" else 2 * compute + cast
         communication = bucket * each + (compute * min(LIVE, elements) if strategy == "zero3" else 0)
     weights += plain["frozen"] / (n if strategy.startswith(("fsdp", "hsdp")) else 1)
-    if settings["offload"]:
-        weights, left, optimizer = (weights, left, optimizer) if cpu else (0, 0, 0)
+    state, on_host = weights + master + optimizer, 0
+    if settings["offload"] and not cpu:
+        on_host = left + master + optimizer
+        left = master = optimizer = 0
+        if settings["deepspeed"]["offloads_weights"] or not strategy.startswith("zero"):
+            on_host, weights = on_host + weights, 0
 
     activations = checkpointed if settings["ckpt"] else plain
     share = left / (gradient + in_fp8)
@@ -190,9 +194,10 @@ def estimate(settings, plain, checkpointed, cpu):
     sizes = {key: round(size) for key, size in sizes.items()}
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
     shards = strategy.startswith(("fsdp", "hsdp", "zero")) and n > 1
-    phases = host_phases(settings, sizes, plain, largest, cpu) if shards else {}
-    if cpu and phases:
-        phases["train"] = {"main": training, "others": training}
+    held = state + sizes["runtime"] if cpu else on_host
+    phases = host_phases(settings, state, held, sizes["runtime"], plain, largest) if shards else {}
+    if phases and (cpu or on_host):
+        phases["train"] = dict.fromkeys(("main", "others"), training if cpu else round(on_host))
     for name, phase in phases.items():
         n, others = settings["num_processes"], phase["others"]
         phase["node"] = phase["main"] + (n - 1) * others
@@ -209,12 +214,11 @@ def estimate(settings, plain, checkpointed, cpu):
     }
 
 
-def host_phases(settings, sizes, plain, largest, cpu):
-    """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training. What
-    training holds is there too on a CPU, and on a GPU it is not."""
-    state = sum(sizes[key] for key in ("weights", "master", "optimizer"))
-    held = sizes["runtime"] + state if cpu else 0
-    part = sizes["runtime"] + 4 * plain["parameters"] / settings["shards"] if cpu else 0
+def host_phases(settings, state, held, runtime, plain, largest):
+    """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training.
+    state: bytes of a checkpoint. held: what training holds on the host between two steps, with `runtime`; all of it on
+    a CPU, on a GPU only what is offloaded."""
+    part = runtime + 4 * plain["parameters"] / settings["shards"] if held else 0
     whole, block = 4 * plain["parameters"], 4 * largest
     sent = 2 * 4 * plain["largest"]  # a parameter of process 0's on its way
     build = whole + part, (sent if settings["ram_efficient"] else whole) + part
