@@ -1,5 +1,7 @@
-"""Runs ranks for the amp8 tests. They are forked from a process that has imported torch, and return results."""
+"""Puts models on a level, trains them, and runs ranks, for the tests of amp8."""
 
+import functools
+import inspect
 import multiprocessing
 import os
 import sys
@@ -9,11 +11,83 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import amp8
+
+
+def seeded(*shape, seed=0):
+    """Returns normally distributed values, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded_model(build, *args, seed=0, **options):
+    """Returns build(*args, **options), which draws its weights from this seed."""
+    torch.manual_seed(seed)
+    return build(*args, **options)
+
+
+def linears(*sizes, bias=True):
+    """Returns a Sequential of Linears that leads from each size to the next one."""
+    return seeded_model(
+        lambda: nn.Sequential(*(nn.Linear(*pair, bias) for pair in zip(sizes, sizes[1:], strict=False)))
+    )
+
+
+def start(model, level="O2", adam=torch.optim.AdamW, ddp=False, **options):
+    """Puts a model on a level. Returns the model, which DistributedDataParallel wraps if `ddp`, and its optimizer. The
+    options are amp8.initialize's and the optimizer's."""
+    names = inspect.signature(amp8.initialize).parameters
+    optimizer = adam(model.parameters(), **{"lr": 1e-2} | {k: v for k, v in options.items() if k not in names})
+    options = {key: value for key, value in options.items() if key in names}
+    model, optimizer = amp8.initialize(model, optimizer, level, **options)
+    return amp8.attach(DistributedDataParallel(model)) if ddp else model, optimizer
+
+
+def train(model, optimizer, loss_of, steps, max_norm=None, **options):
+    """Trains on loss_of(model, step, **options) in each of the steps. Returns the losses, and the norms before
+    clipping."""
+    losses, norms = [], []
+    for step in steps:
+        loss = loss_of(model, step, **options)
+        loss.backward()
+        if max_norm:
+            norms.append(amp8.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def relative_error(value, exact):
+    return (value - exact).norm() / exact.norm()
+
+
+def assert_equal(first, second):
+    """Asserts that two dictionaries of tensors, of FP8 too, are equal."""
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype and torch.equal(value.double(), second[name].double()), name
+
+
+def on_ranks(world):
+    """Decorates a test(rank, world, ...), which then runs on each of `world` ranks."""
+
+    def decorate(function):
+        def test(**arguments):
+            run_ranks(world, functools.partial(function, **arguments))
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        test.__signature__ = inspect.Signature(list(inspect.signature(function).parameters.values())[2:])
+        return test
+
+    return decorate
 
 
 def run_ranks(world, function, *args, timeout=60):
-    """Runs function(rank, world, *args) in `world` gloo processes. Returns a list of the results, or fails with a
-    rank's traceback."""
+    """Runs function(rank, world, *args) in `world` gloo processes, which are forked from this one, where torch is
+    imported. Returns a list of the results, or fails with a rank's traceback."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
@@ -48,7 +122,7 @@ def _rank(rank, world, folder, function, args):
         torch.save(result, path + ".part")
         os.rename(path + ".part", path)
         dist.barrier()
-    except Exception:
+    except BaseException:  # a failed pytest.raises is no Exception
         with open(os.path.join(folder, f"{rank}.txt"), "w") as file:
             file.write(traceback.format_exc())
     sys.stdout.flush()

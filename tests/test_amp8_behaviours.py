@@ -5,19 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from amp8_helpers import run_ranks
+from amp8_helpers import linears, on_ranks, run_ranks, seeded, seeded_model, start
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import amp8
-
-
-def start(model, level="O2", lr=1e-2, **options):
-    return amp8.initialize(model, torch.optim.AdamW(model.parameters(), lr=lr), level, **options)
-
-
-def seeded(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Tied(nn.Module):
@@ -41,7 +32,7 @@ def test_b01_a_tied_head_stays_tied_and_trains():
 
 
 def test_b02_a_frozen_layer_stays_frozen_and_computes_no_weight_gradient():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model = linears(32, 32, 32)
     model[0].requires_grad_(False)
     model, optimizer = start(model)
     assert not model[0].weight.requires_grad and model[1].weight.requires_grad
@@ -64,44 +55,36 @@ def test_b03_bf16_parameters_outside_linear_layers_train():
     assert moved.float().mean() > 0.95  # bf16 rounds the step of 0.01 away where a weight is large
 
 
-def agreeing(rank, world):
-    torch.manual_seed(0)
-    model, _ = start(nn.Sequential(nn.Linear(32, 32, bias=False)), exact=True)
-    model(seeded(8, 32)).sum().backward()  # the same batch on every rank
+def gradient_of_one_batch(rank, world):
+    model, _ = start(linears(32, 32, bias=False), exact=True)
+    model(seeded(8, 32)).sum().backward()
     model.amp8_state.finish()
     return model[0].gradient.value()
 
 
 def test_b04_ranks_that_agree_do_not_overflow():
-    torch.manual_seed(0)
-    model, _ = start(nn.Sequential(nn.Linear(32, 32, bias=False)), exact=True)
-    model(seeded(8, 32)).sum().backward()
-    for found in run_ranks(4, agreeing):
-        assert torch.equal(found, model[0].gradient.value())  # not even rounded differently
+    alone = gradient_of_one_batch(0, 1)
+    for gradient in run_ranks(4, gradient_of_one_batch):
+        assert torch.equal(gradient, alone)  # not even rounded differently
 
 
-def held(rank, world):
-    model, optimizer = start(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
-    model = amp8.attach(DistributedDataParallel(model))
+@on_ranks(2)
+def test_b05_no_sync_is_honoured(rank, world):
+    model, _ = start(linears(32, 32, 32), ddp=True)
     sent = []
     for micro in range(3):
         with model.no_sync() if micro < 2 else contextlib.nullcontext():
             model(seeded(8, 32, seed=micro + rank)).sum().backward()
         sent.append(amp8.wire_bytes(model))
-        kept = model.module[0].gradient.fp32 is not None
-        assert kept == (micro < 2)  # in fp32, so not rounded with every micro-batch
-    return sent
-
-
-def test_b05_no_sync_is_honoured():
-    for sent in run_ranks(2, held):
-        assert sent[0] == sent[1] == 0 and sent[2] > 0
+        in_fp32 = model.module[0].gradient.fp32 is not None
+        assert in_fp32 == (micro < 2)  # so not rounded with every micro-batch
+    assert sent[0] == sent[1] == 0 and sent[2] > 0
 
 
 def test_b06_weights_are_tensors_for_everyone_else(tmp_path):
     from safetensors.torch import load_file, save_model
 
-    model, optimizer = start(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    model, optimizer = start(linears(32, 32, 32))
     assert all(isinstance(p, torch.Tensor) and p.requires_grad for _, p in model.named_parameters())
     save_model(model, str(tmp_path / "m.safetensors"))
     assert {v.dtype for v in load_file(tmp_path / "m.safetensors").values()} == {torch.float32}
@@ -114,8 +97,8 @@ def test_b06_weights_are_tensors_for_everyone_else(tmp_path):
 
 
 def test_b06_reading_a_weight_leaves_it_trained():
-    """An average of the weights (EMA) reads `weight.data`, whose requires_grad is False. The layer goes on training."""
-    model, optimizer = start(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    """An average of the weights (EMA) reads `weight.data`, whose requires_grad is False. The layer still trains."""
+    model, optimizer = start(linears(32, 32, 32))
     averages = [torch.zeros(p.shape) for p in model.parameters()]
     for average, parameter in zip(averages, model.parameters(), strict=True):
         average.lerp_(parameter.data, 0.5)
@@ -130,7 +113,7 @@ def test_b06_reading_a_weight_leaves_it_trained():
 
 
 def test_b07_evaluation_does_not_change_the_scaling_and_micro_batches_keep_their_maximum():
-    model, optimizer = start(nn.Sequential(nn.Linear(32, 32)))
+    model, optimizer = start(linears(32, 32))
     for factor in (3.0, 1.0):
         model(seeded(8, 32) * factor).sum().backward()
     model.eval()
@@ -143,7 +126,7 @@ def test_b07_evaluation_does_not_change_the_scaling_and_micro_batches_keep_their
 def test_b08_nothing_of_torch_is_patched():
     linear, ddp, step = nn.functional.linear, nn.parallel.DistributedDataParallel, torch.optim.AdamW.step
     forward, functions = nn.Linear.forward, {name: getattr(torch, name) for name in ("zeros_like", "is_floating_point")}
-    model, optimizer = start(nn.Sequential(nn.Linear(32, 32)))
+    model, optimizer = start(linears(32, 32))
     model(seeded(8, 32)).sum().backward()
     optimizer.step()
     assert nn.functional.linear is linear and nn.parallel.DistributedDataParallel is ddp
@@ -164,8 +147,9 @@ def test_b09_the_capability_decides_not_the_name_of_the_device(monkeypatch, capa
     assert amp8.scaling._has_fp8_hardware(OnGPU()) is fp8
 
 
-def collectives(rank, world):
-    model, optimizer = start(nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(10)]))
+@on_ranks(2)
+def test_b10_collectives_are_per_bucket_not_per_layer(rank, world):
+    model, optimizer = start(linears(*[32] * 11, bias=False))
     names = []
     for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce"):
 
@@ -176,12 +160,7 @@ def collectives(rank, world):
         setattr(dist, name, counted)
     model(seeded(8, 32)).sum().backward()
     optimizer.step()
-    return names
-
-
-def test_b10_collectives_are_per_bucket_not_per_layer():
-    for names in run_ranks(2, collectives):
-        assert names == ["all_to_all_single", "all_gather_into_tensor"]
+    assert names == ["all_to_all_single", "all_gather_into_tensor"]
 
 
 class Keywords(nn.Module):
@@ -193,47 +172,36 @@ class Keywords(nn.Module):
         return self.head(self.embed(input_ids))
 
 
-def with_keywords(rank, world):
-    torch.manual_seed(0)
-    model, optimizer = start(Keywords())
-    model = amp8.attach(DistributedDataParallel(model))
-    ids = torch.arange(8) + 8 * rank
-    model(input_ids=ids).square().sum().backward()
+def head_after_a_step(rank, world):
+    model, optimizer = start(seeded_model(Keywords), ddp=True)
+    model(input_ids=torch.arange(8) + 8 * rank).square().sum().backward()
     optimizer.step()
     return model.module.head.true_weight()
 
 
 def test_b11_integer_keyword_inputs_do_not_step_on_unfinished_gradients():
-    first, second = run_ranks(2, with_keywords)
+    first, second = run_ranks(2, head_after_a_step)
     assert torch.equal(first, second)
-    torch.manual_seed(0)
-    model, optimizer = start(Keywords())
-    for rank in range(2):  # the same sum in one process, divided by 2: Adam does not mind
+    model, optimizer = start(seeded_model(Keywords))
+    for rank in range(2):  # the sum in one process: to Adam it is the same as the mean
         model(input_ids=torch.arange(8) + 8 * rank).square().sum().backward()
     optimizer.step()
-    moved = (model.head.true_weight() - Keywords_head()).sign() == (first - Keywords_head()).sign()
-    assert moved.float().mean() > 0.97
+    initial = seeded_model(Keywords).head.weight.detach()
+    same_way = (model.head.true_weight() - initial).sign() == (first - initial).sign()
+    assert same_way.float().mean() > 0.97
 
 
-def Keywords_head():
-    torch.manual_seed(0)
-    return Keywords().head.weight.detach()
-
-
-def twice_and_unused(rank, world):
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"used": nn.Linear(32, 32, bias=False), "spare": nn.Linear(32, 32, bias=False)})
-    model, optimizer = start(model)
-    model["used"](seeded(8, 32))  # grad-enabled, never backward
-    model["spare"](seeded(8, 32))
-    model["used"](seeded(8, 32, seed=rank)).square().sum().backward()
+def weights_after_a_step_of_the_first_layer(rank, world):
+    model, optimizer = start(linears(32, 32, 32, bias=False))
+    for layer in model:
+        layer(seeded(8, 32))  # with gradients enabled, and without a backward pass
+    model[0](seeded(8, 32, seed=rank)).square().sum().backward()
     optimizer.step()
-    return [model["used"].true_weight(), model["spare"].true_weight()]
+    return [layer.true_weight() for layer in model]
 
 
 def test_b12_a_second_forward_and_an_unused_layer_are_fine():
-    first, second = run_ranks(2, twice_and_unused)
+    first, second = run_ranks(2, weights_after_a_step_of_the_first_layer)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-    torch.manual_seed(0)
-    used, spare = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-    assert (first[0] - used.weight).abs().max() > 5e-3 and torch.allclose(first[1], spare.weight, atol=1e-4)
+    used, unused = linears(32, 32, 32, bias=False)
+    assert (first[0] - used.weight).abs().max() > 5e-3 and torch.allclose(first[1], unused.weight, atol=1e-4)

@@ -1,9 +1,10 @@
-"""amp8.initialize: what it converts, what it leaves, the report, and the state dicts of a converted model."""
+"""amp8.initialize converts some layers and leaves others. A converted model has a report and state dicts."""
 
 import copy
 
 import pytest
 import torch
+from amp8_helpers import assert_equal, seeded, seeded_model, start, train
 from torch import nn
 
 import amp8
@@ -13,29 +14,15 @@ from amp8.linear import FP8Linear
 LEVELS = ("O1", "O2", "O3")
 
 
-def seeded(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def start(model, level="O2", **options):
-    return amp8.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, **options)
-
-
 def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Embedding(80, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False))
+    return seeded_model(
+        lambda: nn.Sequential(nn.Embedding(80, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)),
+        seed=seed,
+    )
 
 
-def train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        loss = (model(torch.arange(40) + step) - 1).square().mean()
-        loss.backward()
-        amp8.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def loss_of(model, step):
+    return (model(torch.arange(40) + step) - 1).square().mean()
 
 
 # What converts -------------------------------------------------------------------------------------------------------
@@ -52,7 +39,7 @@ class Everything(nn.Module):
         self.tied = nn.Linear(32, 64, bias=False)
         self.tied.weight = self.embed.weight
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
-        self.own = Doubling(32, 32)
+        self.doubling = Doubling(32, 32)
 
 
 class Doubling(nn.Linear):
@@ -62,13 +49,13 @@ class Doubling(nn.Linear):
 
 def test_what_is_skipped_says_why():
     model, _ = start(Everything(), skip=["body.b"])
-    found = amp8.report(model)
-    assert found["converted"] == ["body.a"]
-    reasons = dict(found["skipped"])
+    report = amp8.report(model)
+    assert report["converted"] == ["body.a"]
+    reasons = dict(report["skipped"])
     assert reasons.pop("body.b") == "asked to be skipped"
     assert reasons.pop("body.odd") == "its weight is 20 x 32: not multiples of 16"
     assert reasons.pop("tied") == "its weight is shared with embed.weight"
-    assert reasons.pop("own") == "Doubling has a forward of its own"
+    assert reasons.pop("doubling") == "Doubling has a forward of its own"
     assert reasons.pop("normed") == "its weight is not an ordinary parameter"
     for name in ("attention.out_proj", "layer.self_attn.out_proj", "layer.linear1", "layer.linear2"):
         assert reasons.pop(name) == "the module around it reads its weight directly"
@@ -77,7 +64,7 @@ def test_what_is_skipped_says_why():
 
 
 def test_large_weights_of_no_linear_layer_are_named():
-    """Experts of a mixture, as newer transformers keep them, in one parameter of three dimensions."""
+    """Newer transformers keep the experts of a mixture in one parameter of three dimensions."""
     model = nn.Sequential(nn.Linear(32, 32))
     model.experts = nn.Parameter(torch.zeros(4, 32, 32))
     model, optimizer = start(model)
@@ -93,26 +80,22 @@ def test_skip_by_predicate_prefix_and_string():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="opt_level is one of O1, O2, O3, not 'O4'"):
-        start(net(), "O4")
-    with pytest.raises(ValueError, match="accumulate is"):
-        start(net(), accumulate="fp32")
-    with pytest.raises(ValueError, match="the recipe 'te_delayed' knows .* not interval"):
-        start(net(), recipe="te_delayed", recipe_options={"interval": 1})
-    with pytest.raises(ValueError, match="recipe is"):
-        start(net(), recipe="te")
-    with pytest.raises(ValueError, match="has no options"):
-        start(net(), recipe_options={"margin": 1})
-    with pytest.raises(ValueError, match="fp8_format"):
-        start(net(), recipe="te_delayed", recipe_options={"fp8_format": "E5M2"})
-    with pytest.raises(ValueError, match="model has none"):
-        start(nn.Sequential(nn.LayerNorm(16)))
-    with pytest.raises(ValueError, match="on a level already"):
-        start(start(net())[0])
+    delayed = {"recipe": "te_delayed"}
     with torch.device("meta"):
-        model = net()
-    with pytest.raises(ValueError, match="meta device"):
-        start(model)
+        on_meta = net()
+    for model, options, message in (
+        (net(), {"level": "O4"}, "opt_level is one of O1, O2, O3, not 'O4'"),
+        (net(), {"accumulate": "fp32"}, "accumulate is"),
+        (net(), delayed | {"recipe_options": {"interval": 1}}, "the recipe 'te_delayed' knows .* not interval"),
+        (net(), {"recipe": "te"}, "recipe is"),
+        (net(), {"recipe_options": {"margin": 1}}, "has no options"),
+        (net(), delayed | {"recipe_options": {"fp8_format": "E5M2"}}, "fp8_format"),
+        (nn.Sequential(nn.LayerNorm(16)), {}, "model has none"),
+        (start(net())[0], {}, "on a level already"),
+        (on_meta, {}, "meta device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(model, **options)
     with pytest.raises(ValueError, match="on no level"):
         amp8.report(net())
 
@@ -128,23 +111,23 @@ def test_objects_names_and_hooks_stay():
     assert same is model and model[1] is linear and isinstance(linear, nn.Linear) and type(linear) is FP8Linear
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert [name for name, _ in model.named_parameters()] == names
-    train(model, optimizer, 1)
+    train(model, optimizer, loss_of, range(1), max_norm=1.0)
     assert calls == ["forward", "backward"]
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert linear.codes.dtype == torch.float16 and linear.weight.dtype == model[0].weight.dtype == torch.float32
 
 
 def test_bf16_models_convert():
-    model, optimizer = start(net().to(torch.bfloat16))
-    losses = train(model, optimizer, 20)
+    model, optimizer = start(net().to(torch.bfloat16), lr=1e-3)
+    losses, _ = train(model, optimizer, loss_of, range(20), max_norm=1.0)
     assert losses[-1] < 0.9 * losses[0]
 
 
 def test_weights_that_are_all_zero_train():
     model = net()
     nn.init.zeros_(model[3].weight)
-    model, optimizer = start(model)
-    train(model, optimizer, 3)
+    model, optimizer = start(model, lr=1e-3)
+    train(model, optimizer, loss_of, range(3), max_norm=1.0)
     assert model[3].true_weight().abs().mean() > 2e-3
 
 
@@ -161,7 +144,7 @@ def test_state_dict_is_true_values_in_plain_fp32_and_loads_both_ways(level, tmp_
         exact = plain.state_dict()[name]
         assert value.dtype == torch.float32
         assert (value - exact).norm() <= (0.04 if level == "O3" else 3e-4) * exact.norm()
-    train(model, optimizer, 3)
+    train(model, optimizer, loss_of, range(3))
     save_file(model.state_dict(), tmp_path / "m.safetensors")
     saved = load_file(tmp_path / "m.safetensors")
     back = net(1)
@@ -173,8 +156,7 @@ def test_state_dict_is_true_values_in_plain_fp32_and_loads_both_ways(level, tmp_
     other.load_state_dict(saved, strict=True)
     other.load_state_dict(saved, strict=True, assign=True)
     assert isinstance(other[1].weight, nn.Parameter) and other[1].weight.amp8_linear is other[1]
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, saved[name]), name
+    assert_equal(other.state_dict(), saved)
     with torch.no_grad():
         assert torch.allclose(other(ids), model(ids), atol=1e-5)
 
@@ -191,14 +173,14 @@ def test_loading_what_does_not_fit_is_an_error():
 
 
 def test_loading_weights_into_o3_sets_its_masters():
-    model, optimizer = start(net(), "O3")
+    model, optimizer = start(net(), "O3", lr=1e-3)
     values = net(5).state_dict()
     model.load_state_dict(values)
     masters = amp8.master_state_dict(model)
     assert torch.allclose(masters["1.weight"], values["1.weight"], rtol=2**-11, atol=1e-7)
     assert not torch.allclose(model.state_dict()["1.weight"], values["1.weight"], rtol=2**-11, atol=1e-7)
     before = amp8.master_state_dict(model)["1.weight"]
-    train(model, optimizer, 1)
+    train(model, optimizer, loss_of, range(1), max_norm=1.0)
     assert 1e-4 < (amp8.master_state_dict(model)["1.weight"] - before).abs().max() < 2e-3
 
 
@@ -208,22 +190,19 @@ def test_resumes_bit_for_bit(level, options, tmp_path):
     from safetensors.torch import load_file, save_file
 
     model, optimizer = start(net(), level, **options)
-    train(model, optimizer, 20)
+    train(model, optimizer, loss_of, range(20), max_norm=1.0)
     save_file(amp8.exact_state(model, optimizer), tmp_path / "s.safetensors")
-    wanted = train(model, optimizer, 5, 20)
+    going_on = train(model, optimizer, loss_of, range(20, 25), max_norm=1.0)
     other, fresh = start(net(3), level, **options)
     fresh.param_groups[0]["lr"] = 1.0
     amp8.load_exact_state(other, fresh, load_file(tmp_path / "s.safetensors"))
-    assert train(other, fresh, 5, 20) == wanted
-    a, b = amp8.exact_state(model, optimizer), amp8.exact_state(other, fresh)
-    assert a.keys() == b.keys()
-    for key, value in a.items():
-        assert torch.equal(value.float(), b[key].float()), key
+    assert train(other, fresh, loss_of, range(20, 25), max_norm=1.0) == going_on
+    assert_equal(amp8.exact_state(model, optimizer), amp8.exact_state(other, fresh))
 
 
 def test_an_exact_state_of_something_else_is_refused():
     model, optimizer = start(net(), "O2")
-    train(model, optimizer, 1)
+    train(model, optimizer, loss_of, range(1))
     saved = amp8.exact_state(model, optimizer)
     with pytest.raises(ValueError, match="O2 on 1 ranks, the model is O3"):
         amp8.load_exact_state(*start(net(), "O3"), saved)
@@ -245,47 +224,38 @@ TABLE = {  # MS-AMP's documented table
 @pytest.mark.parametrize("level", LEVELS)
 def test_formats_and_bytes_of_a_live_vit_small(level):
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    model, optimizer = start(timm.create_model("vit_small_patch16_224", depth=4), level)
+    model, optimizer = start(seeded_model(timm.create_model, "vit_small_patch16_224", depth=4), level)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(seeded(1, 3, 224, 224)).float().logsumexp(1).sum()
     loss.backward()
     optimizer.step()
-    found = amp8.report(model, optimizer)
-    assert len(found["converted"]) == 16
-    assert dict(found["skipped"]) == {"head": "its weight is 1000 x 384: not multiples of 16"}
-    dtypes = found["dtypes"]
+    report = amp8.report(model, optimizer)
+    assert len(report["converted"]) == 16
+    assert dict(report["skipped"]) == {"head": "its weight is 1000 x 384: not multiples of 16"}
+    dtypes = report["dtypes"]
     assert dtypes["gemm"] == ["e4m3 x e4m3", "e5m2 x e4m3"] and dtypes["weight_gradient"] == ["e4m3"]
     assert {key: dtypes[key] for key in TABLE[level]} == TABLE[level]
     limit = {"O1": 11.5, "O2": 6.5, "O3": 2.5 + 5.5}[level]
-    total = found["bytes_per_parameter"]["linear"]["total"]
+    total = report["bytes_per_parameter"]["linear"]["total"]
     assert limit - 1.5 < total <= limit
-    # counted here once more, without the report
+    # the same count without the report
     qkv = model.blocks[0].attn.qkv
     state = optimizer.state[qkv.weight]
-    held = [qkv.weight, qkv.gradient.codes, qkv.master, state["exp_avg"], state["exp_avg_sq"]]
-    assert sum(t.nbytes for t in held if t is not None) / qkv.weight.numel() == pytest.approx(total, abs=0.01)
+    tensors = [qkv.weight, qkv.gradient.codes, qkv.master, state["exp_avg"], state["exp_avg_sq"]]
+    assert sum(t.nbytes for t in tensors if t is not None) / qkv.weight.numel() == pytest.approx(total, abs=0.01)
 
 
 def test_gpt2_of_transformers_trains_with_its_tied_head():
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2)
-    model, optimizer = start(transformers.GPT2LMHeadModel(config))
-    found = amp8.report(model)
-    assert len(found["converted"]) == 8 and found["skipped"] == [
-        ["lm_head", "its weight is shared with transformer.wte.weight"]
-    ]
+    model, optimizer = start(seeded_model(transformers.GPT2LMHeadModel, config), lr=1e-3)
+    report = amp8.report(model)
+    assert len(report["converted"]) == 8
+    assert report["skipped"] == [["lm_head", "its weight is shared with transformer.wte.weight"]]
     assert model.lm_head.weight is model.transformer.wte.weight
     ids = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(0))
-    before, losses = model.lm_head.weight.detach().clone(), []
-    for _ in range(30):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        amp8.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    before = model.lm_head.weight.detach().clone()
+    losses, _ = train(model, optimizer, lambda model, _: model(input_ids=ids, labels=ids).loss, range(30), max_norm=1.0)
     assert losses[-1] < losses[0] - 0.5
     assert (model.lm_head.weight - before).abs().max() > 1e-3 and model.lm_head.weight is model.transformer.wte.weight
     model.eval()

@@ -1,4 +1,4 @@
-"""MS-AMP's levels under fully_shard: real gloo processes."""
+"""MS-AMP's levels work under fully_shard. The tests run ranks as gloo processes."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,22 @@ import pytest
 import torch
 import torch._dynamo  # fully_shard imports it: once here, not in each of the forked ranks
 import torch.distributed as dist
-from amp8_helpers import run_ranks
+from amp8_helpers import assert_equal, linears, on_ranks, relative_error, run_ranks, seeded_model, start, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 import amp8
+from amp8.convert import state_of
 
 WIDTH = 32
 
 
 def slow(*values):
-    """A slow case of a test whose other cases are in the default run."""
+    """Returns a slow case of a test whose other cases are in the default run."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -36,8 +37,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embeddings, norms and biases beside converted layers, and a parameter of the root; `plain=False` leaves only
-    converted layers to train."""
+    """Has embeddings, norms and biases beside converted layers, and a parameter of the root. With `plain=False` only
+    converted layers train."""
 
     def __init__(self, width=WIDTH, plain=True, blocks=2):
         super().__init__()
@@ -57,8 +58,7 @@ class Net(nn.Module):
 
 
 def net(**options):
-    torch.manual_seed(0)
-    return Net(**options)
+    return seeded_model(Net, **options)
 
 
 def shard(model, mesh=None, **options):
@@ -67,95 +67,77 @@ def shard(model, mesh=None, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def batch(step, rank=0, n=8):
+def mesh_of(world, replicas):
+    if replicas == 1:
+        return None
+    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def batch(step, rank=0, words=300):
+    """Returns one of a rank's two batches."""
     g = torch.Generator().manual_seed(1000 * (step % 2) + rank)
-    ids = torch.randint(300, (n, 8), generator=g)
+    ids = torch.randint(words, (8, 8), generator=g)
     return ids, ids[:, 0] % 48
 
 
-def start(wrap=shard, level="O2", model=None, lr=1e-2, **options):
-    """A model at a level: under fully_shard, under DistributedDataParallel, or alone (None)."""
-    model = wrap(model or net()) if wrap is shard else wrap(model or net()) if wrap else model or net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return amp8.initialize(model, optimizer, level, exact=True, **options)
+def loss_of(model, step, **options):
+    ids, labels = batch(step, **options)
+    return nn.functional.cross_entropy(model(ids), labels)
 
 
-def train(model, optimizer, steps, rank=0, first=0, max_norm=None):
-    losses, norms = [], []
-    for step in range(first, first + steps):
-        ids, y = batch(step, rank)
-        loss = nn.functional.cross_entropy(model(ids), y)
-        loss.backward()
-        if max_norm:
-            norms.append(amp8.clip_grad_norm_(model.parameters(), max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), norms
+def start_exact(model, level="O2", **options):
+    return start(model, level, exact=True, **options)
 
 
-def whole(model):
-    """True weights of the whole model, on every rank."""
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, value in model.state_dict().items()
-    }
+def weights_of(model):
+    """Returns the true weights of the whole model, on every rank."""
+    state = getattr(model, "module", model).state_dict()
+    return {name: getattr(value, "full_tensor", lambda value=value: value)().clone() for name, value in state.items()}
 
 
 def codes_of(model):
-    """The stored codes of converted layers and moments, put together from all ranks."""
-    found = {}
-    for name, layer in next(m for m in model.modules() if hasattr(m, "amp8_state")).amp8_state.layers.items():
-        found[name] = layer.sharding.gather() if layer.sharding else layer.codes
-        found[f"{name}.scale"] = layer.weight_scale
-    return {name: value.clone() for name, value in found.items()}
+    """Returns the codes and scales of the whole converted layers, on every rank."""
+    layers = state_of(model).layers
+    codes = {name: layer.sharding.gather() if layer.sharding else layer.codes for name, layer in layers.items()}
+    codes |= {f"{name}.scale": layer.weight_scale for name, layer in layers.items()}
+    return {name: value.clone() for name, value in codes.items()}
 
 
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+def outcome_of(model, losses):
+    return {"losses": torch.tensor(losses)} | codes_of(model) | weights_of(model)
 
 
 # Against one process -------------------------------------------------------------------------------------------------
 
 
-def same_batches(rank, world, level, steps):
-    model, optimizer = start(level=level)
-    model.to("cpu")  # to where it is: torch makes new parameters all the same
-    losses, _ = train(model, optimizer, steps)
-    return {"losses": losses, "codes": codes_of(model), "whole": whole(model)}
+def trained_on_the_same_batches(rank, world, level):
+    model, optimizer = start_exact(shard(net()), level)
+    model.to("cpu")  # moves nothing, but torch makes new parameters
+    losses, _ = train(model, optimizer, loss_of, range(12))
+    return outcome_of(model, losses)
 
 
 @pytest.mark.parametrize("world, level", [(2, "O2"), (4, "O2"), slow(2, "O1"), slow(4, "O1")])
 def test_ranks_with_the_same_batches_do_what_one_process_does(world, level):
     # The mean of equal gradients, one of them unrounded, rounds to what one gradient rounds to.
-    results = run_ranks(world, same_batches, level, 12)
-    model, optimizer = start(None, level)
-    losses, _ = train(model, optimizer, 12)
-    for result in results:
-        assert torch.equal(result["losses"], losses)
-        same(result["codes"], codes_of(model))
-        same(result["whole"], whole(model))
+    model, optimizer = start_exact(net(), level)
+    losses, _ = train(model, optimizer, loss_of, range(12))
+    for outcome in run_ranks(world, trained_on_the_same_batches, level):
+        assert_equal(outcome, outcome_of(model, losses))
     assert losses[-1] < losses[0]
 
 
 # Against DistributedDataParallel -------------------------------------------------------------------------------------
 
 
-def own_batches(rank, world, sharded, steps, options):
-    model = net(plain=world == 2)  # four ranks add up ordinary gradients in another order here than there
+def trained_on_separate_batches(rank, world, sharded, options):
+    model = net(plain=world == 2)  # four ranks add up ordinary gradients in another order than FSDP2 does
     if sharded:
-        model, optimizer = start(model=model, bucket_bytes=1, **options)
+        model, optimizer = start_exact(shard(model), bucket_bytes=1, **options)
     else:
-        model, optimizer = start(None, model=model, bucket_bytes=1, **options)
-        model = amp8.attach(DistributedDataParallel(model) if world == 2 else model)
-    losses, _ = train(model, optimizer, steps, rank)
-    return {
-        "losses": losses,
-        "codes": codes_of(model),
-        "whole": whole(model.module if hasattr(model, "module") else model),
-    }
+        model, optimizer = start_exact(model, bucket_bytes=1, ddp=world == 2, **options)
+    losses, _ = train(model, optimizer, loss_of, range(12), rank=rank)
+    return outcome_of(model, losses)
 
 
 @pytest.mark.parametrize(
@@ -163,57 +145,46 @@ def own_batches(rank, world, sharded, steps, options):
 )
 def test_ranks_with_batches_of_their_own_do_what_replicas_do(world, options):
     # One tensor in a bucket: both then leave the same part of each gradient unrounded.
-    sharded, replicated = (run_ranks(world, own_batches, kind, 12, options) for kind in (True, False))
-    for one, other in zip(sharded, replicated, strict=True):
-        assert torch.equal(one["losses"], other["losses"])
-        same(one["codes"], other["codes"])
-        same(one["whole"], other["whole"])
-    assert not torch.equal(sharded[0]["losses"], sharded[1]["losses"])
+    shards, replicas = (run_ranks(world, trained_on_separate_batches, sharded, options) for sharded in (True, False))
+    for first, second in zip(shards, replicas, strict=True):
+        assert_equal(first, second)
+    assert not torch.equal(shards[0]["losses"], shards[1]["losses"])
 
 
 # The mean gradient ---------------------------------------------------------------------------------------------------
 
 
-def mesh_of(world, replicas):
-    if replicas == 1:
-        return None
-    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-
-
 def mean_gradients(rank, world, replicas):
-    model, _ = start(lambda m: shard(m, mesh_of(world, replicas)))
-    ids, y = batch(0, rank)
-    nn.functional.cross_entropy(model(ids), y).backward()
+    model, _ = start_exact(shard(net(), mesh_of(world, replicas)))
+    loss_of(model, 0, rank=rank).backward()
     norm = amp8.clip_grad_norm_(model.parameters(), 1e9)
-    found = {name: layer.gradient.value() for name, layer in model.amp8_state.layers.items()}
-    seen = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    for name, value in found.items():  # `.grad` of a converted weight is the same gradient
+    converted = {name: layer.gradient.value() for name, layer in model.amp8_state.layers.items()}
+    plain = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    for name, value in converted.items():  # `.grad` of a converted weight is the same gradient
         sharding = model.get_submodule(name).gradient.sharding
-        assert torch.equal(seen.pop(f"{name}.weight")[sharding.first : sharding.last], value)
-    return {"found": found, "plain": seen, "norm": norm}
+        assert torch.equal(plain.pop(f"{name}.weight")[sharding.first : sharding.last], value)
+    return {"converted": converted, "plain": plain, "norm": norm}
 
 
 def exact_gradients(world):
-    """Each rank's gradients in fp32, before they are rounded."""
-    found = []
+    """Returns all ranks' gradients in fp32, before they are rounded."""
+    of_ranks = []
     for rank in range(world):
-        model, _ = start(None)
-        ids, y = batch(0, rank)
+        model, _ = start_exact(net())
         with amp8.no_sync(model):
-            nn.functional.cross_entropy(model(ids), y).backward()
-        layers = model.amp8_state.layers.items()
-        found.append({name: layer.gradient.value() for name, layer in layers})
-        found[-1] |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: torch.stack([gradients[name] for gradients in found]) for name in found[0]}
+            loss_of(model, 0, rank=rank).backward()
+        of_ranks.append({name: layer.gradient.value() for name, layer in model.amp8_state.layers.items()})
+        of_ranks[-1] |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: torch.stack([gradients[name] for gradients in of_ranks]) for name in of_ranks[0]}
 
 
 @pytest.mark.parametrize("world, replicas", [(3, 1), (4, 2), slow(2, 1), slow(4, 1), slow(2, 2)])
 def test_the_mean_gradient_is_off_by_no_more_than_its_roundings(world, replicas):
     results, exact = run_ranks(world, mean_gradients, replicas), exact_gradients(world)
     shards, total = world // replicas, 0
-    for name in results[0]["found"]:
-        value, mean = torch.cat([result["found"][name] for result in results[:shards]]), exact[name].mean(0)
-        again = torch.cat([result["found"][name] for result in results[-shards:]])
+    for name in results[0]["converted"]:
+        value, mean = torch.cat([result["converted"][name] for result in results[:shards]]), exact[name].mean(0)
+        again = torch.cat([result["converted"][name] for result in results[-shards:]])
         assert torch.equal(value, again), name  # replicas agree
         # A rounding to e4m3 errs by 2**-4 of a value at most, or half a subnormal step, 2**-10 / scale; to bf16, which
         # travels between replicas, by 2**-8. Each rank's gradient is rounded once and the mean once.
@@ -229,21 +200,20 @@ def test_the_mean_gradient_is_off_by_no_more_than_its_roundings(world, replicas)
         assert torch.allclose(result["norm"], total.sqrt(), rtol=1e-5)
 
 
-def made_gradients(rank, world, replicas, correlation):
-    layers = fully_shard(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128)), mesh=mesh_of(world, replicas))
-    layers, _ = amp8.initialize(layers, torch.optim.AdamW(layers.parameters()), "O2")
+def error_of_the_mean(rank, world, replicas, correlation):
+    model, _ = start(fully_shard(linears(256, 256, 128), mesh=mesh_of(world, replicas)))
     g, sums = torch.Generator().manual_seed(0), torch.zeros(2)
-    for gradient in reversed(layers.amp8_state.gradients):
-        common, own = torch.randn(1, *gradient.shape, generator=g), torch.randn(world, *gradient.shape, generator=g)
-        values = 1e-3 * (correlation**0.5 * common + (1 - correlation) ** 0.5 * own)
+    for gradient in reversed(model.amp8_state.gradients):
+        common, separate = (torch.randn(n, *gradient.shape, generator=g) for n in (1, world))
+        values = 1e-3 * (correlation**0.5 * common + (1 - correlation) ** 0.5 * separate)
         port = torch.zeros(gradient.shape, requires_grad=True)
         port.grad = values[rank].clone()
         gradient.receive(port)
-        layers.amp8_state.comm.finish()
+        model.amp8_state.comm.finish()
         mean = values.mean(0)[gradient.sharding.first : gradient.sharding.last]
         sums += torch.stack([(gradient.value() - mean).square().sum(), mean.square().sum()])
     dist.all_reduce(sums)
-    return {"error": (sums[0] / sums[1]).sqrt()}
+    return (sums[0] / sums[1]).sqrt()
 
 
 @pytest.mark.parametrize(
@@ -252,26 +222,24 @@ def made_gradients(rank, world, replicas, correlation):
 )
 def test_error_of_the_mean_gradient(world, replicas, correlation):
     # Rounding to e4m3 errs by 2.6% of the norm; with independent gradients twice that, added as squares.
-    error = run_ranks(world, made_gradients, replicas, correlation)[0]["error"]
+    error = run_ranks(world, error_of_the_mean, replicas, correlation)[0]
     assert 0.026 < error <= 0.036
 
 
 def clipped(rank, world):
-    model, optimizer = start()
-    _, norms = train(model, optimizer, 6, max_norm=0.1)
-    return {"norms": torch.stack(norms), "whole": whole(model)}
+    model, optimizer = start_exact(shard(net()) if world > 1 else net())
+    _, norms = train(model, optimizer, loss_of, range(6), max_norm=0.1)
+    return torch.tensor(norms), weights_of(model)
 
 
 def test_clipping_uses_one_norm_over_all_ranks():
-    first, second = run_ranks(2, clipped)
-    same(first["whole"], second["whole"])
-    model, optimizer = start(None)
-    _, norms = train(model, optimizer, 6, max_norm=0.1)
-    assert first["norms"].min() > 0.1  # it does clip
-    assert torch.allclose(first["norms"], torch.stack(norms), rtol=1e-3)
-    for name, value in whole(model).items():
-        # Norms are summed in another order: a last bit here or there.
-        assert (value - first["whole"][name]).norm() <= 1e-3 * value.norm(), name
+    (norms, first), (_, second) = run_ranks(2, clipped)
+    assert_equal(first, second)
+    norms_alone, alone = clipped(0, 1)
+    assert norms.min() > 0.1  # it does clip
+    assert torch.allclose(norms, norms_alone, rtol=1e-3)
+    for name, value in alone.items():  # norms are summed in another order, which may change a last bit
+        assert (value - first[name]).norm() <= 1e-3 * value.norm(), name
 
 
 # Gradient accumulation -----------------------------------------------------------------------------------------------
@@ -279,23 +247,22 @@ def test_clipping_uses_one_norm_over_all_ranks():
 
 def accumulated(rank, world, how, replicas):
     options = {"accumulate": "fp8"} if how == "fp8" else {}
-    model, optimizer = start(lambda m: shard(m, mesh_of(world, replicas)), **options)
+    model, optimizer = start_exact(shard(net(), mesh_of(world, replicas)), **options)
     micro = 0
     if how in ("announced", "fp8"):
         amp8.attach(model, last_micro_batch=lambda: micro == 3)
-    sent, high = [], []
+    sent, gradient_bytes = [], []
     for micro in range(4):  # noqa: B007
         if how in ("no_sync", "mixed"):
             model.set_requires_gradient_sync(micro == 3 or (how == "mixed" and micro == 0))
-        ids, y = batch(micro, rank)
-        (nn.functional.cross_entropy(model(ids), y) / 4).backward()
+        (loss_of(model, micro, rank=rank) / 4).backward()
         sent.append(amp8.wire_bytes(model))
-        high.append(amp8.report(model)["bytes_per_parameter"]["linear"]["gradient"])
+        gradient_bytes.append(amp8.report(model)["bytes_per_parameter"]["linear"]["gradient"])
     model.amp8_state.finish()
-    layers = model.amp8_state.layers.items()
-    gradients = {name: layer.gradient.value() for name, layer in layers}
+    gradients = {name: layer.gradient.value() for name, layer in model.amp8_state.layers.items()}
     optimizer.step()
-    return {"gradients": gradients, "bias": model.head.bias.grad.full_tensor(), "sent": sent, "high": high}
+    bias = model.head.bias.grad.full_tensor()
+    return {"gradients": gradients, "bias": bias, "sent": sent, "gradient_bytes": gradient_bytes}
 
 
 @pytest.mark.parametrize(
@@ -308,95 +275,90 @@ def test_gradient_accumulation(how, replicas):
     plain = net()
     for rank in range(world):
         for micro in range(4):
-            ids, y = batch(micro, rank)
-            (nn.functional.cross_entropy(plain(ids), y) / 4 / world).backward()
+            (loss_of(plain, micro, rank=rank) / 4 / world).backward()
     assert torch.allclose(results[0]["bias"], plain.head.bias.grad, atol=0.02)
     gather = results[0]["sent"][0] if how == "no_sync" else 0
-    if how == "no_sync":  # in between only weights are gathered, and fp32 gradients are held whole, as FSDP2 does
+    if (
+        how == "no_sync"
+    ):  # before the last one only weights are gathered, and fp32 gradients are held whole, as FSDP2 does
         steps = [b - a for a, b in zip([0, *results[0]["sent"]], results[0]["sent"], strict=False)]
         assert steps[0] == steps[1] == steps[2] == gather < steps[3]
-        assert results[0]["high"][:3] == [4, 4, 4]
+        assert results[0]["gradient_bytes"][:3] == [4, 4, 4]
     if how == "announced":  # each micro-batch travels, and this rank's rows are added in fp32
-        assert results[0]["high"][:3] == [2, 2, 2]
-    for name, exact in ((name, plain.get_submodule(name).weight.grad) for name in results[0]["gradients"]):
-        found = torch.cat([results[rank]["gradients"][name] for rank in range(2)])
-        assert (found - exact).norm() / exact.norm() < 0.16, name  # the FP8 products' own error
+        assert results[0]["gradient_bytes"][:3] == [2, 2, 2]
+    for name in results[0]["gradients"]:
+        exact = plain.get_submodule(name).weight.grad
+        gradient = torch.cat([results[rank]["gradients"][name] for rank in range(2)])
+        assert relative_error(gradient, exact) < 0.16, name  # the FP8 products' own error
 
 
-def unannounced(rank, world):
-    found = {}
-    for said in (True, False):
-        model, optimizer = start()
-        amp8.attach(model, last_micro_batch=lambda said=said: said)
-        train(model, optimizer, 2, rank)
-        found[str(said)] = codes_of(model)
-    return found
-
-
-def test_a_step_without_a_last_micro_batch_takes_what_there_is():
-    for result in run_ranks(2, unannounced):
-        same(result["True"], result["False"])
+@on_ranks(2)
+def test_a_step_without_a_last_micro_batch_takes_what_there_is(rank, world):
+    outcomes = []
+    for announced in (True, False):
+        model, optimizer = start_exact(shard(net()))
+        amp8.attach(model, last_micro_batch=lambda announced=announced: announced)
+        train(model, optimizer, loss_of, range(2), rank=rank)
+        outcomes.append(codes_of(model))
+    assert_equal(*outcomes)
 
 
 def histories(rank, world):
-    model = shard(net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    model, optimizer = start(None, model=model, recipe="te_delayed")
-    train(model, optimizer, 2, rank)
-    layers = next(m for m in model.modules() if hasattr(m, "amp8_state")).amp8_state.layers
-    return {name: layer.amax_history.clone() for name, layer in layers.items()}
+    model, optimizer = start_exact(shard(net(), mesh_of(world, 2)), recipe="te_delayed")
+    train(model, optimizer, loss_of, range(2), rank=rank)
+    return {name: layer.amax_history.clone() for name, layer in state_of(model).layers.items()}
 
 
 def test_delayed_scaling_has_one_history_in_shards_and_replicas():
-    """Its amaxes are the largest of all four processes, each of which has other batches."""
+    """Four processes train on separate batches. The history has the largest amaxes of all four."""
     first, *others = run_ranks(4, histories)
     assert all(history.amax(0).min() > 0 for history in first.values())
     for other in others:
-        same(first, other)
+        assert_equal(first, other)
 
 
 @pytest.mark.slow
 def test_accumulating_in_fp32_rounds_less():
     announced, silent = (run_ranks(2, accumulated, how, 1) for how in ("announced", "silent"))
-    held = run_ranks(2, accumulated, "no_sync", 1)
+    in_fp32 = run_ranks(2, accumulated, "no_sync", 1)
     error = {}
     for how, results in (("announced", announced), ("silent", silent)):
-        wrong = [results[0]["gradients"][name] - value for name, value in held[0]["gradients"].items()]
+        wrong = [results[0]["gradients"][name] - value for name, value in in_fp32[0]["gradients"].items()]
         error[how] = sum(w.square().sum() for w in wrong).sqrt()
     assert 0 < error["announced"] < error["silent"]
 
 
-def dropped(rank, world, sharded, first):
-    model, optimizer = start(shard if sharded else None)
-    if not sharded:
-        model = amp8.attach(DistributedDataParallel(model))
-    if first:
-        ids, y = batch(0, rank)
-        nn.functional.cross_entropy(model(ids), y).backward()
+def weights_after_a_dropped_gradient(rank, world, sharded, drop):
+    model, optimizer = start_exact(shard(net()) if sharded else net(), ddp=not sharded)
+    if drop:
+        loss_of(model, 0, rank=rank).backward()
         optimizer.zero_grad()  # as after a loss that is not finite
-    train(model, optimizer, 1, rank, 1)
-    return whole(getattr(model, "module", model))
+    train(model, optimizer, loss_of, [1], rank=rank)
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("sharded", [True, slow(False)])
 def test_gradients_that_were_dropped_leave_no_trace(sharded):
-    dropping, plain = (run_ranks(2, dropped, sharded, first) for first in (True, False))
-    same(dropping[0], dropping[1])
-    same(dropping[0], plain[0])
+    (first, second), (plain, _) = (
+        run_ranks(2, weights_after_a_dropped_gradient, sharded, drop) for drop in (True, False)
+    )
+    assert_equal(first, second)
+    assert_equal(first, plain)
 
 
 # What a model may hold -----------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
-    """A head tied to the embedding, a frozen Linear, one without bias and a Conv1D in groups of their own, an odd one, an
-    unused one."""
+    """Its head is tied to the embedding. It has Linears that are frozen, without bias, of odd size and unused, and a
+    Conv1D."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
-        self.alone, self.mix = nn.Linear(WIDTH, WIDTH, bias=False), Conv1D(2 * WIDTH, WIDTH)
+        self.without_bias, self.conv = nn.Linear(WIDTH, WIDTH, bias=False), Conv1D(2 * WIDTH, WIDTH)
         self.odd, self.unused = nn.Linear(WIDTH, 40), nn.Linear(WIDTH, WIDTH)
         self.back = nn.Linear(40, WIDTH)
         self.head = nn.Linear(WIDTH, 64, bias=False)
@@ -404,46 +366,37 @@ class Tied(nn.Module):
 
     def forward(self, ids):
         x = self.embed(ids).mean(1)
-        return self.head(self.alone(self.frozen(x)) + self.mix(x)[:, ::2] + self.back(self.odd(x)))
+        return self.head(self.without_bias(self.frozen(x)) + self.conv(x)[:, ::2] + self.back(self.odd(x)))
 
 
-def tied(rank, world, sharded):
-    torch.manual_seed(0)
-    model = Tied()
-    if sharded:
-        fully_shard(model.alone)
-        fully_shard([model.mix, model.back])
+def trained_tied(rank, world):
+    model = seeded_model(Tied)
+    if world > 1:
+        fully_shard(model.without_bias)
+        fully_shard([model.conv, model.back])
         fully_shard(model)
-    model, optimizer = start(None, model=model)
+    model, optimizer = start_exact(model)
     assert amp8.report(model, optimizer)["bytes_per_parameter"]["linear"]["weight"] < 2.1
-    before = whole(model)
-    losses, _ = train(model, optimizer, 5)
-    report = amp8.report(model, optimizer)
+    before = weights_of(model)
+    losses, _ = train(model, optimizer, loss_of, range(5), words=64)
+    names = amp8.report(model, optimizer)["converted"]
     optimizer.step()  # without gradients nothing changes
-    return {"losses": losses, "before": before, "whole": whole(model), "names": report["converted"]}
-
-
-def batch_of_64(step, rank=0, n=8):
-    g = torch.Generator().manual_seed(1000 * (step % 2) + rank)
-    ids = torch.randint(64, (n, 8), generator=g)
-    return ids, ids[:, 0]
+    return {"losses": losses, "before": before, "after": weights_of(model), "names": names}
 
 
 @pytest.mark.parametrize("world", [2, slow(3)])
-def test_tied_frozen_and_odd_weights(world, monkeypatch):
-    monkeypatch.setitem(globals(), "batch", batch_of_64)
-    results = run_ranks(world, tied, True)
-    alone = tied(0, 1, False)
-    assert results[0]["names"] == alone["names"] == ["frozen", "alone", "mix", "unused"]
+def test_tied_frozen_and_odd_weights(world):
+    results, alone = run_ranks(world, trained_tied), trained_tied(0, 1)
+    assert results[0]["names"] == alone["names"] == ["frozen", "without_bias", "conv", "unused"]
     for result in results:
-        for name, value in alone["whole"].items():
-            if world == 2:
-                assert torch.equal(result["whole"][name], value), name
-            else:  # a third of a sum of three is not always exact
-                assert torch.allclose(result["whole"][name], value, atol=2e-3), name
+        if world == 2:
+            assert_equal(result["after"], alone["after"])
+        for name, value in alone["after"].items():  # a third of a sum of three is not always exact
+            assert torch.allclose(result["after"][name], value, atol=2e-3), name
+    before, after = results[0]["before"], results[0]["after"]
     for name in ("frozen.weight", "unused.weight"):
-        assert torch.equal(results[0]["whole"][name], results[0]["before"][name])
-    assert torch.equal(results[0]["whole"]["head.weight"], results[0]["whole"]["embed.weight"])
+        assert torch.equal(after[name], before[name])
+    assert torch.equal(after["head.weight"], after["embed.weight"])
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
@@ -455,151 +408,108 @@ def checkpointed(rank, world, kind):
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block)
     options = {"reshard_after_forward": False} if kind == "kept" else {}
-    model, optimizer = start(lambda m: shard(m, **options), model=model)
-    losses, _ = train(model, optimizer, 4)
-    return {"losses": losses, "weight": model.head.weight.full_tensor(), "sent": amp8.wire_bytes(model)}
+    model, optimizer = start_exact(shard(model, **options))
+    losses, _ = train(model, optimizer, loss_of, range(4))
+    outcome = {"losses": torch.tensor(losses), "weight": model.head.weight.full_tensor()}
+    return outcome, amp8.wire_bytes(model)
 
 
 def test_activation_checkpointing_and_kept_weights_change_no_number():
-    plain, checkpoint, kept = (run_ranks(2, checkpointed, kind)[0] for kind in ("plain", "checkpoint", "kept"))
-    assert torch.equal(plain["losses"], checkpoint["losses"]) and torch.equal(plain["weight"], checkpoint["weight"])
-    assert torch.equal(plain["losses"], kept["losses"]) and torch.equal(plain["weight"], kept["weight"])
+    (plain, sent), (checkpoint, checkpoint_sent), (kept, kept_sent) = (
+        run_ranks(2, checkpointed, kind)[0] for kind in ("plain", "checkpoint", "kept")
+    )
+    assert_equal(plain, checkpoint)
+    assert_equal(plain, kept)
     blocks = 4 * 2 * 2 * 2 * WIDTH * WIDTH / 2  # steps, blocks, layers: what the second gather of a step sends
-    assert plain["sent"] - kept["sent"] == blocks and checkpoint["sent"] == plain["sent"]
+    assert sent - kept_sent == blocks and checkpoint_sent == sent
 
 
-def freed(rank, world):
-    model, _ = start()
-    sizes = {}
+@on_ranks(2)
+def test_gathered_weights_are_one_byte_each_and_freed_after_forward(rank, world):
+    model, _ = start_exact(shard(net()))
+    layer, sizes = model.blocks[0].up, {}
 
-    def look(name, module):
-        sizes[name] = module.weight.untyped_storage().size() if not hasattr(module.weight, "placements") else 0
+    def record(when):
+        weight = layer.weight
+        sizes[when] = 0 if hasattr(weight, "placements") else weight.untyped_storage().size()
 
-    layer = model.blocks[0].up
-    layer.register_forward_hook(lambda *_: look("inside", layer))
-    model.blocks[1].register_forward_hook(lambda *_: look("after", layer))
-    ids, y = batch(0)
-    model(ids)
-    unsharded = layer.sharding.fsdp_param._unsharded_param
-    sizes["storage"] = unsharded.untyped_storage().size()
-    return sizes
-
-
-def test_gathered_weights_are_one_byte_each_and_freed_after_forward():
-    for sizes in run_ranks(2, freed):
-        assert sizes == {"inside": 2 * WIDTH * WIDTH, "after": 0, "storage": 0}
+    layer.register_forward_hook(lambda *_: record("inside"))
+    model.blocks[1].register_forward_hook(lambda *_: record("after"))
+    model(batch(0)[0])
+    assert sizes == {"inside": 2 * WIDTH * WIDTH, "after": 0}
+    assert layer.sharding.fsdp_param._unsharded_param.untyped_storage().size() == 0
 
 
-def from_meta(rank, world):
+def losses_from_meta(rank, world):
     with torch.device("meta"):
-        model = net()
-    model = shard(model)
+        model, on_meta = shard(net()), shard(net())
+    with pytest.raises(ValueError, match="meta device"):
+        start(on_meta)
     model.to_empty(device="cpu")
     values = net().state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = torch.distributed.tensor.distribute_tensor(
-                values[name], parameter.device_mesh, parameter.placements
-            )
-            parameter.copy_(value)
-    model, optimizer = start(None, model=model)
-    losses, _ = train(model, optimizer, 3)
-    return {"losses": losses}
-
-
-def on_meta(rank, world):
-    with torch.device("meta"):
-        model = shard(net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="meta device"):
-        amp8.initialize(model, optimizer)
-    return {}
+            parameter.copy_(distribute_tensor(values[name], parameter.device_mesh, parameter.placements))
+    return train(*start_exact(model), loss_of, range(3))[0]
 
 
 def test_a_model_from_the_meta_device():
-    model, optimizer = start(None)
-    losses, _ = train(model, optimizer, 3)
-    for result in run_ranks(2, from_meta):
-        assert torch.equal(result["losses"], losses)
-    run_ranks(2, on_meta)
+    losses, _ = train(*start_exact(net()), loss_of, range(3))
+    assert run_ranks(2, losses_from_meta) == [losses, losses]
 
 
-def bf16(rank, world):
+@on_ranks(2)
+def test_fully_shards_own_mixed_precision(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, optimizer = start(lambda m: shard(m, mp_policy=policy))
-    losses, _ = train(model, optimizer, 30, rank)
-    return {"losses": losses}
+    losses, _ = train(*start_exact(shard(net(), mp_policy=policy)), loss_of, range(30), rank=rank)
+    assert sum(losses[-2:]) < 0.7 * sum(losses[:2])
 
 
-def test_fully_shards_own_mixed_precision():
-    losses = run_ranks(2, bf16)[0]["losses"].float()
-    assert losses[-2:].mean() < 0.7 * losses[:2].mean()
-
-
-def refusals(rank, world):
-    def attempt(model, level="O2", error=ValueError, **options):
-        optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
-        with pytest.raises(error) as caught:
-            amp8.initialize(model, optimizer, level, **options)
-        return str(caught.value)
+@on_ranks(4)
+def test_refusals_say_what_to_do(rank, world):
+    def refused(words, error=ValueError):
+        return pytest.raises(error, match=rf"\A.*{words}.*\Z")  # an error of one line
 
     model = net()
     stale = torch.optim.AdamW(model.parameters())
-    messages = [attempt(shard(model), optimizer=stale)]
-    messages.append(attempt(shard(net()), "O3"))
-    messages.append(attempt(shard(net()), process_group=dist.group.WORLD))
-    messages.append(attempt(shard(net(), offload_policy=CPUOffloadPolicy(pin_memory=False))))
-    messages.append(attempt(shard(net(), reshard_after_forward=2)))
+    with refused("make it after fully_shard"):
+        amp8.initialize(shard(model), stale)
+    with refused("use O2"):
+        start(shard(net()), "O3")
+    with refused("its mesh says"):
+        start(shard(net()), process_group=dist.group.WORLD)
+    with refused("leave out CPUOffloadPolicy"):
+        start(shard(net(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    with refused("True, False or None"):
+        start(shard(net(), reshard_after_forward=2))
     model = shard(net())
     model(batch(0)[0])
-    messages.append(attempt(model))
-    model, optimizer = start()
-    with pytest.raises(RuntimeError) as caught:
+    with refused("before its first forward"):
+        start(model)
+    model, _ = start(shard(net()))
+    with refused("load_state_dict", RuntimeError):
         model.head.weight.data.zero_()
-    messages.append(str(caught.value))
     model.bfloat16()
-    with pytest.raises(RuntimeError) as caught:
+    with refused("don't cast", RuntimeError):
         model(batch(0)[0])
-    messages.append(str(caught.value))
-    return messages
-
-
-def test_refusals_say_what_to_do():
-    words = [
-        "make it after fully_shard",
-        "use O2",
-        "its mesh says",
-        "leave out CPUOffloadPolicy",
-        "True, False or None",
-        "before its first forward",
-        "load_state_dict",
-        "don't cast",
-    ]
-    for messages in run_ranks(4, refusals):
-        for message, word in zip(messages, words, strict=True):
-            assert word in message and "\n" not in message
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def counted(rank, world, level, replicas):
-    torch.manual_seed(0)
-    model = net(width=64)
-    model, optimizer = start(lambda m: shard(m, mesh_of(world, replicas)), level, model)
+def report_and_bytes(rank, world, level, replicas):
+    model, optimizer = start_exact(shard(net(width=64), mesh_of(world, replicas)), level)
     sent = []
     for step in range(3):
-        train(model, optimizer, 1, rank, step)
+        train(model, optimizer, loss_of, [step], rank=rank)
         sent.append(amp8.wire_bytes(model))
-    report = amp8.report(model, optimizer)
-    return {"report": report, "sent": sent}
+    return amp8.report(model, optimizer), sent
 
 
 @pytest.mark.parametrize("world, replicas, level", [(4, 1, "O2"), (4, 2, "O2"), slow(2, 1, "O2"), slow(2, 1, "O1")])
 def test_bytes_of_parameters_and_wire(world, replicas, level):
-    for result in run_ranks(world, counted, level, replicas):
-        report, sent = result["report"], result["sent"]
-        shards = world // replicas
+    shards = world // replicas
+    for report, sent in run_ranks(world, report_and_bytes, level, replicas):
         assert (report["shards"], report["replicas"], report["world"]) == (shards, replicas, world)
         expected = {"O1": 11, "O2": 6}[level] / shards
         assert expected <= report["bytes_per_parameter"]["linear"]["total"] <= 1.02 * expected
@@ -624,76 +534,63 @@ def test_bytes_of_parameters_and_wire(world, replicas, level):
 
 
 def saved(rank, world, replicas, folder):
-    model, optimizer = start(lambda m: shard(m, mesh_of(world, replicas)))
+    model, optimizer = start_exact(shard(net(), mesh_of(world, replicas)))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    train(model, optimizer, 3, rank)
+    train(model, optimizer, loss_of, range(3), rank=rank)
     scheduler.step()
     state = {name: tensor.clone() for name, tensor in amp8.exact_state(model, optimizer).items()}
     torch.save(state, f"{folder}/{rank}.pt")
-    losses, _ = train(model, optimizer, 3, rank, 3)
-    return {"losses": losses, "codes": codes_of(model), "whole": whole(model)}
+    losses, _ = train(model, optimizer, loss_of, range(3, 6), rank=rank)
+    return outcome_of(model, losses)
 
 
-def resumed(rank, world, replicas, folder, parts, steps):
-    model, optimizer = start(lambda m: shard(m, mesh_of(world, replicas)), lr=7.0)
+def states_in(folder, ranks):
+    return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def resumed(rank, world, replicas, folder, ranks_before):
+    model, optimizer = start_exact(shard(net(), mesh_of(world, replicas)), lr=7.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     model(batch(0)[0])  # leaves the root's weights gathered
-    states = [torch.load(f"{folder}/{i}.pt", weights_only=True) for i in range(parts)]
-    shards = world // replicas
-    amp8.load_exact_state(model, optimizer, states[rank] if parts == world else states)
-    codes = codes_of(model)
+    states = states_in(folder, ranks_before)
+    amp8.load_exact_state(model, optimizer, states[rank] if ranks_before == world else states)
     exact = {key: value.clone() for key, value in amp8.exact_state(model, optimizer).items()}
-    losses, _ = train(model, optimizer, steps, rank, 3)
-    return {
-        "losses": losses,
-        "start": codes,
-        "codes": codes_of(model),
-        "whole": whole(model),
-        "exact": exact,
-        "n": shards,
-    }
+    losses, _ = train(model, optimizer, loss_of, range(3, 6), rank=rank)
+    return {"outcome": outcome_of(model, losses), "exact": exact}
 
 
 @pytest.mark.parametrize("world, replicas", [(3, 1), slow(2, 1), slow(4, 2)])
 def test_resumes_bit_for_bit_on_as_many_ranks(world, replicas, tmp_path):
     straight = run_ranks(world, saved, replicas, str(tmp_path))
-    again = run_ranks(world, resumed, replicas, str(tmp_path), world, 3)
-    for one, other in zip(straight, again, strict=True):
-        assert torch.equal(one["losses"], other["losses"])
-        same(one["codes"], other["codes"])
-        same(one["whole"], other["whole"])
-
-
-def rows(states, key):
-    return torch.cat([state[key] for state in states])
+    again = run_ranks(world, resumed, replicas, str(tmp_path), world)
+    for outcome, result in zip(straight, again, strict=True):
+        assert_equal(outcome, result["outcome"])
 
 
 @pytest.mark.parametrize("before, after", [(3, 2), slow(4, 2), slow(2, 4), slow(2, 1)])
 def test_moves_to_another_number_of_ranks(before, after, tmp_path):
     run_ranks(before, saved, 1, str(tmp_path))
-    old = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(before)]
-    results = run_ranks(after, resumed, 1, str(tmp_path), before, 3)
+    old, results = states_in(tmp_path, before), run_ranks(after, resumed, 1, str(tmp_path), before)
     new = [result["exact"] for result in results]
     assert old[0].keys() == new[0].keys()
     for key in old[0]:
         if key.startswith("rows/"):
-            a, b = rows(old, key), rows(new, key)
+            a, b = (torch.cat([state[key] for state in states]) for states in (old, new))
             assert a.dtype == b.dtype and torch.equal(a.float(), b.float()), key
         elif key.startswith("all/") and key != "all/world":
             assert torch.equal(old[0][key], new[0][key]), key
         elif key.endswith("amax_history"):
             assert torch.equal(torch.stack([part[key] for part in old]).amax(0), new[0][key]), key
-    assert all(torch.isfinite(result["losses"]).all() for result in results)
+    assert all(result["outcome"]["losses"].isfinite().all() for result in results)
 
 
 def refused_state(rank, world, folder):
-    model, optimizer = start()
-    states = [torch.load(f"{folder}/{i}.pt", weights_only=True) for i in range(4)]
+    model, optimizer = start_exact(shard(net()))
+    states = states_in(folder, 4)
     with pytest.raises(ValueError, match="O2 on 4 ranks, the model is O2 on 2 ranks"):
         amp8.load_exact_state(model, optimizer, states[rank])
     with pytest.raises(ValueError, match="4 ranks, and 3 were given"):
         amp8.load_exact_state(model, optimizer, states[:3])
-    return {}
 
 
 def test_refuses_a_state_it_can_not_put_together(tmp_path):
@@ -701,51 +598,35 @@ def test_refuses_a_state_it_can_not_put_together(tmp_path):
     run_ranks(2, refused_state, str(tmp_path))
 
 
-def plain_states(rank, world):
-    model, optimizer = start()
-    train(model, optimizer, 3)
-    before = whole(model)
+@on_ranks(2)
+def test_a_state_dict_holds_true_values_and_loads(rank, world):
+    model, optimizer = start_exact(shard(net()))
+    train(model, optimizer, loss_of, range(3))
+    weights, ids = weights_of(model), batch(0)[0]
+    assert torch.equal(model.blocks[0].up.weight.full_tensor(), weights["blocks.0.up.weight"])
+    plain, from_whole, from_shards = net(), start_exact(shard(net()))[0], start_exact(shard(net()))[0]
+    plain.load_state_dict(weights)
+    set_model_state_dict(from_whole, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    from_shards.load_state_dict(model.state_dict())
+    assert_equal(weights, weights_of(from_whole))
+    assert_equal(weights, weights_of(from_shards))
     with amp8.high_precision(model), torch.no_grad():
-        precise = model(batch(0)[0])
-    fresh = net()
-    fresh.load_state_dict(before)
-    other, _ = start()
-    set_model_state_dict(other, fresh.state_dict(), options=StateDictOptions(full_state_dict=True))
-    sharded, _ = start()
-    sharded.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        expected = fresh(batch(0)[0])
-    return {
-        "before": before,
-        "other": whole(other),
-        "sharded": whole(sharded),
-        "precise": precise,
-        "expected": expected,
-        "full": model.blocks[0].up.weight.full_tensor(),
-    }
-
-
-def test_a_state_dict_holds_true_values_and_loads():
-    for result in run_ranks(2, plain_states):
-        same(result["before"], result["sharded"])
-        same(result["before"], result["other"])
-        assert torch.equal(result["full"], result["before"]["blocks.0.up.weight"])
-        assert torch.allclose(result["precise"], result["expected"], atol=1e-6)
+        assert torch.allclose(model(ids), plain(ids), atol=1e-6)
 
 
 # What was measured ---------------------------------------------------------------------------------------------------
 
 
 def test_committed_figures_keep_the_limits():
-    found = json.loads((Path(__file__).parents[1] / "results" / "amp8_fsdp.json").read_text())
-    assert {"command", "date", "device", "versions"} <= found.keys()
-    assert set(found["error"]) == set(found["ways"]) == {"2", "4", "2 x 2"}
-    for row in found["error"].values():
+    figures = json.loads((Path(__file__).parents[1] / "results" / "amp8_fsdp.json").read_text())
+    assert {"command", "date", "device", "versions"} <= figures.keys()
+    assert set(figures["error"]) == set(figures["ways"]) == {"2", "4", "2 x 2"}
+    for row in figures["error"].values():
         assert all(0.02 < error <= 0.036 for error in row.values())
-    for name, ways in found["ways"].items():
+    for name, ways in figures["ways"].items():
         o1, o2, fp32 = ways["O1"], ways["O2"], ways["fp32"]
         assert 6 <= o2["bytes"] * o2["shards"] <= 6.6 and 11 <= o1["bytes"] * o1["shards"] <= 12.1
         assert fp32["bytes"] * fp32["shards"] == pytest.approx(16, rel=0.01)
         assert o2["converted_of_fp32"] <= 0.30
-        if name != "2 x 2":  # there the embeddings and norms, which stay in fp32, weigh more
+        if name != "2 x 2":  # in which the embeddings and norms, which stay in fp32, weigh more
             assert o2["wire"] <= 0.30 * fp32["wire"]

@@ -65,8 +65,8 @@ def test_committed_figures_of_rounding_keep_the_limits():
     last = list(rows[0.9, 0.95, "fp32"][0])[-1]
     assert int(last) == 10_000
     for betas in ((0.9, 0.95), (0.95, 0.999), (0.9, 0.999)):
-        for found, wanted in zip(rows[*betas, "O2"] + rows[*betas, "O3"], 2 * rows[*betas, "fp32"], strict=True):
-            assert found[last] <= 1.2 * wanted[last]
+        for moved, in_fp32 in zip(rows[*betas, "O2"] + rows[*betas, "O3"], 2 * rows[*betas, "fp32"], strict=True):
+            assert moved[last] <= 1.2 * in_fp32[last]
     for row in figures("amp8_finetune")["rows"]:
         # O3 at 1e-6 loses 3.4%, more than the 3% aimed at, as amp8/README.md says: its products see weights of 8 bits.
         least = 0.96 if (row["way"], row["lr"]) == ("O3", 1e-6) else 0.97
