@@ -222,11 +222,12 @@ def host_phases(settings, state, held, runtime, plain, largest):
     whole, block = 4 * plain["parameters"], 4 * largest
     sent = 2 * 4 * plain["largest"]  # a parameter of process 0's on its way
     build = whole + part, (sent if settings["ram_efficient"] else whole) + part
-    file = state if settings["strategy"] == "zero3" else 0  # read whole; other files tensor by tensor
     phases = {
         "build": build,
         "save": (held + state, held + state),
-        "load": [max(size, held + file) for size in build],  # a script builds the model before it loads
+        "load": [
+            max(size, held) for size in build
+        ],  # a script builds the model before; files are read tensor by tensor
         "end": (held + 2 * block, held + block),
     }
     return {name: {"main": round(main), "others": round(others)} for name, (main, others) in phases.items()}
