@@ -186,7 +186,7 @@ def seen(found):
 
 
 def answer(found):
-    """The study in a few lines, of the task that the picture shows: [(verdict, ways)]."""
+    """The study in a few lines: [(verdict, ways)] of the task that the picture shows, then what is worse in others."""
     shown = [result for result in found if result["task"] == PICTURE and main_measure(result)]
     whole = next(result["bytes_per_parameter"] for result in shown if result["way"] == BASELINE)
     judged_ways = [result for result in shown if main_measure(result)["pairs"] >= paired.FEWEST]
@@ -206,8 +206,19 @@ def answer(found):
         ("Lower:", named("better")),
         ("Higher:", named("worse")),
         ("Cannot tell:", named("unknown")),
+        *((f"{TASKS[task].question}, worse:", ways) for task, ways in worse_elsewhere(found)),
     ]
     return [(what, ways) for what, ways in lines if ways]
+
+
+def worse_elsewhere(found):
+    """Yields (task, its ways that are judged worse) of the tasks that the picture does not show."""
+    for task in TASKS:
+        ways = [result for result in found if result["task"] == task != PICTURE and main_measure(result)]
+        ways = [result for result in ways if main_measure(result).get("kind") == "worse"]
+        ways.sort(key=lambda result: -abs(main_measure(result)["relative"]))
+        named = (f"{result['way']} ({report.percent(main_measure(result)['relative'])})" for result in ways)
+        yield task, ", ".join(named)
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures

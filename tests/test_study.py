@@ -230,6 +230,19 @@ def test_the_results_that_are_here():
     [o2] = [result for result in found["results"] if (result["task"], result["way"]) == ("words", "o2")]
     assert o2["bytes_per_parameter"] < 8 and words["bf16_pure"]["kind"] == "worse"
     assert words["adamw_8bit"]["kind"] == words["o2_nearest"]["kind"] == "equal"
+    lost = {
+        (result["task"], result["way"]): (measure["kind"], round(100 * measure["relative"]))
+        for result in found["results"]
+        if result["task"] in ("finetune_1e-5", "finetune_1e-6") and (measure := study_page.main_measure(result))
+    }
+    assert lost["finetune_1e-5", "o2"][0] == lost["finetune_1e-6", "o2"][0] == lost["finetune_1e-5", "o3"][0] == "equal"
+    assert lost["finetune_1e-5", "o2_nearest"] == ("worse", -62) and lost["finetune_1e-6", "o2_nearest"] == (
+        "worse",
+        -86,
+    )
+    assert lost["finetune_1e-6", "o3"] == ("worse", -5) and lost["finetune_1e-6", "bf16_pure"][1] < -95
+    answer = dict(study_page.answer(found["results"]))
+    assert answer["Fine-tuning at a learning rate of 1e-6, worse:"].startswith("bf16_pure (-97")
     rows = {row["way"]: row for row in json.loads((study.RESULTS / "tensors.json").read_text())["rows"]}
     assert rows["o2_nearest"]["linear"]["along"] < 0.1 and rows["bf16_pure"]["linear"]["along"] < 0.1
     assert min(rows[way]["linear"]["along"] for way in ("o2", "bf16_stochastic")) > 0.9
