@@ -178,6 +178,8 @@ SHARDS = {}  # {id of an original parameter: weak references to it and to its sh
 
 
 def shard(accelerator, accelerates, model, optimizers):
+    """Lets Accelerate shard `model` in the units that the config says, and gives the script's `optimizers` the sharded
+    parameters. accelerates: Accelerate's own `prepare`. Returns the model, which Accelerate changes in place."""
     plan, plugin = accelerator.plan, accelerator.state.fsdp_plugin
     policy, checkpointing = plugin.auto_wrap_policy, plugin.activation_checkpointing
     if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
