@@ -241,6 +241,12 @@ def test_the_results_that_are_here():
         -86,
     )
     assert lost["finetune_1e-6", "o3"] == ("worse", -5) and lost["finetune_1e-6", "bf16_pure"][1] < -95
+    formats = ("ao", "ao_rowwise", "te", "te_current", "te_block", "o1")
+    assert all(words[way]["kind"] == "equal" for way in formats) and words["muon"]["kind"] == "better"
+    rare = {row[0]: row[-1] for row in study_page.rare_table(found["results"])[1]}
+    assert rare.pop("muon") == "higher by 2%" and not [
+        way for way in rare if "higher" in rare[way] and way != "planted"
+    ]
     answer = dict(study_page.answer(found["results"]))
     assert answer["Fine-tuning at a learning rate of 1e-6, worse:"].startswith("bf16_pure (-97")
     rows = {row["way"]: row for row in json.loads((study.RESULTS / "tensors.json").read_text())["rows"]}
