@@ -40,8 +40,8 @@ def given(args, kwargs):
 
 def precision(script):
     """What the script says of the precision where no config and no launcher does, or None."""
-    precision = script.get("mixed_precision")
-    return None if precision is None or says_precision() else str(precision)
+    passed = script.get("mixed_precision")
+    return None if passed is None or says_precision() else str(passed)
 
 
 def resolved(script, before):
@@ -134,11 +134,11 @@ def project(plan, merged, before):
 def contradictions(plan, script):
     """Yields (argument, what script and config say, what to do) for each argument that contradicts the config."""
     planned = {"fp32": "no"}.get(plan.precision, plan.precision)
-    precision = script.get("mixed_precision")
-    if precision is not None and str(precision) != planned and not is_default(plan, script):
+    passed = script.get("mixed_precision")
+    if passed is not None and str(passed) != planned and not is_default(plan, script):
         first = AcceleratorState._shared_state and not says_precision()
         who = "first Accelerator" if first else "config"
-        both = f"the script passes mixed_precision={str(precision)!r}, the {who} says {plan.precision}"
+        both = f"the script passes mixed_precision={str(passed)!r}, the {who} says {plan.precision}"
         yield "mixed_precision", both, "leave it out, or set mixed_precision in the YAML"
     if script.get("cpu") and not plan.rehearsal:
         yield "cpu", "the script passes cpu=True, the config asks for an accelerator", "leave it out"

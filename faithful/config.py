@@ -149,8 +149,8 @@ def settings_of_deepspeed(env):
 
     clip, on_here = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower(), on(env.get("ACCELERATE_USE_DEEPSPEED"))
     settings = {"problem": None, "stage": None, "precision": None, "steps": None, "optimizer": None, "scheduler": None,
-             "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False,
-             "as_ddp": False}  # fmt: skip
+                "devices": [], "clip": None, "save_16bit": False, "offload": False, "init": False,
+                "as_ddp": False}  # fmt: skip
     if on_here and (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
         settings |= deepspeed_file.requests(file)
     elif on_here:

@@ -114,13 +114,13 @@ def trace_or_reason(module, argv, key):
         return Refused(str(reason).splitlines()[0])
 
 
-def tracings_of(module, argv, settings, known):
-    """The two tracings of a config. known: {key: its tracing} of those that were made before or are being made."""
+def tracings_of(module, argv, settings, tracings):
+    """The two tracings of a config. tracings: {key: its tracing} of those that were made before or are being made."""
     pair = []
     for key in tracing_keys(settings):
-        if key not in known:
-            known[key] = trace_or_reason(module, argv, key)
-        tracing = known[key].get() if hasattr(known[key], "ready") else known[key]  # of another process
+        if key not in tracings:
+            tracings[key] = trace_or_reason(module, argv, key)
+        tracing = tracings[key].get() if hasattr(tracings[key], "ready") else tracings[key]  # of another process
         if isinstance(tracing, Refused):
             raise tracing
         pair.append(tracing)
@@ -201,10 +201,8 @@ def estimate(settings, plain, checkpointed, cpu):
     for name, phase in phases.items():
         n, others = settings["num_processes"], phase["others"]
         phase["node"] = phase["main"] + (n - 1) * others
-        if settings["ram_efficient"] and name in (
-            "build",
-            "load",
-        ):  # the others hold nothing while process 0 holds most
+        # The others hold nothing while process 0 holds most.
+        if settings["ram_efficient"] and name in ("build", "load"):
             phase["node"] = max(phase["main"] + (n - 1) * sizes["runtime"], n * others)
     return sizes | {
         "phases": phases,
@@ -225,9 +223,8 @@ def host_phases(settings, state, held, runtime, plain, largest):
     phases = {
         "build": build,
         "save": (held + state, held + state),
-        "load": [
-            max(size, held) for size in build
-        ],  # a script builds the model before; files are read tensor by tensor
+        # A script builds the model before it loads, and files are read tensor by tensor.
+        "load": [max(size, held) for size in build],
         "end": (held + 2 * block, held + block),
     }
     return {name: {"main": round(main), "others": round(others)} for name, (main, others) in phases.items()}
@@ -369,24 +366,24 @@ def main(argv):
     recipe, options = recipe_of(words, "estimate fsdp_bf16 -- vit --model vit_huge")
     memory, device, cpu = memory_of(args.memory)
     wanted = {file.stem: read_config(file, args.num_processes) for file in files}
-    rows, known, refused = Rows(wanted, device, memory), {}, {}
+    rows, estimated, refused = Rows(wanted, device, memory), {}, {}
     for name, sizes, parameters in estimates(wanted, recipe, options, memory, cpu):
         if isinstance(sizes, Refused):
             refused[name] = str(sizes)
             continue
-        known[name] = sizes
+        estimated[name] = sizes
         if not args.json:
             rows.show(recipe.stem, name, sizes, parameters)
     if args.json:
-        figures = {"recipe": recipe.stem, "command": words, "memory": memory, "configs": known, "refused": refused}
+        figures = {"recipe": recipe.stem, "command": words, "memory": memory, "configs": estimated, "refused": refused}
         print(json.dumps(figures))
         return 0
     for name, reason in refused.items():
         print(f"  {name}: {reason}")
-    for name, sizes in known.items() if args.configs else ():
+    for name, sizes in estimated.items() if args.configs else ():
         if sizes["phases"]:
             print(f"  {name}: {around_training(sizes['phases'], rows.unit)}")
-    fitting = [name for name, sizes in known.items() if sizes["fits"]]
+    fitting = [name for name, sizes in estimated.items() if sizes["fits"]]
     print(f"fits: {', '.join(fitting) or 'none of them'}")
     return 0 if fitting else 1
 

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import checkpoint, tensor_files, weight_files  # noqa: E402
@@ -215,7 +214,7 @@ def written_whole(output):
         checkpoint.sync(temporary)
         os.replace(temporary, output)
         checkpoint.sync(output.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise Refused(f"{output} cannot be written: {error}") from None
     finally:
         with contextlib.suppress(OSError):

@@ -98,15 +98,11 @@ def classes(comparison):
 def tables(comparison):
     """[(title, heads, rows)]: all numbers of the report except the curves."""
     sound = [row for row in comparison["rows"] if not row["error"]]
-    counted = [[row_title(row), row["truth"]] for row in sound if not row["control"]]
+    rows = [[row_title(row), row["truth"]] for row in sound if not row["control"]]
     yield "Results", *results(comparison)
     yield "Speed", *speeds(comparison, sound)
     yield "Memory and wire, per process", *memories(comparison, sound)
-    yield (
-        "What each run was, counted on its live tensors after the first optimizer step",
-        ["config", "truth"],
-        counted,
-    )
+    yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "truth"], rows
 
 
 def results(comparison):
