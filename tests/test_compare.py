@@ -318,8 +318,6 @@ def test_every_config_gets_the_baselines_global_batch():
     assert compare.batches(configs, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32}
     assert compare.batches(configs, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8
     assert compare.batches(configs, [*words, "--per-device-train-batch-size=8"], 2)["ddp_bf16"] == 4
-    with pytest.raises(Refused, match="don't divide by the 3 processes of ddp_bf16"):
-        compare.batches(configs, ["--num_processes=3", *words], 0)
 
 
 def start(folder):
@@ -449,8 +447,6 @@ def test_a_script_of_ones_own_and_what_it_is_refused(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(OWN)
     assert not find.is_recipe(script) and all(map(find.is_recipe, (ROOT / "recipes").glob("*.py")))
-    with pytest.raises(Refused, match=r"--seeds 3: nothing says where own.py takes its seed: write \{seed\} there"):
-        compare.main(["single_fp32", "single_bf16", "--seeds", "3", "--", str(script)])
     where = ["--no-estimate", "--output_dir", str(tmp_path / "runs")]
     with pytest.raises(Refused, match="own.py: unrecognized arguments: --seed 0; it was given --seed '{seed}'"):
         compare.main(["single_fp32", *where, "--", str(script), "--seed", "{seed}"])

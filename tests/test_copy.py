@@ -58,21 +58,6 @@ def test_it_runs_with_accelerate_s_own_accelerator(tmp_path, name):
     assert (tmp_path / "run" / "model").is_dir() and not (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("config", ["fsdp_bf16", "single_fp8", "single_bf16_compile", "zero2_bf16"])
-def test_plain_is_refused_where_accelerate_alone_does_something_else(tmp_path, config):
-    with pytest.raises(Refused, match="--plain is for single and ddp in fp32 and bf16.*: leave --plain out"):
-        tool.copy("vit", config, tmp_path / "mine", plain=True)
-    assert not (tmp_path / "mine").exists()
-
-
-def test_plain_is_refused_for_a_recipe_that_accelerate_alone_fails_with(tmp_path):
-    """tests/test_plain.py shows how it fails."""
-    with pytest.raises(Refused, match="--plain does not take diffusion with ddp_fp32.yml: .*: take a single"):
-        tool.copy("diffusion", "ddp_fp32", tmp_path / "mine", plain=True)
-    assert not (tmp_path / "mine").exists()
-    assert tool.copy("diffusion", "single_fp32", tmp_path / "mine", plain=True)
-
-
 def test_plain_under_accelerate_without_a_gpu_trains_once_in_two_processes(tmp_path):
     """The README's command. Accelerate writes the random state of each process that it knows into a checkpoint, and the
     main process alone prints. Two runs that do not know of each other print twice, and have process 0 only."""

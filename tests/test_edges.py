@@ -26,32 +26,18 @@ def of(name, **changes):
     return read_env(to_env(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()))) | changes
 
 
-def with_options(name, **options):
-    found = of(name)
-    return found | {"fp8_options": found["fp8_options"] | options}
-
-
 @pytest.mark.parametrize(
     ("wanted", "line"),
     [
         (of("ddp_bf16", strategy="megatron"), "strategy megatron is not one of single, ddp"),
         (of("ddp_bf16", restarts_in_vain=True), "a restarted worker would look for the one that died"),
-        (of("zero3_bf16", deepspeed=of("zero3_bf16")["deepspeed"] | {"nvme": True}), "offloading to nvme"),
-        (of("ddp_fp8", backend="mslinear"), "fp8_config backend mslinear is not one of"),
-        (with_options("ddp_fp8_te", amax_history_len=0), "amax_history_len 0 is not a whole number from 1 on"),
-        (with_options("ddp_fp8_msamp_o2", recipe="current"), "MSAMP combines with te_delayed only"),
-        (of("fsdp_fp8_msamp_o2", offload=True), "MS-AMP's levels under fsdp are not offloaded"),
-        (of("ddp_fp8_msamp_o2", compile=True), "MS-AMP's levels are not combined with a compiled model"),
-        (of("fsdp_fp8", level="rowwise"), "torchao gathers in FP8 with tensorwise scales only, not rowwise"),
     ],
 )
 def test_a_config_that_cannot_run_is_told_why(wanted, line):
     assert any(line in problem for problem in rules.problems(wanted, GPU)), rules.problems(wanted, GPU)
 
 
-def test_what_deepspeed_needs():
-    [line] = rules.problems(of("zero2_bf16"), GPU | {"packages": []})
-    assert line == "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
+def test_deepspeeds_standard_launcher_needs_no_hostfile():
     assert rules.problems_of_hostfile({"deepspeed_multinode_launcher": "standard"}, 8) == []
 
 

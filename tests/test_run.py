@@ -88,26 +88,6 @@ def test_options_of_the_gradient_scaler_reach_it(tmp_path):
     assert state["scale"] == 1024 * 4 * 4 and state["growth_interval"] == 3 and state["backoff_factor"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("config", "argv", "expected"),
-    [
-        (
-            "single_bf16",
-            ("--grad_scaler", "init_scale=8"),
-            "a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out",
-        ),
-        ("single_bf16", ("--dtype", "float16"), "use an fp32 config"),
-        ("single_fp32", ("--per_device_train_batch_size", "5000"), "less than one global batch of 5000"),
-        ("single_fp32", ("--model", "vit_enormous"), "--model vit_enormous: Unknown model"),
-        ("single_fp32", ("--dataset", "/nowhere/at/all"), "known offline: digits, photos, synthetic"),
-    ],
-)
-def test_a_users_mistake_is_one_line(tmp_path, config, argv, expected):
-    train(config, tmp_path / "run", *argv, code=2)
-    log = (tmp_path / "run.log").read_text()
-    assert log.count("refused: ") == 1 and expected in log and "Traceback" not in log
-
-
 def test_a_mistake_before_there_is_an_accelerator_is_one_line_too():
     result = launched(sys.executable, "recipes/vit.py", "--grad_scaler", "init_skale=8")
     [line] = result.stderr.splitlines()

@@ -93,38 +93,8 @@ def test_override_of_all_gemms_at_once_is_refused():
     assert line.startswith("fp8_config override_linear_precision: TransformerEngine has removed it")
 
 
-INDUCTOR = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
 TENSORWISE = "backend: AO, recipe: tensorwise, enable_fsdp_float8_all_gather: false"
 NO_TE = GPU | {"packages": ["torchao"]}
-
-
-@pytest.mark.parametrize(
-    ("mapping", "machine", "parts"),
-    [
-        (config(DELAYED.replace("HYBRID", "E5M2")), GPU, ("format E5M2 is not one of HYBRID, E4M3",)),
-        (config(DELAYED.replace(": max", ": mean")), GPU, ("amax_compute_algo mean is not one of max, most_recent",)),
-        (config("backend: TE, recipe: delaid"), GPU, ("recipe delaid is not one of delayed, current, block, mxfp8",)),
-        (config(DELAYED, **INDUCTOR), GPU, ("te delayed does not compile", "single_fp8_compile")),
-        (config("backend: TE, recipe: mxfp8"), GPU, ("mxfp8 needs compute capability 10.0", "NVIDIA H200 has 9.0")),
-        (config("backend: TE, recipe: mxfp8"), RTX5090, ("mxfp8 needs compute capability 10.0", "RTX 5090 has 12.0")),
-        (
-            config("backend: TE, recipe: block"),
-            GPU | {"cuda": "12.8"},
-            ("te block needs CUDA 12.9", "12.8", "use single_fp8_te"),
-        ),
-        (config("backend: TE, recipe: mxfp8"), CPU, ("mxfp8 needs compute capability 10.0", "rehearse on a CPU")),
-        (config(DELAYED), A100, (A100["name"], "8.9", "has 8.0", "use single_bf16")),
-        (config(DELAYED, "MULTI_GPU"), A100, (A100["name"], "8.9", "has 8.0", "use ddp_bf16")),
-        (config(DELAYED, "FSDP"), A100, (A100["name"], "8.9", "has 8.0", "use fsdp_bf16")),
-        (config(TENSORWISE), A100, (A100["name"], "8.9", "has 8.0", "use single_bf16")),
-        (config(TENSORWISE.replace("false", "true"), "FSDP"), A100, (A100["name"], "8.9", "use fsdp_bf16")),
-        (config(DELAYED), NO_TE, ("TransformerEngine is not installed", "./launch.sh setup --extra te")),
-        (config(TENSORWISE), GPU | {"packages": []}, ("torchao is not installed", "pip install torchao")),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_fix(mapping, machine, parts):
-    lines = problems(mapping, machine)
-    assert len(lines) == 1 and all(part in lines[0] for part in parts), lines
 
 
 @pytest.mark.parametrize(

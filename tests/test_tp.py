@@ -239,9 +239,6 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
 
     train("tp_bf16", tmp_path / "seeds", *STEPS, name="gpt", before=other_seeds, code=2)
     assert "refused: the processes built models with different weights" in (tmp_path / "seeds.log").read_text()
-    train("tp_bf16", tmp_path / "vit", "--max_steps", 2, code=2)
-    log = (tmp_path / "vit.log").read_text()
-    assert "refused: VisionTransformer has no plan for tensor parallel" in log and "Traceback" not in log
 
 
 def test_torch_s_kernels_for_many_tensors_take_no_mixture():
