@@ -30,7 +30,8 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "accelerate_configs"
-sys.path.append(str(ROOT))
+SCRIPTS = ROOT / "tests" / "scripts"  # that tests launch, and whose functions they give to Ranks
+sys.path += [str(ROOT), str(SCRIPTS)]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
@@ -125,7 +126,8 @@ def as_a_script(main):
 class Ranks:
     """Forked ranks of one run; their output goes to <output_dir>.log.
 
-    name: a recipe. script: the path of a script to run instead. before(rank): called in each rank before the run.
+    name: a recipe. script: the path of a script to run instead, or a function. before(rank): called in each rank before
+    the run.
     """
 
     def __init__(self, config, argv, name="vit", processes=None, env=None, before=None, script=None):
@@ -153,16 +155,14 @@ class Ranks:
                     os.dup2(self.log.fileno(), 1)
                     os.dup2(self.log.fileno(), 2)
                     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # not pytest's capture
-                    sys.argv = [str(script or module.__file__), *argv]
+                    sys.argv = ["mine.py" if callable(script) else str(script or module.__file__), *argv]
                     plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
                     if before:
                         before(rank)
+                    if script is None:
+                        as_a_script(lambda: module.main(parse(module.Arguments)))
                     as_a_script(
-                        lambda: (
-                            runpy.run_path(str(script), run_name="__main__")
-                            if script
-                            else module.main(parse(module.Arguments))
-                        )
+                        script if callable(script) else lambda: runpy.run_path(str(script), run_name="__main__")
                     )
                 finally:
                     os._exit(99)
@@ -222,6 +222,12 @@ def distance(a, b):
     a, b = weights(a), weights(b)
     assert a.keys() == b.keys()
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def edited(text, before, after):
+    """The text with `after` in place of `before`, which must be there: else the test would try something else."""
+    assert before in text, f"there is no {before!r}"
+    return text.replace(before, after)
 
 
 def launched(*command, cwd=ROOT, env=None, timeout=240):

@@ -1,7 +1,9 @@
 """fsdp_cpu_ram_efficient_loading and zero3_init_flag: only process 0 builds models with their weights."""
 
-import functools
 import json
+import os
+import sys
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from conftest import CONFIGS, ROOT, Ranks, distance, record, train, weights
 from safetensors.torch import load_file
 from torch import nn
 
-from faithful import __main__, building, patches
+from faithful import Accelerator, __main__, building, patches
 from tools import export
 
 CLIENTS = ROOT / "tests" / "clients"
@@ -86,11 +88,11 @@ def made(tmp_path_factory):
     argv = ("--dataset", folder / "texts", "--sequence_length", 16, "--per_device_train_batch_size", 2,
             "--max_steps", 1, "--eval_steps", 0, "--save_steps", 1)  # fmt: skip
 
-    @functools.cache
+    @cache
     def saved():
         return train("single_fp32", folder / "saved", *argv, "--seed", 5, name="gpt")
 
-    @functools.cache
+    @cache
     def one(config, way, processes=None):
         run, settings = folder / f"{config}-{way}-{processes}", {}
         more = ("--pretrained", "--model", saved()) if way == "pretrained" else ()
@@ -127,11 +129,6 @@ def test_the_initial_weights_are_those_of_one_process_to_the_last_bit(made, conf
         assert (distance(alone, made.saved()) == 0) == (way == "pretrained")
 
 
-SCRIPT = """
-import sys, torch
-from torch import nn
-from faithful import Accelerator
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -151,42 +148,42 @@ class Model(nn.Module):
             x = x + block(x).relu()
         return self.normed(x * self.first.scale + self.second.scale)
 
-torch.manual_seed(1)
-accelerator = Accelerator(project_dir=sys.argv[sys.argv.index("--output_dir") + 1])
-model = Model()
-average = torch.optim.swa_utils.AveragedModel(model)
-MIDDLE
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-for step in range(3):
-    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    average.update_parameters(model)
-average = dict(average.module.named_parameters())
-for name, tensor in average.items():
-    assert not tensor.is_meta, name
-torch.save(average, f"{accelerator.project_dir}/average{accelerator.process_index}.pt")
-accelerator.save_model(model, accelerator.project_dir + "/model")
-if accelerator.is_local_main_process:
-    print("phase", model.phase.sum().item())
-elif model.phase.is_meta:
-    sys.exit(3)
-accelerator.end_training()
-"""
+
+def to_the_device(accelerator, model):
+    model.to(accelerator.device)
 
 
-def own(folder, middle):
-    path = folder / "own.py"
-    path.write_text(SCRIPT.replace("MIDDLE", middle))
-    return path
+def own(middle, model=None):
+    """What a rank runs: three steps of the model, and of its average. middle(accelerator, model): called before prepare."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    if model is None:
+        torch.manual_seed(1)
+        model = Model()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    middle(accelerator, model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    average = dict(average.module.named_parameters())
+    for name, tensor in average.items():
+        assert not tensor.is_meta, name
+    torch.save(average, f"{accelerator.project_dir}/average{accelerator.process_index}.pt")
+    accelerator.save_model(model, accelerator.project_dir + "/model")
+    if accelerator.is_local_main_process:
+        print("phase", model.phase.sum().item())
+    elif model.phase.is_meta:
+        sys.exit(3)
+    accelerator.end_training()
 
 
 def test_tied_and_root_parameters_buffers_and_averages_of_a_model_of_ones_own(tmp_path):
-    script = own(tmp_path, "model.to(accelerator.device)")
     runs = [tmp_path / "whole", tmp_path / "spare"]
     for config, run in zip(("fsdp_fp32", efficient(tmp_path, "fsdp_fp32")), runs, strict=True):
-        train(config, run, script=script)
+        train(config, run, script=partial(own, to_the_device))
     whole, spare = (load_file(run / "model" / "model.safetensors") for run in runs)
     assert whole.keys() == spare.keys() and len(whole) > 8
     assert all(torch.equal(whole[name], spare[name]) for name in whole)
@@ -197,19 +194,23 @@ def test_tied_and_root_parameters_buffers_and_averages_of_a_model_of_ones_own(tm
 
 
 def test_a_model_that_was_built_before_has_the_weights_of_process_0(tmp_path):
-    made = "torch.manual_seed({seed})\nmodel = Model()\n"
-    text = SCRIPT.replace("MIDDLE", "").replace("torch.manual_seed(1)", "MODEL").replace("\nmodel = Model()", "")
+    def before_the_accelerator(differs):
+        torch.manual_seed(1 + differs * int(os.environ["RANK"]))
+        own(to_the_device, Model())
+
     models = []
-    for config, seed in (("fsdp_fp32", "1"), (efficient(tmp_path, "fsdp_fp32"), "1 + int(os.environ['RANK'])")):
-        (tmp_path / "own.py").write_text("import os\n" + text.replace("MODEL", made.format(seed=seed)))
-        run = train(config, tmp_path / f"run{len(models)}", script=tmp_path / "own.py")
+    for config, differs in (("fsdp_fp32", False), (efficient(tmp_path, "fsdp_fp32"), True)):
+        run = train(config, tmp_path / f"run{len(models)}", script=partial(before_the_accelerator, differs))
         models.append(load_file(run / "model" / "model.safetensors"))
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 def test_weights_that_are_used_too_early_are_named_with_the_key(tmp_path):
-    script = own(tmp_path, "print(sum(p.square().sum().item() for p in model.parameters()))")
-    ranks = Ranks(efficient(tmp_path, "fsdp_fp32"), ["--output_dir", str(tmp_path / "run")], script=script)
+    def norms(accelerator, model):
+        print(sum(p.square().sum().item() for p in model.parameters()))
+
+    argv = ["--output_dir", str(tmp_path / "run")]
+    ranks = Ranks(efficient(tmp_path, "fsdp_fp32"), argv, script=partial(own, norms))
     assert set(ranks.wait(60)) <= {1, 2}
     assert "refused: with fsdp_cpu_ram_efficient_loading only process 0 has the weights of a model" in ranks.text()
 

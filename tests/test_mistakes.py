@@ -2,12 +2,16 @@
 
 import shutil
 import sys
+import time
+from functools import partial
 
 import datasets
 import pytest
+import torch
 import yaml
 from conftest import CONFIGS, Ranks, train
-from test_script import TOGETHER, written
+from loop import loop
+from test_script import APART, load_state
 
 from shared import hub, images, models, text
 from shared.args import Refused
@@ -70,33 +74,46 @@ def test_a_run_whose_weights_are_damaged_is_named(tmp_path):
         models.vit(str(run), 8, 1, 10, pretrained=True)
 
 
-BEFORE = "loader = DataLoader"
-STEPPED = "model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
-APART = "model = accelerator.prepare(model)\n{}optimizer, loader = accelerator.prepare(optimizer, loader)"
-ANOTHER = "other = torch.optim.AdamW(model.parameters())\n"
-BOTH = "model, optimizer, other, loader = accelerator.prepare(model, optimizer, other, loader)"
-SECOND = (
-    "second = torch.nn.Linear(2, 2)\nsecond, its = accelerator.prepare(second, torch.optim.AdamW(second.parameters()))"
-)
-STRANGER = "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})\n"
+def one_step(run):
+    run.model(torch.ones(8, 16)).sum().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def updates_a_stranger(run):
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def another_model(run):
+    second = torch.nn.Linear(2, 2)
+    run.accelerator.prepare(second, torch.optim.AdamW(second.parameters()))
+
+
+def in_bf16(run):
+    run.model.bfloat16()
+
+
+def another_optimizer(run):
+    run.other = torch.optim.AdamW(run.model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "why"),
+    ("config", "script", "why"),
     [
-        ("fsdp_fp32", [(BEFORE, STEPPED + BEFORE), (TOGETHER, APART.format(""))], "an optimizer has state before it is prepared"),
-        ("ddp_fp32", [(TOGETHER, STRANGER + TOGETHER)], "an optimizer updates 1 tensors that are in no prepared model"),
-        ("zero2_bf16", [(TOGETHER, f"{TOGETHER}\n{SECOND}")], "zero2 trains one model, the script prepares several"),
-        ("zero2_fp32", [(TOGETHER, f"model = model.bfloat16()\n{TOGETHER}")], "parameters of the model are in bfloat16, but zero2 fp32 needs them in fp32"),
-        ("single_fp8_msamp_o2", [(TOGETHER, ANOTHER + BOTH)], "MS-AMP's levels take one optimizer for a model"),
+        ("fsdp_fp32", partial(loop, *APART, made=one_step), "an optimizer has state before it is prepared"),
+        ("ddp_fp32", partial(loop, made=updates_a_stranger), "an optimizer updates 1 tensors that are in no prepared model"),
+        ("zero2_bf16", partial(loop, prepared=another_model), "zero2 trains one model, the script prepares several"),
+        ("zero2_fp32", partial(loop, made=in_bf16), "parameters of the model are in bfloat16, but zero2 fp32 needs them in fp32"),
+        ("single_fp8_msamp_o2", partial(loop, "model optimizer other loader", made=another_optimizer),
+         "MS-AMP's levels take one optimizer for a model"),
     ],
 )  # fmt: skip
-def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, changes, why):
+def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, script, why):
     if config == "zero2_fp32":  # is not shipped
         config = tmp_path / "zero2_fp32.yml"
         shipped = yaml.safe_load((CONFIGS / "zero2_bf16.yml").read_text())
         config.write_text(yaml.dump(shipped | {"mixed_precision": "no"}))
-    train(config, tmp_path / "run", script=written(tmp_path, *changes), code=2)
+    train(config, tmp_path / "run", script=script, code=2)
     log = (tmp_path / "run.log").read_text()
     assert f"refused: {why}" in log and "Traceback" not in log
 
@@ -108,53 +125,66 @@ def impatient(rank):
 
 
 @pytest.mark.parametrize(
-    ("call", "does"), [("get_state_dict(model)", "asks for the weights"), ("save_state()", "calls save_state")]
+    ("call", "does"),
+    [
+        (lambda run: run.accelerator.get_state_dict(run.model), "asks for the weights"),
+        (lambda run: run.accelerator.save_state(), "calls save_state"),
+    ],
 )
 def test_the_main_process_alone_cannot_have_what_is_sharded(tmp_path, call, does):
-    alone = f"if accelerator.is_main_process: accelerator.{call}\naccelerator.end_training()"
-    script = written(tmp_path, ("accelerator.end_training()", alone))
-    ranks = Ranks("fsdp_fp32", ["--output_dir", str(tmp_path / "run")], script=script, before=impatient)
+    def alone(run):
+        if run.accelerator.is_main_process:
+            call(run)
+
+    argv = ["--output_dir", str(tmp_path / "run")]
+    ranks = Ranks("fsdp_fp32", argv, script=partial(loop, saved=alone), before=impatient)
     assert 2 in ranks.wait()
     assert f"refused: the main process alone {does}, but each process holds a part" in ranks.text()
 
 
 def test_a_process_that_saves_too_late_saves_nothing(tmp_path):
-    late = "import time\nif not accelerator.is_main_process: time.sleep(2)\nsaved = accelerator.save_state()\n"
-    late += "print('rank', accelerator.process_index, saved)\naccelerator.end_training()"
-    script = written(tmp_path, ("accelerator.end_training()", late))
-    run = train("ddp_fp32", tmp_path / "run", script=script, before=impatient)
+    def late(run):
+        if not run.accelerator.is_main_process:
+            time.sleep(2)
+        print("rank", run.accelerator.process_index, run.accelerator.save_state())
+
+    run = train("ddp_fp32", tmp_path / "run", script=partial(loop, saved=late), before=impatient)
     log = (tmp_path / "run.log").read_text()
     assert all(f"rank {rank} {run / 'checkpoint-4'}" in log for rank in (0, 1))
     assert "note: the main process alone calls save_state: the others' random states are in no checkpoint" in log
     assert [path.name for path in (run / "checkpoint-4").glob("rank*")] == ["rank0.safetensors"]
 
 
+def a_parameter_more(run):
+    run.model.extra = torch.nn.Parameter(torch.ones(2))
+
+
+def a_model_more(run):
+    run.accelerator.prepare(torch.nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize(
-    ("change", "note"),
+    ("script", "note"),
     [
-        ((TOGETHER, "frozen = torch.nn.Parameter(torch.ones(2))\nmodel.extra = frozen\n" + TOGETHER),
-         "1 trainable tensors are in no optimizer: extra, ..."),
-        ((TOGETHER, f"{TOGETHER}\naccelerator.prepare(torch.nn.Linear(2, 2))"),
-         "Linear was prepared, but no prepared optimizer updates it"),
+        (partial(loop, made=a_parameter_more), "1 trainable tensors are in no optimizer: extra, ..."),
+        (partial(loop, prepared=a_model_more), "Linear was prepared, but no prepared optimizer updates it"),
     ],
-)  # fmt: skip
-def test_what_a_script_leaves_out_is_noted(tmp_path, change, note):
-    train("single_fp32", tmp_path / "run", script=written(tmp_path, change))
+)
+def test_what_a_script_leaves_out_is_noted(tmp_path, script, note):
+    train("single_fp32", tmp_path / "run", script=script)
     assert f"note: {note}" in (tmp_path / "run.log").read_text()
 
 
-SAVED = ("accelerator.save_model", 'accelerator.save_state(f"{sys.argv[2]}/checkpoint-8")\naccelerator.save_model')
-LOADED = ("for x, y in loader:", 'accelerator.load_state(f"{sys.argv[2]}/checkpoint-8")\nfor x, y in loader:')
-NARROW = ("torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)",
-          "torch.nn.Linear(16, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16)")  # fmt: skip
+def save_last(run):
+    run.accelerator.save_state(f"{sys.argv[2]}/checkpoint-8")
 
 
 @pytest.mark.parametrize("config", ["single_fp32", "single_fp8_msamp_o2"])
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, config):
-    run = train(config, tmp_path / "run", script=written(tmp_path, SAVED))
+    run = train(config, tmp_path / "run", script=partial(loop, saved=save_last))
     (tmp_path / "run.log").write_text("")
     (run / "run.json").unlink()
-    train(config, run, script=written(tmp_path, LOADED, NARROW), code=2)
+    train(config, run, run / "checkpoint-8", script=partial(loop, prepared=load_state, width=48), code=2)
     log = (tmp_path / "run.log").read_text()
     assert "refused: the checkpoint is of another model: " in log and "Traceback" not in log
 

@@ -5,56 +5,35 @@ import json
 import os
 import random
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, Ranks, distance, free_port, launched, metrics, record, train
+from accelerate.utils import ProjectConfiguration
+from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, metrics, record, train
+from loop import by_accelerator, loop
 
 from faithful import Refused, checkpoint, state, values
 
-LOOP = """
-import sys
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from faithful import Accelerator
 
-accelerator = Accelerator(project_dir=sys.argv[2])
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-x = torch.randn(64, 16)
-loader = DataLoader(TensorDataset(x, x.flip(1)), 8)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x, y in loader:
-    loss = (model(x) - y).square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-accelerator.save_model(model, f"{sys.argv[2]}/model")
-accelerator.end_training()
-"""
-TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+def load_state(run):
+    run.accelerator.load_state(sys.argv[3])
 
 
-def written(folder, *changes):
-    """Writes the loop to a file, with replacements as pairs of (text, new text)."""
-    text = LOOP
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    (folder / "mine.py").write_text(text)
-    return folder / "mine.py"
+def save_state(run):
+    run.accelerator.save_state()
 
 
 def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
-    script, out = written(tmp_path), tmp_path / "run"
+    script, out = SCRIPTS / "loop.py", tmp_path / "run"
     result = launched(sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / "ddp_bf16.yml",
                       "--main_process_port", str(free_port()), script, "--output_dir", out,
                       cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     made = record(out)
-    assert (made["recipe"], made["status"], made["schema_version"]) == ("mine", "finished", 2)
+    assert (made["recipe"], made["status"], made["schema_version"]) == ("loop", "finished", 2)
     assert made["final"] is None and made["args"] == {}  # it logs nothing and starts no tracker
     seen, evidence = made["seen"], made["evidence"]
     assert seen["samples_per_step"] == 16 and seen["optimizer"]["class"] == "AdamW"
@@ -63,42 +42,43 @@ def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
     assert seen["loss_curve"][-1][1] < seen["loss_curve"][0][1]
     assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16
     assert evidence["dtypes"]["linear_output"] == "bfloat16" and evidence["parameters"] == 16 * 32 * 2 + 32 + 16
-    assert result.stdout.count("asked: mine | ddp x2 | bf16 | rehearsal on a CPU") == 1
-    assert f"mine | {evidence['truth']} | global batch 16" in result.stdout
+    assert result.stdout.count("asked: loop | ddp x2 | bf16 | rehearsal on a CPU") == 1
+    assert f"loop | {evidence['truth']} | global batch 16" in result.stdout
     twin = train("ddp_bf16", tmp_path / "twin", script=script)
     assert record(twin)["seen"] == seen
 
 
+APART = ("model", "optimizer loader")
+
+
 @pytest.mark.parametrize(
-    ("config", "apart"),
+    ("config", "calls"),
     [
-        ("ddp_fp32", "loader = accelerator.prepare(loader)\nmodel, optimizer = accelerator.prepare(model, optimizer)"),
-        ("single_fp8_te", "optimizer, model = accelerator.prepare(optimizer, model)\nloader = accelerator.prepare(loader)"),
-        ("single_fp8_te", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
-        ("fsdp_bf16", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
-        ("ddp_fp8_msamp_o3", "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"),
-        ("ddp_fp8_msamp_o2", "loader = accelerator.prepare(loader)\noptimizer, model = accelerator.prepare(optimizer, model)"),
+        ("ddp_fp32", ("loader", "model optimizer")),
+        ("single_fp8_te", ("optimizer model", "loader")),
+        ("single_fp8_te", APART),
+        ("fsdp_bf16", APART),
+        ("ddp_fp8_msamp_o3", APART),
+        ("ddp_fp8_msamp_o2", ("loader", "optimizer model")),
     ],
-)  # fmt: skip
-def test_in_several_calls_and_any_order_prepare_does_the_same(tmp_path, config, apart):
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    a = train(config, tmp_path / "a" / "run", script=written(tmp_path / "a"))
-    b = train(config, tmp_path / "b" / "run", script=written(tmp_path / "b", (TOGETHER, apart)))
+)
+def test_in_several_calls_and_any_order_prepare_does_the_same(tmp_path, config, calls):
+    a = train(config, tmp_path / "a", script=loop)
+    b = train(config, tmp_path / "b", script=partial(loop, *calls))
     assert record(a)["evidence"] == record(b)["evidence"] and record(a)["seen"] == record(b)["seen"]
 
 
 @pytest.mark.parametrize("config", ["zero2_bf16"])
 def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path, config):
-    apart = "model = accelerator.prepare(model)\noptimizer, loader = accelerator.prepare(optimizer, loader)"
-    train(config, tmp_path / "run", script=written(tmp_path, (TOGETHER, apart)), code=2)
+    train(config, tmp_path / "run", script=partial(loop, *APART), code=2)
     log = (tmp_path / "run.log").read_text()
     assert "needs a model and its optimizer in one call" in log and "Traceback" not in log
     assert not (tmp_path / "run").exists()
 
 
 def test_a_script_that_contradicts_its_config_does_not_train(tmp_path):
-    said = ("Accelerator(", "Accelerator(mixed_precision='fp16', dynamo_backend='inductor', ")
-    train("single_bf16", tmp_path / "run", script=written(tmp_path, said), code=2)
+    script = partial(loop, mixed_precision="fp16", dynamo_backend="inductor")
+    train("single_bf16", tmp_path / "run", script=script, code=2)
     log = (tmp_path / "run.log").read_text()
     assert "refused: the script passes mixed_precision='fp16', the config says bf16" in log
     assert "refused: the script passes dynamo_backend" in log and "Traceback" not in log
@@ -108,8 +88,7 @@ def test_a_script_that_contradicts_its_config_does_not_train(tmp_path):
 @pytest.mark.parametrize(("config", "code"), [("ddp_fp32", 0), ("fsdp_fp32", 2), ("single_fp8", 2)])
 def test_an_optimizer_that_is_not_prepared_is_noted_where_its_steps_are_right(tmp_path, config, code):
     """Under DDP the gradients are averaged. FSDP2 would leave it with whole weights that nobody uses."""
-    script = written(tmp_path, (TOGETHER, "model, loader = accelerator.prepare(model, loader)"))
-    run = train(config, tmp_path / "run", script=script, code=code)
+    run = train(config, tmp_path / "run", script=partial(loop, "model loader"), code=code)
     log = (tmp_path / "run.log").read_text()
     if code:
         assert log.count("refused: no model and optimizer were prepared") == 1
@@ -118,14 +97,16 @@ def test_an_optimizer_that_is_not_prepared_is_noted_where_its_steps_are_right(tm
         assert record(run)["status"] == "finished" and record(run)["evidence"] is None
 
 
+def poisoned(run):
+    if run.accelerator.is_main_process and run.optimizer.state and run.accelerator.steps.taken == 2:
+        run.loss = run.loss * torch.nan
+    by_accelerator(run)
+
+
 @pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32"])
 def test_a_loss_that_is_not_finite_stops_a_loop_that_neither_clips_nor_logs(tmp_path, config):
     """A NaN loss stops a loop that neither clips nor logs, before it changes the weights. It is rank 0's third loss."""
-    poisoned = (
-        "if accelerator.is_main_process and optimizer.state and accelerator.steps.taken == 2: loss = loss * torch.nan"
-    )
-    script = written(tmp_path, ("    accelerator.backward(loss)", f"    {poisoned}\n    accelerator.backward(loss)"))
-    run = train(config, tmp_path / "run", script=script, code=1)
+    run = train(config, tmp_path / "run", script=partial(loop, backward=poisoned), code=1)
     log = (tmp_path / "run.log").read_text()
     assert "error: step 3: loss [nan" in log and "Newest checkpoint: none" in log and "Traceback" not in log
     assert record(run)["status"] == "failed" and [step for step, _ in record(run)["seen"]["loss_curve"]] == [1, 2]
@@ -191,21 +172,28 @@ def test_every_generator_goes_on_where_it_was():
     assert drawn() == first != second
 
 
-RESUMED = (
-    ("loader = DataLoader(TensorDataset(x, x.flip(1)), 8)",
-     "loader = DataLoader(TensorDataset(x, x.flip(1)), 8)\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)"),
-    (TOGETHER, "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)\n"
-               "if sys.argv[3:]: accelerator.load_state(sys.argv[3]); loader = accelerator.skip_first_batches(loader, 4)"),
-    ("    loss = ", "    x = torch.nn.functional.dropout(x)\n    loss = "),
-    ("    optimizer.zero_grad()", "    optimizer.zero_grad()\n    scheduler.step()\n"
-                                  "    if accelerator.steps.taken == 4: accelerator.save_state(f'{sys.argv[2]}/checkpoint-4')"),
-)  # fmt: skip
+def with_a_schedule(run):
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2)
+    run.model.insert(0, torch.nn.Dropout())
+
+
+def go_on_after_four(run):
+    if sys.argv[3:]:
+        load_state(run)
+        run.loader = run.accelerator.skip_first_batches(run.loader, 4)
+
+
+def schedule_and_save(run):
+    run.scheduler.step()
+    if run.accelerator.steps.taken == 4:
+        run.accelerator.save_state(f"{sys.argv[2]}/checkpoint-4")
 
 
 def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
     """A loop with Accelerate's own calls resumes as the same run: a prepared scheduler, dropout, save_state,
     load_state, skip_first_batches."""
-    script = written(tmp_path, *RESUMED)
+    script = partial(loop, "model optimizer loader scheduler", made=with_a_schedule, prepared=go_on_after_four,
+                     stepped=schedule_and_save)  # fmt: skip
     whole = train("single_bf16", tmp_path / "whole", script=script)
     assert checkpoint.unsound(whole / "checkpoint-4") is None
     ranks = Ranks("single_bf16", ["--output_dir", str(tmp_path / "part"), str(whole / "checkpoint-4")], script=script)
@@ -217,9 +205,13 @@ def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
 def test_a_folder_that_is_saved_to_again_is_never_without_a_checkpoint(tmp_path):
     """The process is killed in the middle of the second save: before it is complete, and while its files are moved to
     their places. The script's own file in the folder stays."""
-    again = 'accelerator.save_state(f"{sys.argv[2]}/last")'
-    saving = ("    optimizer.zero_grad()", f"    optimizer.zero_grad()\n    {again}")
-    resume = f"{TOGETHER}\naccelerator.load_state(f'{{sys.argv[2]}}/last')"
+
+    def saving(run):
+        run.accelerator.save_state(f"{sys.argv[2]}/last")
+
+    def resume(run):
+        run.accelerator.load_state(f"{sys.argv[2]}/last")
+
     for at, nth, step in (("manifest.json", 2, 1), ("trainer_state.json", 3, 2)):
 
         def killed(rank, at=at, nth=nth):
@@ -232,35 +224,34 @@ def test_a_folder_that_is_saved_to_again_is_never_without_a_checkpoint(tmp_path)
             os.replace = counted
 
         run = tmp_path / at
-        train("single_fp32", run, script=written(tmp_path, saving), before=killed, code=9)
+        train("single_fp32", run, script=partial(loop, stepped=saving), before=killed, code=9)
         (run / "last" / "notes.txt").write_text("the script's own")
         assert (run / "last" / ".checkpoint.tmp").exists()
-        resumed = written(tmp_path, (TOGETHER, resume))
-        ranks = Ranks("single_fp32", ["--output_dir", str(run)], script=resumed)
+        ranks = Ranks("single_fp32", ["--output_dir", str(run)], script=partial(loop, prepared=resume))
         assert ranks.wait() == [0] and f"resumed from {run}/last at step {step}" in ranks.text()
         assert (run / "last" / "notes.txt").exists()
 
 
 def test_the_exit_code_is_the_script_s(tmp_path):
-    script = written(tmp_path, ("accelerator.end_training()", "accelerator.end_training()\nsys.exit(3)"))
-    done = launched(sys.executable, script, "--output_dir", tmp_path / "run", env={"PYTHONPATH": str(ROOT)})
+    words = ("--output_dir", tmp_path / "run", "exit")
+    done = launched(sys.executable, SCRIPTS / "loop.py", *words, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 3 and record(tmp_path / "run")["status"] == "finished", done.stderr
 
 
 def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
     """With automatic naming, checkpoints/checkpoint_<n>, at most total_limit are kept, and a resumed run overwrites
     none."""
-    project = "ProjectConfiguration(sys.argv[2], automatic_checkpoint_naming=True, total_limit=2)"
-    script = written(
-        tmp_path,
-        ("import torch\n", "import torch\nfrom accelerate.utils import ProjectConfiguration\n"),
-        ("project_dir=sys.argv[2]", f"project_config={project}"),
-        (TOGETHER, f"{TOGETHER}\nif sys.argv[3:]: accelerator.load_state()"),
-        (
-            "    optimizer.zero_grad()",
-            "    optimizer.zero_grad()\n    if accelerator.steps.taken % 3 == 0: accelerator.save_state()",
-        ),
-    )
+
+    def resume(run):
+        if sys.argv[3:]:
+            run.accelerator.load_state()
+
+    def save(run):
+        if run.accelerator.steps.taken % 3 == 0:
+            save_state(run)
+
+    project = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True, total_limit=2)
+    script = partial(loop, project_dir=None, project_config=project, prepared=resume, stepped=save)
     run = train("single_fp32", tmp_path / "run", script=script)
     first = checkpoint.list_checkpoints(run / "checkpoints")
     assert [path.name for path in first] == ["checkpoint_1", "checkpoint_0"]
@@ -272,17 +263,10 @@ def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
     ]
 
 
-ACCELERATES = ("from faithful import Accelerator", "from accelerate import Accelerator")
-
-
-@pytest.mark.parametrize("words", [["mine.py"], ["-m", "mine"]])
+@pytest.mark.parametrize("words", [["stubborn.py"], ["-m", "stubborn"]])
 def test_an_unchanged_script_under_a_config_that_wins(tmp_path, monkeypatch, words):
     """`python -m faithful --config_wins SCRIPT` or `-m MODULE`: the script's own precision and handlers are dropped."""
-    own = "from accelerate.utils import GradScalerKwargs\nhandlers = [GradScalerKwargs(init_scale=8.0)]\n"
-    own += "accelerator = Accelerator(mixed_precision='fp16', kwargs_handlers=handlers, "
-    written(tmp_path, ACCELERATES, ("accelerator = Accelerator(", own))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(SCRIPTS)
     argv = ["--config_wins", *words, "--output_dir", str(tmp_path / "run")]
     ranks = Ranks("ddp_bf16", argv, script=ROOT / "faithful" / "__main__.py")
     assert ranks.wait() == [0, 0], ranks.text()
@@ -293,63 +277,81 @@ def test_an_unchanged_script_under_a_config_that_wins(tmp_path, monkeypatch, wor
     assert [line.partition(": the config")[1:] for line in made["notes"][:2]] == 2 * [(": the config", " wins")]
 
 
+class Both:
+    """Two optimizers as one."""
+
+    def __init__(self, *each):
+        self.each = each
+
+    def step(self):
+        [one.step() for one in self.each]
+
+    def zero_grad(self):
+        [one.zero_grad() for one in self.each]
+
+
+def one_for_each_layer(run):
+    run.one, run.two = (torch.optim.AdamW(part.parameters(), 1e-2) for part in (run.model[0], run.model[2]))
+
+
+def with_hooks(run):
+    run.optimizer = Both(run.one, run.two)
+    run.accelerator.register_save_state_pre_hook(lambda m, w, folder: Path(folder, "mine.txt").write_text("kept"))
+    run.accelerator.register_load_state_pre_hook(lambda m, folder: print("mine:", Path(folder, "mine.txt").read_text()))
+    if sys.argv[3:]:
+        load_state(run)
+
+
 def test_two_optimizers_of_one_model_count_once_and_come_back(tmp_path):
     """Each optimizer has its own parameters, hooks of the script's write and read files of its own, and it calls
     backward itself."""
-    two = (
-        "one, two = [torch.optim.AdamW(part.parameters(), 1e-2) for part in (model[0], model[2])]\n"
-        "model, one, two, loader = accelerator.prepare(model, one, two, loader)\n"
-        "class Both:\n    step = lambda self: (one.step(), two.step())\n"
-        "    zero_grad = lambda self: (one.zero_grad(), two.zero_grad())\noptimizer = Both()\n"
-        "accelerator.register_save_state_pre_hook(lambda m, w, folder: open(folder + '/mine.txt', 'w').write('kept'))\n"
-        "accelerator.register_load_state_pre_hook(lambda m, folder: print('mine:', open(folder + '/mine.txt').read()))\n"
-    )
-    itself = ("accelerator.backward(loss)", "loss.backward()")
-    saved = ("accelerator.save_model", "accelerator.save_state()\naccelerator.save_model")
-    run = train("single_bf16", tmp_path / "run", script=written(tmp_path, (TOGETHER, two), itself, saved))
+    script = partial(loop, "model one two loader", made=one_for_each_layer, prepared=with_hooks,
+                     backward=lambda run: run.loss.backward())  # fmt: skip
+    run = train("single_bf16", tmp_path / "run", script=partial(script, saved=save_state))
     evidence = record(run)["evidence"]
     assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16.0
     assert (run / "checkpoint-8" / "mine.txt").read_text() == "kept"
-    loaded = ("for x, y in loader:", f"accelerator.load_state('{run}/checkpoint-8')\nfor x, y in loader:")
-    script = written(tmp_path, (TOGETHER, two), itself, loaded)
-    train("single_bf16", tmp_path / "again", script=script)
+    train("single_bf16", tmp_path / "again", run / "checkpoint-8", script=script)
     log = (tmp_path / "again.log").read_text()
     assert "mine: kept" in log and "resumed from" in log and "at step 8" in log
 
 
+def twice():
+    loop()
+    loop()
+
+
 def test_a_second_accelerator_has_a_folder_of_its_own(tmp_path):
-    second = "accelerator.end_training()\naccelerator = Accelerator(project_dir=sys.argv[2])\n"
-    text = LOOP.replace("accelerator.end_training()\n", second) + LOOP.split("project_dir=sys.argv[2])\n", 1)[1]
-    (tmp_path / "mine.py").write_text(text)
-    run = train("single_fp32", tmp_path / "run", script=tmp_path / "mine.py")
+    run = train("single_fp32", tmp_path / "run", script=twice)
     assert record(run)["seen"]["loss_curve"] == record(run / "run_2")["seen"]["loss_curve"]
     assert not (tmp_path / "run-2").exists() and (run / "model").exists()
 
 
 def test_another_number_of_registered_objects_is_refused(tmp_path):
-    registered = (TOGETHER, f"{TOGETHER}\naccelerator.register_for_checkpointing(torch.nn.Linear(2, 2))")
-    saved = ("accelerator.save_model", "accelerator.save_state()\naccelerator.save_model")
-    run = train("single_fp32", tmp_path / "run", script=written(tmp_path, registered, saved))
-    loaded = ("for x, y in loader:", f"accelerator.load_state('{run}/checkpoint-8')\nfor x, y in loader:")
-    train("single_fp32", tmp_path / "again", script=written(tmp_path, loaded), code=2)
+    def registered(run):
+        run.accelerator.register_for_checkpointing(torch.nn.Linear(2, 2))
+
+    run = train("single_fp32", tmp_path / "run", script=partial(loop, prepared=registered, saved=save_state))
+    train("single_fp32", tmp_path / "again", run / "checkpoint-8", script=partial(loop, prepared=load_state), code=2)
     assert "holds 1 registered objects, the script has 0: resume with" in (tmp_path / "again.log").read_text()
 
 
 def test_zero_takes_the_model_without_its_loader(tmp_path):
-    apart = "model, optimizer = accelerator.prepare(model, optimizer)\nloader = accelerator.prepare(loader)"
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    a = train("zero2_bf16", tmp_path / "a" / "run", script=written(tmp_path / "a"))
-    b = train("zero2_bf16", tmp_path / "b" / "run", script=written(tmp_path / "b", (TOGETHER, apart)))
+    a = train("zero2_bf16", tmp_path / "a", script=loop)
+    b = train("zero2_bf16", tmp_path / "b", script=partial(loop, "model optimizer", "loader"))
     assert record(a)["seen"] == record(b)["seen"]
+
+
+def clip_another(run):
+    by_accelerator(run)
+    other = torch.nn.Linear(2, 2, bias=False)
+    other(torch.ones(1, 2)).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) == 2
+    torch.nn.utils.clip_grad_value_(other.parameters(), 0.1)
+    assert other.weight.grad.unique().allclose(torch.tensor(0.1))
 
 
 @pytest.mark.parametrize("config", ["single_fp8_msamp_o2"])
 def test_torchs_clipping_of_another_model_is_torchs(tmp_path, config):
     """The clipping functions are replaced for parameters of prepared models only."""
-    other = (
-        "    other = torch.nn.Linear(2, 2, bias=False)\n    other(torch.ones(1, 2)).sum().backward()\n"
-        "    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) == 2\n"
-        "    torch.nn.utils.clip_grad_value_(other.parameters(), 0.1)\n"
-        "    assert other.weight.grad.unique().allclose(torch.tensor(0.1))\n    optimizer.step()"
-    )
-    train(config, tmp_path / "run", script=written(tmp_path, ("    optimizer.step()", other)))
+    train(config, tmp_path / "run", script=partial(loop, backward=clip_another))

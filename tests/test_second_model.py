@@ -1,16 +1,13 @@
 """A model that is prepared beside the trained one and is not trained: a teacher, an average of weights."""
 
+import copy
 import re
+import sys
+from functools import partial
 
 import pytest
-from conftest import train
-
-SCRIPT = """
-import argparse
-import copy
-import sys
-
 import torch
+from conftest import train
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,10 +23,19 @@ class Block(nn.Module):
         return x + self.linear(x).relu()
 
 
-def main(output_dir):
-    accelerator = Accelerator(project_dir=output_dir)
+def of_blocks():
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def of_layers():
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), Block())
+
+
+def distill(make):
+    """What a rank runs: a model learns from a copy of it."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
     torch.manual_seed(0)
-    model = MODEL
+    model = make()
     teacher = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model, teacher, optimizer = accelerator.prepare(model, teacher, optimizer)
@@ -45,26 +51,15 @@ def main(output_dir):
     accelerator.end_training()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output_dir")
-    main(parser.parse_args().output_dir)
-"""
-
-
 @pytest.mark.parametrize("config", ["fsdp_bf16", "fsdp_bf16_ckpt"])
 def test_it_is_sharded_by_its_blocks_as_the_trained_one(tmp_path, config):
     """Else it would be gathered as one piece, and be whole in each process while it computes."""
-    (tmp_path / "mine.py").write_text(SCRIPT.replace("MODEL", "nn.Sequential(*(Block() for _ in range(3)))"))
-    train(config, tmp_path / "run", script=tmp_path / "mine.py")
+    train(config, tmp_path / "run", script=partial(distill, of_blocks))
     of_teacher = re.search(r"units: \[\d+, (\d+)\]", (tmp_path / "run.log").read_text()).group(1)
     assert int(of_teacher) == 3 + 1, "its blocks, and the rest"
 
 
 def test_checkpointing_without_blocks_is_refused(tmp_path):
-    (tmp_path / "mine.py").write_text(SCRIPT.replace("MODEL", "nn.Sequential(nn.Linear(32, 32), nn.ReLU(), Block())"))
-    train("fsdp_bf16_ckpt", tmp_path / "run", script=tmp_path / "mine.py", code=2)
-    assert (
-        "activation checkpointing computes blocks again, and Sequential names none"
-        in (tmp_path / "run.log").read_text()
-    )
+    train("fsdp_bf16_ckpt", tmp_path / "run", script=partial(distill, of_layers), code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert "activation checkpointing computes blocks again, and Sequential names none" in log

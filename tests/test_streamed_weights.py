@@ -1,36 +1,40 @@
 """save_model of a model that no process holds whole: one tensor after the other, into files with an index."""
 
 import json
+import sys
 import weakref
 
 import pytest
 import torch
-from conftest import ROOT, Ranks, train
+from conftest import Ranks, train
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-SAVES = """    accelerator.save_model(model, f"{output_dir}/small", max_shard_size="60KB")
-    whole = accelerator.get_state_dict(model)
-    accelerator.save_model(model, f"{output_dir}/one")
-    if accelerator.is_main_process:
-        whole = {name: tensor.cpu() for name, tensor in whole.items()}
-        __import__("torch").save(whole, f"{output_dir}/whole.pt")
-    accelerator.end_training()"""
+from faithful import Accelerator
+from faithful.tensors import local
 
 
-def script(folder, end):
-    text = (ROOT / "recipes" / "vit.py").read_text()
-    assert text.count("    accelerator.end_training()") == 1
-    path = folder / "mine.py"
-    path.write_text(text.replace("    accelerator.end_training()", end))
-    return path
+def saves_at_its_end(rank):
+    """The recipe saves its model in three ways before it ends."""
+    end = Accelerator.end_training
+
+    def save(accelerator):
+        folder, [model] = accelerator.project_dir, accelerator._models
+        accelerator.save_model(model, f"{folder}/small", max_shard_size="60KB")
+        whole = accelerator.get_state_dict(model)
+        accelerator.save_model(model, f"{folder}/one")
+        if accelerator.is_main_process:
+            torch.save({name: tensor.cpu() for name, tensor in whole.items()}, f"{folder}/whole.pt")
+        end(accelerator)
+
+    Accelerator.end_training = save
 
 
 @pytest.mark.parametrize("config", ["fsdp_bf16", "fsdp_fp8", "fsdp_fp8_msamp_o2", "hsdp_bf16", "zero3_bf16"])
 def test_the_files_hold_what_get_state_dict_returns(tmp_path, config):
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    run = train(config, tmp_path / "run", "--max_steps", 2, "--eval_steps", 0, script=script(tmp_path, SAVES))
+    run = train(config, tmp_path / "run", "--max_steps", 2, "--eval_steps", 0, before=saves_at_its_end)
     whole, one = torch.load(run / "whole.pt"), load_file(run / "one" / "model.safetensors")
     index = json.loads((run / "small" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 5 and index["metadata"]["total_size"] > 0
@@ -85,42 +89,32 @@ def test_a_disk_that_is_full_is_an_error_on_the_main_process_and_holds_up_no_oth
     assert not list((tmp_path / "run" / "model").iterdir())
 
 
-FILLS = """
-import sys
+def save_and_load():
+    """What a rank runs: it loads the state of its optimizer in place of the state after another step."""
+    folder = sys.argv[2]
+    accelerator = Accelerator(project_dir=folder)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    inner = accelerator.strategy.torch_optimizer(optimizer)
 
-import torch
+    def step():
+        accelerator.backward(model(torch.ones(4, 64, dtype=next(model.parameters()).dtype)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
 
-from faithful import Accelerator
-from faithful.tensors import local
+    def held():
+        states = [state[key] for state in inner.state.values() for key in sorted(state)]
+        return [local(value) for value in states if torch.is_tensor(value)]
 
-folder = sys.argv[sys.argv.index("--output_dir") + 1]
-accelerator = Accelerator(project_dir=folder)
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-inner = accelerator.strategy.torch_optimizer(optimizer)
-
-
-def step():
-    accelerator.backward(model(torch.ones(4, 64, dtype=next(model.parameters()).dtype)).float().square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def held():
-    states = [state[key] for state in inner.state.values() for key in sorted(state)]
-    return [local(value) for value in states if torch.is_tensor(value)]
-
-
-step()
-saved, places = [tensor.clone() for tensor in held()], [tensor.data_ptr() for tensor in held() if tensor.dim()]
-accelerator.save_state(f"{folder}/checkpoint")
-step()
-assert not all(map(torch.equal, held(), saved))
-accelerator.load_state(f"{folder}/checkpoint")
-assert len(saved) >= 3 and all(map(torch.equal, held(), saved))
-assert [tensor.data_ptr() for tensor in held() if tensor.dim()] == places
-accelerator.end_training()
-"""
+    step()
+    saved, places = [tensor.clone() for tensor in held()], [tensor.data_ptr() for tensor in held() if tensor.dim()]
+    accelerator.save_state(f"{folder}/checkpoint")
+    step()
+    assert not all(map(torch.equal, held(), saved))
+    accelerator.load_state(f"{folder}/checkpoint")
+    assert len(saved) >= 3 and all(map(torch.equal, held(), saved))
+    assert [tensor.data_ptr() for tensor in held() if tensor.dim()] == places
+    accelerator.end_training()
 
 
 @pytest.mark.parametrize("config", ["single_bf16", "fsdp_bf16", "zero3_bf16"])
@@ -128,7 +122,4 @@ def test_loading_fills_the_optimizer_state_that_is_there(tmp_path, config):
     """A second copy of it in each process is what a model that barely fits has no room for."""
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    (tmp_path / "mine.py").write_text(FILLS)
-    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=tmp_path / "mine.py")
-    codes = ranks.wait()
-    assert set(codes) == {0}, ranks.text()
+    train(config, tmp_path / "run", script=save_and_load)
