@@ -1,0 +1,30 @@
+"""Prints the peak of memory of two steps of blocks.py under FSDP2, as torch's own tracker counts it."""
+
+import sys
+
+import torch
+from blocks import Net
+from torch.distributed import init_process_group
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+width, batch, processes = map(int, sys.argv[1:])
+init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+mesh, policy = init_device_mesh("cpu", (processes,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+model, x = Net(width), torch.randn(batch, width)
+for module in (*model.blocks, model):
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+tracker = FSDPMemTracker(model, optimizer)
+tracker.track_inputs((x,))
+with tracker:
+    for step in range(2):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:  # the optimizer's state exists from now on
+            tracker.reset_mod_stats()
+[peak] = tracker.get_tracker_snapshot("peak").values()
+print(peak["Total"])
