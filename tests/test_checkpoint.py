@@ -382,7 +382,7 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
     )
     assert log.splitlines().count(line) == 2 and "Traceback" not in log
     assert not (tmp_path / "run" / "run.json").exists()
-    (folder / "trainer_state.json").write_text(json.dumps(state).replace("0.0", "1.0").replace("3", "4"))
+    (folder / "trainer_state.json").write_text(json.dumps(state | {"step": 4}))
     assert checkpoint.unsound(folder) == "trainer_state.json is not what was written"
 
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import CONFIGS, ROOT, launched, recipe
+from conftest import CONFIGS, ROOT, edited, launched, recipe
 
 from shared import args
 
@@ -30,7 +30,7 @@ def test_the_trainjobs_line_is_a_launch():
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "10.0.0.1",
            "PET_MASTER_PORT": "29500"}  # fmt: skip
     assert set(re.findall(r"PET_\w+", line)) == set(env)
-    shown = launched("bash", "-c", line.replace("cd /srv/recipes && exec ./launch.sh", "printf '%s\\n'"), env=env)
+    shown = launched("bash", "-c", edited(line, "cd /srv/recipes && exec ./launch.sh", "printf '%s\\n'"), env=env)
     config, *words = shlex.split(shown.stdout)
     assert (CONFIGS / f"{config}.yml").is_file()
     at = words.index("vit")

@@ -6,7 +6,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import ROOT, launched, record
+from conftest import ROOT, edited, launched, record
 
 from shared.args import Refused
 from tools import copy_recipe as tool
@@ -66,7 +66,7 @@ def test_plain_under_accelerate_without_a_gpu_trains_once_in_two_processes(tmp_p
     [line] = [line for line in readme.splitlines() if "without a GPU" in line]
     command = line.split("  #")[0].strip()
     assert command in (ROOT / "docs" / "copy.md").read_text().splitlines()
-    command = command.replace(" --config_file", " --main_process_port 0 --config_file")
+    command = edited(command, " --config_file", " --main_process_port 0 --config_file")
     command += f" --max_steps 2 --logging_steps 1 --save_steps 2 --eval_steps 0 --output_dir {tmp_path / 'run'}"
     done = launched("bash", "-c", command, cwd=tmp_path / "mine", env={"PYTHONPATH": ""})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -62,10 +62,11 @@ else:
     exec(compile(open("script.py").read(), "script.py", "exec"), {{"__name__": "__main__"}})
 """
 
-TRAIN = """
+# A script is text: it may end in its outermost frame, and its last lines are what a test is about.
+BEGIN = """
 import os, signal, sys, tempfile, threading, time
 import torch
-from faithful import Accelerator
+from {package} import Accelerator
 
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -80,8 +81,9 @@ def train(accelerator, steps=2):
         optimizer.zero_grad()
 
 keep = tempfile.TemporaryDirectory(dir=".", prefix="temporary")
-accelerator = Accelerator(project_dir="run")
 """
+OURS, THEIRS = (BEGIN.format(package=package) for package in ("faithful", "accelerate"))
+TRAIN = f'{OURS}accelerator = Accelerator(project_dir="run")\n'
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +178,7 @@ def test_a_program_that_makes_no_accelerator_ends_as_without_faithful(end):
 
 
 def test_a_refusal_is_one_line_and_cleans_up(end, tmp_path):
-    text = TRAIN.replace('"run"', '"run", dynamo_backend="inductor"')
-    code, said, left = end(text)
+    code, said, left = end(f'{OURS}accelerator = Accelerator(project_dir="run", dynamo_backend="inductor")\n')
     assert code == 2 and said.startswith("refused: ") and said.count("\n") == 1 and left is None
     assert not list(tmp_path.glob("temporary*"))
 
@@ -244,8 +245,7 @@ def test_training_in_a_thread(end, last, left):
     """Python allows signal handlers in the main thread only, which does not see how the thread ends."""
     body = "\n    ".join(["def body():", "global accelerator", 'accelerator = Accelerator(project_dir="run")',
                           "train(accelerator)", last or "1 / 0"])  # fmt: skip
-    text = TRAIN.replace('accelerator = Accelerator(project_dir="run")\n', "")
-    assert end(f"{text}{body}\nthread = threading.Thread(target=body)\nthread.start()\nthread.join()")[::2] == (0, left)
+    assert end(f"{OURS}{body}\nthread = threading.Thread(target=body)\nthread.start()\nthread.join()")[::2] == (0, left)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_training_in_a_thread(end, last, left):
 )  # fmt: skip
 def test_a_child_of_multiprocessing_closes_its_record(end, last, code, left):
     """It ends with os._exit, without Python's exit handlers. The record of its parent is not its own."""
-    text = TRAIN.replace('"run"', '"parent"') + (
+    text = f'{OURS}accelerator = Accelerator(project_dir="parent")\n' + (
         f"def body():\n    train(Accelerator(project_dir='run'))\n    {last}\n"
         "import multiprocessing\nchild = multiprocessing.get_context('fork').Process(target=body)\n"
         "child.start()\nchild.join()\nsys.exit(child.exitcode)"
@@ -273,18 +273,14 @@ def test_an_interactive_session_goes_on_after_an_error(end):
 @pytest.mark.parametrize("door", [["script.py"], None], ids=["True", "False"])
 def test_ranks_that_the_script_forks_itself(end, door):
     """Accelerate's debug_launcher makes the process group and sets no rank. `python -m faithful` plans before it."""
-    package = "accelerate" if door else "faithful"
-    text = TRAIN.replace("from faithful", f"from {package}")
-    text = text.replace('accelerator = Accelerator(project_dir="run")\n', "")
-    text += (
-        "import accelerate\ndef main():\n    accelerator = Accelerator(project_dir='run')\n    train(accelerator)\n"
-        "    assert accelerator.gather(torch.ones(1)).sum() == 2\naccelerate.debug_launcher(main)\nprint('back')"
-    )
-    code, said, left = end(text, door=door)
-    assert code == 0 and said.endswith("back\n") and "| ddp x2" in said and left == ("finished", None), said
-    text = text.replace("== 2", "== 1").replace("(main)", "(main, num_processes=1)")
-    code, said, left = end(text, door=door)
-    assert code == 0 and "| single" in said and left == ("finished", None), said
+    for processes, options, what in ((2, "", "| ddp x2"), (1, ", num_processes=1", "| single")):
+        code, said, left = end(
+            f"{THEIRS if door else OURS}import accelerate\ndef main():\n    accelerator = Accelerator(project_dir='run')\n"
+            f"    train(accelerator)\n    assert accelerator.gather(torch.ones(1)).sum() == {processes}\n"
+            f"accelerate.debug_launcher(main{options})\nprint('back')",
+            door=door,
+        )
+        assert code == 0 and said.endswith("back\n") and what in said and left == ("finished", None), said
 
 
 def test_without_a_rank_two_processes_are_refused(end):

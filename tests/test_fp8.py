@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.utils import set_seed
 from amp8_helpers import run_ranks
-from conftest import CONFIGS, distance, launched, metrics, record, train, weights
+from conftest import CONFIGS, distance, edited, launched, metrics, record, train, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -276,7 +276,7 @@ def test_the_default_of_accelerate_does_not_stop_layers_from_training(trained, t
     """Accelerate's default of FP8 all-gather outside FSDP2, with which FP8 layers never train, is off there."""
     text = (CONFIGS / "single_fp8.yml").read_text()
     config = tmp_path / "single_fp8.yml"
-    config.write_text(text.replace("  enable_fsdp_float8_all_gather: false\n", ""))
+    config.write_text(edited(text, "  enable_fsdp_float8_all_gather: false\n", ""))
     run, twin = train(config, tmp_path / "run", *STEPS), trained("single_fp8")
     assert distance(run, twin) == 0 and record(run)["evidence"]["optimizer_owns_all"]
     assert "note: enable_fsdp_float8_all_gather" in (tmp_path / "run.log").read_text()
@@ -421,6 +421,5 @@ def test_fp8_shards_of_different_size_are_refused(tmp_path):
     assert "blocks.0.attn.proj has 64 rows for 3 processes" in log and "enable_fsdp_float8_all_gather to false" in log
     text = (CONFIGS / "fsdp_fp8.yml").read_text()
     config = tmp_path / "fsdp_fp8.yml"
-    config.write_text(text.replace("enable_fsdp_float8_all_gather: true", "enable_fsdp_float8_all_gather: false"))
-    assert config.read_text() != text
+    config.write_text(edited(text, "enable_fsdp_float8_all_gather: true", "enable_fsdp_float8_all_gather: false"))
     train(config, tmp_path / "gathered in bf16", "--max_steps", 1, "--eval_steps", 0, processes=3)

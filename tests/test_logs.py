@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from conftest import metrics, record
+from conftest import edited, metrics, record
 from test_kept import run
 
 from faithful import Refused, launcher, plan
@@ -292,7 +292,7 @@ assert list(Path(accelerator.logging_dir).glob("mine/events*"))
 def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):
     from tools.records import logged
 
-    run(tmp_path, ONCE.replace('"a": 1', '"eval_loss": float("nan")'))
+    run(tmp_path, edited(ONCE, '"a": 1', '"eval_loss": float("nan")'))
     made = record(tmp_path / "run")
     assert math.isnan(logged(made)["eval_loss"])
     assert rows(tmp_path / "run") == [{"step": 1, "eval_loss": "nan"}]

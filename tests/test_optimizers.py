@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONFIGS, distance, launched, metrics, record, train
+from conftest import CONFIGS, distance, edited, launched, metrics, record, train
 from torch import nn
 
 from faithful import low_bit
@@ -92,7 +92,7 @@ def test_low_bit_states_are_not_cut_for_another_number_of_processes(tmp_path):
     first = run("fsdp_fp32", tmp_path / "run", "--optimizer", "adamw_8bit")
     path = tmp_path / "fsdp_three.yml"
     text = (CONFIGS / "fsdp_fp32.yml").read_text()
-    path.write_text(text.replace("num_processes: 2", "num_processes: 3"))
+    path.write_text(edited(text, "num_processes: 2", "num_processes: 3"))
     argv = ("--optimizer", "adamw_8bit", "--resume_from_checkpoint", first / "checkpoint-2")
     says = "has low-bit optimizer states of 2 processes, which cannot be cut anew"
     run(path, tmp_path / "other", *argv, code=2, says=says)

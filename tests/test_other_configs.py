@@ -13,7 +13,7 @@ from accelerate.commands import launch
 from accelerate.commands.config import config_args
 from accelerate.commands.config.default import write_basic_config
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from conftest import CONFIGS, ROOT, Ranks, free_port, launched, metrics, record
+from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, free_port, launched, metrics, record
 from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 
 from faithful import __main__ as door
@@ -211,32 +211,14 @@ STEPS = ("--max_steps", "2", "--logging_steps", "1", "--save_steps", "0",
          "--dataset", str(ROOT / "launch.sh"), "--sequence_length", "32")  # fmt: skip
 
 
-ONE_STEP = f"""
-import sys, torch
-sys.path.append({str(ROOT)!r})
-from PACKAGE import Accelerator
-accelerator = Accelerator(project_dir=sys.argv[-1])
-model = torch.nn.Linear(4, 4)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
-optimizer.step()
-accelerator.end_training()
-"""
-
-
-def one_step(out, package):
-    """The path of a script that trains one step into `out`, its last argument."""
-    out.with_suffix(".py").write_text(ONE_STEP.replace("PACKAGE", package))
-    return str(out.with_suffix(".py"))
-
-
 def trained(out, *words, env=None):
     """The record of a launch of a script with two or one processes, and its output."""
-    script = one_step(out, "accelerate" if words[-1] == "faithful" else "faithful")
-    result = launched(*words, script, str(out), env=env or {})
+    script = SCRIPTS / ("accelerates.py" if words[-1] == "faithful" else "loop.py")
+    result = launched(*words, script, "--output_dir", str(out), env={"PYTHONPATH": str(ROOT)} | (env or {}))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert record(out)["status"] == "finished" and len(record(out)["seen"]["loss_curve"]) == 1
-    return record(out), result.stdout
+    made = record(out)
+    assert made["status"] == "finished" and made["seen"]["loss_curve"][-1][0] == 8 / made["plan"]["num_processes"]
+    return made, result.stdout
 
 
 def ended(path, out, *argv, options=(), code=0, **more):
@@ -317,7 +299,7 @@ def test_processes_that_built_different_weights_start_with_those_of_the_first(tm
 def as_launched_without_a_file(out, file, env):
     """The output of a script in a forked process with the environment and the command line of a plain `accelerate
     launch -m faithful`, whose default file is `file`."""
-    words = ["-m", "faithful", one_step(out, "accelerate"), str(out)]
+    words = ["-m", "faithful", str(SCRIPTS / "accelerates.py"), "--output_dir", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         for module in (launch, config_args):
             patch.setattr(module, "default_config_file", str(file))

@@ -6,7 +6,7 @@ import sys
 
 import conftest
 import pytest
-from conftest import ROOT, distance, train
+from conftest import ROOT, distance, edited, train
 from test_recipes import questions, reviews
 
 from faithful import products
@@ -46,7 +46,7 @@ def plain(name, folder):
     page = (ROOT / "recipes" / f"{name}.py").read_text()
     assert page.count(IMPORT) == 1 == page.count("faithful")
     file = folder / f"plain_{name}.py"
-    file.write_text(page.replace(IMPORT, "from accelerate import Accelerator"))
+    file.write_text(edited(page, IMPORT, "from accelerate import Accelerator"))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module

@@ -263,11 +263,11 @@ def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("words", [["stubborn.py"], ["-m", "stubborn"]])
+@pytest.mark.parametrize("words", [["accelerates.py"], ["-m", "accelerates"]])
 def test_an_unchanged_script_under_a_config_that_wins(tmp_path, monkeypatch, words):
     """`python -m faithful --config_wins SCRIPT` or `-m MODULE`: the script's own precision and handlers are dropped."""
     monkeypatch.chdir(SCRIPTS)
-    argv = ["--config_wins", *words, "--output_dir", str(tmp_path / "run")]
+    argv = ["--config_wins", *words, "--output_dir", str(tmp_path / "run"), "stubborn"]
     ranks = Ranks("ddp_bf16", argv, script=ROOT / "faithful" / "__main__.py")
     assert ranks.wait() == [0, 0], ranks.text()
     made = record(tmp_path / "run")
