@@ -8,7 +8,9 @@ from pathlib import Path
 import accelerate.test_utils
 import pytest
 import torch
-from conftest import CONFIGS, ROOT, Ranks, edited, launched, record
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from conftest import CONFIGS, ROOT, Ranks, distance, edited, launched, record, train
 from safetensors.torch import load_file
 
 from faithful import __main__ as door
@@ -242,44 +244,36 @@ def test_nothing_is_added_to_a_scripts_arithmetic(tmp_path):
     assert results[0] == results[1]
 
 
-SHUFFLED = """
-import sys
-import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-
-accelerator = Accelerator(project_dir=sys.argv[2])
-set_seed(3)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 8))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-data = torch.randn(40, 8)
-loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-first = 0
-if sys.argv[3:]:
-    accelerator.load_state(sys.argv[3])
-    first = accelerator.steps.taken
-step, per_epoch = first, len(loader)
-for epoch in range(first // per_epoch, 3):
-    left = accelerator.skip_first_batches(loader, first % per_epoch) if epoch == first // per_epoch else loader
-    for x in left:
-        accelerator.backward((model(x) - x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if step == 7 and not sys.argv[3:]:
-            accelerator.save_state(f"{sys.argv[2]}/checkpoint-7")
-accelerator.save_model(model, f"{sys.argv[2]}/model")
-accelerator.end_training()
-"""
+def shuffled_epochs():
+    """What a rank runs. Its last word is the checkpoint to go on from."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    set_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    data = torch.randn(40, 8)
+    loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    first = 0
+    if sys.argv[3:]:
+        accelerator.load_state(sys.argv[3])
+        first = accelerator.steps.taken
+    step, per_epoch = first, len(loader)
+    for epoch in range(first // per_epoch, 3):
+        left = accelerator.skip_first_batches(loader, first % per_epoch) if epoch == first // per_epoch else loader
+        for x in left:
+            accelerator.backward((model(x) - x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == 7 and not sys.argv[3:]:
+                accelerator.save_state(f"{sys.argv[2]}/checkpoint-7")
+    accelerator.save_model(model, f"{sys.argv[2]}/model")
+    accelerator.end_training()
 
 
 @pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
 def test_a_shuffled_epoch_goes_on_with_the_samples_that_are_left(tmp_path, config):
-    from conftest import distance, train
-
-    (tmp_path / "shuffled.py").write_text(SHUFFLED)
-    here = {"script": tmp_path / "shuffled.py", "before": lambda rank: door.take_its_place()}
+    here = {"script": shuffled_epochs, "before": lambda rank: door.take_its_place()}
     whole = train(config, tmp_path / "whole", **here)
     ranks = Ranks(config, ["--output_dir", str(tmp_path / "part"), str(whole / "checkpoint-7")], **here)
     assert set(ranks.wait()) == {0}, ranks.text()

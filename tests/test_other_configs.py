@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.commands.config import config_args
 from accelerate.commands.config.default import write_basic_config
+from accelerate.utils import set_seed
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, free_port, launched, metrics, record
 from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
@@ -282,17 +285,19 @@ def ours(tmp_path_factory):
 
 def test_processes_that_built_different_weights_start_with_those_of_the_first(tmp_path):
     """FSDP1 sends the weights of process 0 to all (fsdp_sync_module_states), FSDP2 does not."""
-    (tmp_path / "unseeded.py").write_text(
-        "import os, torch\nfrom accelerate import Accelerator\n"
-        "accelerator = Accelerator()\ntorch.manual_seed(int(os.environ['RANK']))\n"
-        "model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))\n"
-        "own = model[0][0].weight.detach().clone()\n"
-        "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
-        "whole = model[0][0].weight.full_tensor()\n"
-        "if accelerator.is_main_process:\n    print('equal', torch.equal(whole, own))\n"
-        "accelerator.end_training()\n"
-    )
-    said = of_a_script(written(tmp_path, fsdp()), tmp_path / "run", tmp_path / "unseeded.py")
+
+    def unseeded():
+        accelerator = Accelerator()
+        torch.manual_seed(accelerator.process_index)
+        layers = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3))
+        model = torch.nn.Sequential(*layers)
+        own = model[0][0].weight.detach().clone()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        whole = model[0][0].weight.full_tensor()
+        accelerator.print("equal", torch.equal(whole, own))
+        accelerator.end_training()
+
+    said = of_a_script(written(tmp_path, fsdp()), tmp_path / "run", unseeded)
     assert "equal True" in said, said
 
 
@@ -368,38 +373,34 @@ def test_stage_0_trains_as_ddp(tmp_path, ours):
     assert made["plan"]["strategy"] == "ddp" and "zero_stage 0 partitions nothing" in said
 
 
-IGNORED = """
-import sys, torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-accelerator = Accelerator()
-set_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-model[1].requires_grad_("trained" in sys.argv)
-optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
-loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    loss = model(batch).square().mean()
-    accelerator.backward(loss)
-    accelerator.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    accelerator.print("seen", loss.item(), type(model[1].weight).__name__ == "Parameter")
-accelerator.save_state("saved")
-accelerator.load_state("saved")
-accelerator.print("whole", [tuple(one.shape) for one in accelerator.get_state_dict(model).values()])
-accelerator.end_training()
-"""
+def with_a_frozen_layer():
+    """What a rank runs. With the word `trained` the layer is not frozen."""
+    accelerator = Accelerator()
+    set_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[1].requires_grad_("trained" in sys.argv)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.print("seen", loss.item(), type(model[1].weight).__name__ == "Parameter")
+    accelerator.save_state("saved")
+    accelerator.load_state("saved")
+    accelerator.print("whole", [tuple(one.shape) for one in accelerator.get_state_dict(model).values()])
+    accelerator.end_training()
 
 
 def test_frozen_modules_that_are_not_sharded(tmp_path):
     """And trained ones are refused: their gradients would not be averaged."""
-    (tmp_path / "ignored.py").write_text(IGNORED)
     seen = []
     for at, (name, words) in enumerate((("1", ()), (None, ()), ("1", ("trained",)))):
         config = fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=name)
-        said = of_a_script(written(tmp_path, config), tmp_path / f"run{at}", tmp_path / "ignored.py", *words,
+        said = of_a_script(written(tmp_path, config), tmp_path / f"run{at}", with_a_frozen_layer, *words,
                            code=2 if words else 0)  # fmt: skip
         seen.append([line.split()[1:] for line in said.splitlines() if line.startswith(("seen", "whole"))])
     assert [row[1] for row in seen[0][:-1]] == ["True"] * 4 and [row[1] for row in seen[1][:-1]] == ["False"] * 4
@@ -441,41 +442,11 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
     assert "tensor_parallel in deepspeed_config_file: not supported" in checked(written(tmp_path, strange))[0][0]
 
 
-SCRIPT = """
-import sys, torch
-from accelerate import Accelerator
-from accelerate.utils import DummyOptim, DummyScheduler, set_seed
-accelerator = Accelerator()
-set_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-kind = DummyOptim if "dummy" in sys.argv else torch.optim.AdamW
-optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1)
-loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
-parts = [model, optimizer, loader]
-if "schedule" in sys.argv:
-    parts.append(DummyScheduler(optimizer, warmup_num_steps=4))
-if "callable" in sys.argv:
-    halved = lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    parts.append(DummyScheduler(optimizer, lr_scheduler_callable=halved))
-model, optimizer, loader, *scheduler = accelerator.prepare(*parts)
-for batch in loader:
-    loss = model(batch).square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    for one in scheduler:
-        one.step()
-    optimizer.zero_grad()
-    accelerator.print("seen", loss.item(), optimizer.param_groups[0]["lr"])
-accelerator.end_training()
-"""
-
-
 def seen(tmp_path, config, *words, code=0):
     """[[loss, learning rate]] of the script's steps under `config`, or what it prints if it is refused."""
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    (tmp_path / "train.py").write_text(SCRIPT)
     result = launched("accelerate", "launch", "--config_file", str(written(tmp_path, config)), "--main_process_port",
-                      "0", "-m", "faithful", str(tmp_path / "train.py"), *words, cwd=tmp_path,
+                      "0", "-m", "faithful", str(SCRIPTS / "dummies.py"), *words, cwd=tmp_path,
                       env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == code, result.stdout + result.stderr
     assert "times per optimizer step" not in result.stdout  # DeepSpeed's engine steps its schedulers once
@@ -496,33 +467,29 @@ def test_the_optimizer_and_the_scheduler_of_a_file_of_deepspeeds(tmp_path):
     assert "leaves total_num_steps to the script" in seen(tmp_path, config, "dummy", "schedule", code=1)
 
 
-ACCUMULATING = """
-import sys, torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-accelerator = Accelerator()
-set_seed(0)
-model = torch.nn.Linear(8, 1)
-loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
-for batch in loader:
-    with accelerator.accumulate(model) if "accumulate" in sys.argv else torch.enable_grad():
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.print("sync", accelerator.sync_gradients)
-accelerator.end_training()
-"""
+def with_micro_batches():
+    """What a rank runs. Without the word `accumulate` it steps after each batch."""
+    accelerator = Accelerator()
+    set_seed(0)
+    model = torch.nn.Linear(8, 1)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+    for batch in loader:
+        with accelerator.accumulate(model) if "accumulate" in sys.argv else torch.enable_grad():
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print("sync", accelerator.sync_gradients)
+    accelerator.end_training()
 
 
 def test_a_script_that_says_no_accumulation_takes_the_configs(tmp_path):
     """As in Accelerate. One that never accumulates would step after each micro-batch, and is refused."""
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    (tmp_path / "train.py").write_text(ACCUMULATING)
     path = written(tmp_path, zero(zero_stage=2, gradient_accumulation_steps=2))
-    said = of_a_script(path, tmp_path / "run", tmp_path / "train.py", "accumulate")
+    said = of_a_script(path, tmp_path / "run", with_micro_batches, "accumulate")
     assert [line.split()[1] for line in said.splitlines() if line.startswith("sync")] == ["False", "True"] * 2
-    said = of_a_script(path, tmp_path / "never", tmp_path / "train.py", code=2)
+    said = of_a_script(path, tmp_path / "never", with_micro_batches, code=2)
     assert "exports gradient_accumulation_steps 2, and the script steps after each" in said, said
 
 
