@@ -1,10 +1,14 @@
 """A checkpoint is written while training goes on: what is in it, who waits for it, and what a crash loses."""
 
+import importlib
 import json
 import os
 import shutil
 import signal
+import sys
 import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -139,24 +143,21 @@ def test_a_crash_loses_only_the_one_that_is_being_written(tmp_path):
     assert distance(out, whole) == 0 and not list(out.glob("*.tmp"))
 
 
-SCRIPT = """
-import os, sys, time, torch
-from {package} import Accelerator
-from faithful import tensor_files
-write = tensor_files.write
-tensor_files.write = lambda *parts: (time.sleep(1), write(*parts))[1]
-accelerator = Accelerator(project_dir=sys.argv[2])
-model = torch.nn.Linear(4, 4)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
-optimizer.step()
-folder = os.path.join(sys.argv[2], "mine")
-accelerator.save_state(folder)
-print("there:", os.path.exists(folder))
-os.makedirs(folder, exist_ok=True)
-open(os.path.join(folder, "notes.txt"), "w").write("mine")
-accelerator.end_training()
-"""
+def save_and_look(package):
+    """What a rank runs: it saves slowly, and says whether the folder is there when save_state returns."""
+    write = tensor_files.write
+    tensor_files.write = lambda *parts: (time.sleep(1), write(*parts))[1]
+    accelerator = importlib.import_module(package).Accelerator(project_dir=sys.argv[2])
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
+    optimizer.step()
+    folder = Path(sys.argv[2]) / "mine"
+    accelerator.save_state(str(folder))
+    print("there:", folder.exists())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "notes.txt").write_text("mine")
+    accelerator.end_training()
 
 
 @pytest.mark.parametrize(
@@ -169,10 +170,9 @@ accelerator.end_training()
     ],
 )
 def test_who_waits_and_a_script_may_write_into_the_folder(tmp_path, package, asked, there):
-    script, env = tmp_path / "mine.py", {"FAITHFUL_ASYNC_SAVE": asked} if asked else {}
-    script.write_text(SCRIPT.format(package=package))
+    env = {"FAITHFUL_ASYNC_SAVE": asked} if asked else {}
     before = (lambda rank: door.take_its_place()) if package == "accelerate" else None
-    train("single_fp32", tmp_path / "run", script=script, env=env, before=before)
+    train("single_fp32", tmp_path / "run", script=partial(save_and_look, package), env=env, before=before)
     said = (tmp_path / "run.log").read_text()
     assert f"there: {there}" in said, said
     folder = tmp_path / "run" / "mine"

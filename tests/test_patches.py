@@ -1,6 +1,7 @@
 """What faithful changes in other packages stands in one table, lasts for a run, and is undone."""
 
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -9,31 +10,13 @@ import types
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, train
 
 from faithful import __main__ as door
 from faithful import patches
 
 PACKAGES = ("accelerate", "torch", "transformers", "deepspeed", "diffusers", "datasets", "torchao", "timm")
-
-LOOP = """
-import sys
-import torch
-{extra}
-from accelerate import Accelerator
-from test_patches import process, replaced
-
-before = process()
-accelerator = Accelerator(project_dir=sys.argv[2])
-model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-accelerator.backward(model(torch.randn(4, 16)).square().mean())
-accelerator.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-accelerator.print("changed:", *sorted(replaced()))
-accelerator.end_training()
-accelerator.print("left:", *sorted(replaced()))
-"""
 
 
 def replaced():
@@ -91,21 +74,40 @@ assert not replaced(), replaced()
     assert done.returncode == 0, done.stderr
 
 
+def one_step(*modules):
+    """What a rank runs, after it has imported these modules: it prints what stands replaced in a run and after it."""
+    for name in modules:
+        importlib.import_module(name)
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.randn(4, 16)).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    accelerator.print("changed:", *sorted(replaced()))
+    accelerator.end_training()
+    accelerator.print("left:", *sorted(replaced()))
+
+
 @pytest.mark.parametrize(
-    ("config", "extra", "expected"),
+    ("config", "modules", "expected"),
     [
-        ("ddp_fp8_msamp_o3", "", {"torch.nn.utils.clip_grad.clip_grad_norm_", "accelerate.optimizer.is_lomo_available",
+        ("ddp_fp8_msamp_o3", [], {"torch.nn.utils.clip_grad.clip_grad_norm_", "accelerate.optimizer.is_lomo_available",
                                   "accelerate.state.PartialState._prepare_backend"}),
-        pytest.param("zero2_bf16", "import transformers.integrations.deepspeed",
+        pytest.param("zero2_bf16", ["transformers.integrations.deepspeed"],
                      {"transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.fill_match"},
                      marks=pytest.mark.slow),
-        ("fsdp_bf16", "from torch.optim.swa_utils import AveragedModel",
+        ("fsdp_bf16", ["torch.optim.swa_utils"],
          {"torch.optim.swa_utils.AveragedModel.update_parameters"}),
     ],
 )  # fmt: skip
-def test_every_change_is_undone_at_the_end(tmp_path, config, extra, expected):
-    (tmp_path / "mine.py").write_text(LOOP.format(extra=extra))
-    train(config, tmp_path / "run", script=tmp_path / "mine.py", before=lambda rank: door.take_its_place())
+def test_every_change_is_undone_at_the_end(tmp_path, config, modules, expected):
+    train(
+        config,
+        tmp_path / "run",
+        script=functools.partial(one_step, *modules),
+        before=lambda rank: door.take_its_place(),
+    )
     log = (tmp_path / "run.log").read_text()
     changed, left = (part.splitlines()[0].split() for part in log.split("changed:")[1].split("left:"))
     assert expected <= set(changed) and not left

@@ -192,8 +192,13 @@ def schedule_and_save(run):
 def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
     """A loop with Accelerate's own calls resumes as the same run: a prepared scheduler, dropout, save_state,
     load_state, skip_first_batches."""
-    script = partial(loop, "model optimizer loader scheduler", made=with_a_schedule, prepared=go_on_after_four,
-                     stepped=schedule_and_save)  # fmt: skip
+    script = partial(
+        loop,
+        "model optimizer loader scheduler",
+        made=with_a_schedule,
+        prepared=go_on_after_four,
+        stepped=schedule_and_save,
+    )
     whole = train("single_bf16", tmp_path / "whole", script=script)
     assert checkpoint.unsound(whole / "checkpoint-4") is None
     ranks = Ranks("single_bf16", ["--output_dir", str(tmp_path / "part"), str(whole / "checkpoint-4")], script=script)
@@ -305,8 +310,13 @@ def with_hooks(run):
 def test_two_optimizers_of_one_model_count_once_and_come_back(tmp_path):
     """Each optimizer has its own parameters, hooks of the script's write and read files of its own, and it calls
     backward itself."""
-    script = partial(loop, "model one two loader", made=one_for_each_layer, prepared=with_hooks,
-                     backward=lambda run: run.loss.backward())  # fmt: skip
+    script = partial(
+        loop,
+        "model one two loader",
+        made=one_for_each_layer,
+        prepared=with_hooks,
+        backward=lambda run: run.loss.backward(),
+    )
     run = train("single_bf16", tmp_path / "run", script=partial(script, saved=save_state))
     evidence = record(run)["evidence"]
     assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16.0

@@ -18,9 +18,16 @@ def by_accelerator(run):
 
 
 def loop(
-    *calls, make=Accelerator, width=32, made=nothing, prepared=nothing, backward=by_accelerator, stepped=nothing,
-    saved=nothing, **arguments,
-):  # fmt: skip
+    *calls,
+    make=Accelerator,
+    width=32,
+    made=nothing,
+    prepared=nothing,
+    backward=by_accelerator,
+    stepped=nothing,
+    saved=nothing,
+    **arguments,
+):
     """Trains a small model and saves it. calls: the names that each call of prepare gets, by default all in one call.
     made, prepared, backward, stepped, saved: what is called at that place, with the loop's names. arguments: of make."""
     run = SimpleNamespace(accelerator=make(**{"project_dir": sys.argv[2]} | arguments))
