@@ -249,9 +249,8 @@ SCRIPT = [  # (config, the script's arguments of Accelerator, how it ends, the l
 
 def rows(table):
     """The marks of a test that reads the table: a row is found by `-k` with what is started and words of its line."""
-    return pytest.mark.parametrize(
-        ("what", "change", "end", "line"), table, ids=[f"{row[0]}: {row[3]}" for row in table]
-    )
+    names = [f"{what}: {line}" for what, _, _, line in table]
+    return pytest.mark.parametrize(("what", "change", "end", "line"), table, ids=names)
 
 
 @pytest.fixture

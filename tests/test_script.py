@@ -68,17 +68,16 @@ def test_in_several_calls_and_any_order_prepare_does_the_same(tmp_path, config, 
     assert record(a)["evidence"] == record(b)["evidence"] and record(a)["seen"] == record(b)["seen"]
 
 
-@pytest.mark.parametrize("config", ["zero2_bf16"])
-def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path, config):
-    train(config, tmp_path / "run", script=partial(loop, *APART), code=2)
+def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path):
+    train("zero2_bf16", tmp_path / "run", script=partial(loop, *APART), code=2)
     log = (tmp_path / "run.log").read_text()
     assert "needs a model and its optimizer in one call" in log and "Traceback" not in log
     assert not (tmp_path / "run").exists()
 
 
 def test_a_script_that_contradicts_its_config_does_not_train(tmp_path):
-    script = partial(loop, mixed_precision="fp16", dynamo_backend="inductor")
-    train("single_bf16", tmp_path / "run", script=script, code=2)
+    contradicts = partial(loop, mixed_precision="fp16", dynamo_backend="inductor")
+    train("single_bf16", tmp_path / "run", script=contradicts, code=2)
     log = (tmp_path / "run.log").read_text()
     assert "refused: the script passes mixed_precision='fp16', the config says bf16" in log
     assert "refused: the script passes dynamo_backend" in log and "Traceback" not in log
@@ -361,7 +360,6 @@ def clip_another(run):
     assert other.weight.grad.unique().allclose(torch.tensor(0.1))
 
 
-@pytest.mark.parametrize("config", ["single_fp8_msamp_o2"])
-def test_torchs_clipping_of_another_model_is_torchs(tmp_path, config):
+def test_torchs_clipping_of_another_model_is_torchs(tmp_path):
     """The clipping functions are replaced for parameters of prepared models only."""
-    train(config, tmp_path / "run", script=partial(loop, backward=clip_another))
+    train("single_fp8_msamp_o2", tmp_path / "run", script=partial(loop, backward=clip_another))
