@@ -3,7 +3,8 @@
 From `Accelerator()` on, every other process keeps the parameters that a module registers on torch's `meta` device: they
 have a shape and no values. Random numbers are drawn there all the same, so a process's generator, and with it the data,
 are those of a run without the key. While a model is partitioned (ZeRO-3), or when it has been sharded (FSDP2: `fill`),
-process 0 sends its weights, one after the other, and each process keeps its part of them. A copy of the model that was
+each process reads its part of the weights from their safetensors file (slices.py). Those that are in none, or no longer
+as they are there, process 0 sends, one after the other, and each process keeps its part. A copy of the model that was
 made before, for an average of weights, gets them whole.
 """
 
@@ -12,15 +13,17 @@ import re
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from faithful import machine, patches
-from faithful.errors import NoValues
-from faithful.tensors import local, parameters_of
+from faithful import machine, patches, slices
+from faithful.errors import NoValues, Refused
+from faithful.tensors import local, parameters_of, rows_of
 
-ZERO = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters"
+CONVERT = "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters"
+INIT = "deepspeed.runtime.zero.partition_parameters:Init._zero_init_param"
 NAMES = "deepspeed.runtime.engine:debug_extract_module_and_param_names"
 BROADCAST = "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model"
 CONFIGURE = "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model"
@@ -31,10 +34,14 @@ RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "berno
 
 
 copies = {}  # {id of a parameter without values: (it, its deep copies)}
+partitions = {}  # ZeRO-3: {id of a parameter that is not sent: this process's part of it, until it is partitioned}
 
 
-def start():
-    """From now on this process builds modules without weights, until the run ends."""
+def start(main):
+    """From now on processes other than the main one build modules without weights, until the run ends."""
+    slices.start(main)
+    if main:
+        return
     register, apply, deepcopy = nn.Module.register_parameter, nn.Module._apply, nn.Parameter.__deepcopy__
     without = WeakIdKeyDictionary()  # {parameter: the one without values that stands for it}
 
@@ -112,9 +119,22 @@ scratch = Scratch()
 def weights_of(model):
     """What `fill` needs of a model that is not sharded yet: {name: tensor} of process 0; on the others {name: the
     copies of the parameter}."""
+    refuse_other_models(model)
     if dist.get_rank() == 0:
         return {name: parameter.detach() for name, parameter in parameters_of(model)}
     return {name: copies.pop(id(parameter), (None, []))[1] for name, parameter in parameters_of(model)}
+
+
+def refuse_other_models(model):
+    """Raises Refused, on every process, if one's model has other parameters than that of process 0, whose weights it is
+    to get."""
+    wanted, *others = gather_object([[name for name, _ in parameters_of(model)]])
+    for rank, names in enumerate(others, 1):
+        if wrong := sorted({*names} ^ {*wanted}):
+            raise Refused(
+                f"process {rank} is to get process 0's weights, but {', '.join(wrong[:3])} are in one model alone: "
+                "build the same on each, or set fsdp_cpu_ram_efficient_loading and zero3_init_flag to false"
+            )
 
 
 @torch.no_grad()
@@ -123,12 +143,19 @@ def fill(model, before, device, kept_on):
     returned. device: where tensors are sent, whole and one at a time. kept_on: where the shards stay."""
     main, filled = dist.get_rank() == 0, {}
     send_buffers(model, device)
-    for name, parameter in parameters_of(model):
+    parameters = dict(parameters_of(model))
+    without = {name: p for name, p in parameters.items() if main or (p.is_meta and not before[name])}
+    parts = slices.read(without, before if main else None, elements_held, kept_on)
+    for name, parameter in parameters.items():
         mine = before.pop(name)
-        sent = sent_to_all(mine if main else None, parameter, device)
-        for copy in [] if main else mine:
-            torch.utils.swap_tensors(copy, nn.Parameter(sent.to(copy.dtype, copy=True), copy.requires_grad))
-        part = shard_of(sent, parameter, kept_on)
+        if name in parts:
+            part = torch.empty_like(parameter, device=kept_on)
+            local(part).view(-1).copy_(parts.pop(name))
+        else:
+            sent = sent_to_all(mine if main else None, parameter, device)
+            for copy in [] if main else mine:
+                torch.utils.swap_tensors(copy, nn.Parameter(sent.to(copy.dtype, copy=True), copy.requires_grad))
+            part = shard_of(sent, parameter, kept_on)
         if parameter.is_meta:
             filled[parameter] = nn.Parameter(part, parameter.requires_grad)
         elif not main:  # the model was built before Accelerator()
@@ -167,7 +194,11 @@ def partition(main):
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    configure = DeepSpeedEngine._configure_distributed_model
+    configure, init, convert = (
+        DeepSpeedEngine._configure_distributed_model,
+        Init._zero_init_param,
+        Init._convert_to_zero_parameters,
+    )
 
     def on_the_host(self, model):
         self.dont_change_device = True
@@ -175,21 +206,66 @@ def partition(main):
         for module in model.modules():
             module._buffers |= {name: b.to(self.device) for name, b in module._buffers.items() if b is not None}
 
+    def without_sending(self, param):
+        if id(param) not in partitions:
+            return init(self, param)
+        del partitions[id(param)]
+        self._convert_to_deepspeed_param(param)
+        param.partition()
+        if param.ds_tensor.ds_numel != partition_size(param.ds_numel):
+            raise RuntimeError(
+                f"DeepSpeed keeps {param.ds_tensor.ds_numel} elements of {param.ds_shape} here, not what was read"
+            )
+
     patches.replace(CONFIGURE, on_the_host)
     patches.replace(BROADCAST, lambda self: None)
+    patches.replace(INIT, without_sending)
     if main:
         return
-    convert = Init._convert_to_zero_parameters
 
     def one_by_one(self, params):
         for param in params:
             if param.is_meta:
                 empty = torch.empty(param.shape, dtype=param.dtype, device=self.local_device)
+                if id(param) in partitions:
+                    begin, end = partition_of(param)
+                    empty.view(-1)[begin:end] = partitions[id(param)]
                 torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
             convert(self, [param])
 
-    patches.replace(ZERO, one_by_one)
+    patches.replace(CONVERT, one_by_one)
     patches.replace(NAMES, lambda model: None)
+
+
+def read_partitions(model, device):
+    """ZeRO-3: reads this process's parts of the model's parameters from their file, where they are in one."""
+    refuse_other_models(model)
+    main = dist.get_rank() == 0
+    parameters = {name: p for name, p in parameters_of(model) if main or p.is_meta}
+    whole = {name: p.detach() for name, p in parameters.items()} if main else None
+    parts = slices.read(parameters, whole, partition_of, device)
+    partitions.update({id(parameters[name]): part for name, part in parts.items()})
+
+
+def partition_of(param):
+    """The first element of a parameter that DeepSpeed gives this process, and the one after the last."""
+    size = partition_size(param.numel())
+    begin = min(dist.get_rank() * size, param.numel())
+    return begin, min(begin + size, param.numel())
+
+
+def partition_size(elements):
+    """The length of the parts of a parameter, with the padding of the last."""
+    return -(-elements // dist.get_world_size())
+
+
+def elements_held(parameter):
+    """The first element that this process holds of a parameter, and the one after the last."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.numel()
+    first, number = rows_of(parameter)
+    row = parameter.shape[1:].numel()
+    return first * row, (first + number) * row
 
 
 def explain(error, key):

@@ -39,6 +39,13 @@ TABLE = {  # what is changed: why
         "it moves process 0's whole model to the device, where each process keeps a part of it",
     "deepspeed.runtime.engine:debug_extract_module_and_param_names":
         "it keeps weak references to parameters, for its debug messages, and such a tensor cannot be exchanged",
+    "deepspeed.runtime.zero.partition_parameters:Init._zero_init_param":
+        "it sends a parameter to all processes, also one of which each has read its own part from a file",
+    "safe_open of safetensors and transformers": "faithful/slices.py: notes the files, so that they can be read again",
+    "transformers.core_model_loading:_materialize_copy":
+        "it reads every tensor of a file on every process, where only process 0 keeps them",
+    "transformers.modeling_utils:PreTrainedModel.tie_weights":
+        "it compares two weights of a file before it ties them, and only process 0 has their values",
     "torch.nn.Parameter.__deepcopy__": "copies of such a model get the weights, too",
     "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for them",
     "methods of averages of weights":

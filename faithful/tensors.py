@@ -4,6 +4,7 @@ from hashlib import sha256
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -29,6 +30,12 @@ def local(tensor):
     """This rank's shard of a tensor, without torchao's wrapper. Of a weight of MS-AMP's levels: its codes."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", getattr(part, "codes", part))
+
+
+def rows_of(parameter):
+    """(the first row, the number of rows) that this process holds of a DTensor that is sharded by its rows."""
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return start[0], shape[0]
 
 
 def elements(tensors):

@@ -217,7 +217,7 @@ def test_weights_that_are_used_too_early_are_named_with_the_key(tmp_path):
 
 def test_everything_is_as_before_when_the_run_ends():
     register, apply = nn.Module.register_parameter, nn.Module._apply
-    building.start()
+    building.start(main=False)
     torch.manual_seed(0)
     linear = nn.Linear(8, 4)
     drawn = torch.rand(2)

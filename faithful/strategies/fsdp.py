@@ -46,8 +46,8 @@ class FSDP(Strategy):
 
     def started(self, accelerator):
         compile_for_this_rank(accelerator)
-        if self.plan.ram_efficient and not accelerator.is_main_process:
-            building.start()
+        if self.plan.ram_efficient:
+            building.start(accelerator.is_main_process)
 
     def before_prepare(self, accelerator, model, optimizer):
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from faithful.errors import Refused
+from faithful.tensors import rows_of
 
 
 class Rows(Mapping):
@@ -54,10 +54,7 @@ def of_dtensors(parameters):
         parameter = parameters.get(name.rpartition("/")[0] if kind == "optimizer" else name)
         if not isinstance(parameter, DTensor):
             return None
-        shape, start = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        return start[0], shape[0], parameter.shape[0]
+        return *rows_of(parameter), parameter.shape[0]
 
     return span
 

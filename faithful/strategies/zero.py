@@ -83,8 +83,7 @@ class ZeRO(GradientsElsewhere, Strategy):
     def started(self, accelerator):
         if self.plan.ram_efficient:
             building.partition(accelerator.is_main_process)
-        if self.plan.ram_efficient and not accelerator.is_main_process:
-            building.start()
+            building.start(accelerator.is_main_process)
 
     def before_prepare(self, accelerator, model, optimizer):
         plan = self.plan
@@ -122,6 +121,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             )
         for model in fresh if self.plan.ram_efficient else ():
             building.send_buffers(model, accelerator.device)
+            if not {"zero_hpz_partition_size", "mics_shard_size"} & set(config["zero_optimization"]):  # other parts
+                building.read_partitions(model, accelerator.device)
         if models and config.get(key) == "auto" and not any(hasattr(argument, "batch_size") for argument in args):
             config[key], plugin.batch_size_is_ours = 1, True
         return super().prepare(accelerator, accelerates, args, device_placement)
