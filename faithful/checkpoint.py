@@ -4,14 +4,7 @@
 and `manifest.json` with size and hash of every file, written last. The folder is written as `checkpoint-<step>.tmp`,
 fsynced and renamed, so a folder with the final name is complete. No file is a pickle.
 
-The tensors of prepared model number i, in Accelerate's order, have these names in a rank's file:
-    i:model/<name>               a parameter, or what the rank holds of it; under ZeRO its fp32 master
-    i:buffer/<name>              a persistent buffer
-    i:optimizer/<name>/<state>   the optimizer's state of a parameter
-    i:shape/<name>               ZeRO: the shape of the parameter of which model/<name> is a flat fragment
-    i:te/<layer>                 TransformerEngine's scales and histories
-    i:all/..., i:rows/...        what amp8.exact_state returns, in place of the others, under MS-AMP's levels
-Beside them are random/<generator>, and the tensors of JSON values in trainer_state.json (values.py).
+places.py has the names of the tensors in a rank's file.
 
 A folder that exists keeps what is in it. There the files are written to a folder inside, `.checkpoint.tmp`, and moved
 when they are complete. A process that is killed while it moves them leaves `.checkpoint.tmp` with its manifest, and

@@ -120,7 +120,7 @@ def problems_of_fsdp(settings):
     if fsdp["wrap"] == "NO_WRAP" and settings["ckpt"] and settings["strategy"] in ("fsdp", "hsdp"):
         lines.append(
             "fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
-            " TRANSFORMER_BASED_WRAP"
+            "TRANSFORMER_BASED_WRAP"
         )
     if settings["ignored"] and settings["backend"] == "msamp":
         lines.append(f"fsdp_ignored_modules {settings['ignored']}: MS-AMP's levels shard all weights: leave it out")

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import torch
 
-from faithful import checkpoint, loaders
+from faithful import checkpoint, loaders, places
 from faithful.errors import Refused
 from faithful.values import pack, unpack
 
@@ -32,7 +32,7 @@ def state_dict(accelerator, alone, keeps):
     for index, (model, optimizers) in enumerate(stored):
         for optimizer in optimizers or [None]:
             held = backend.tensors(strategy, model, optimizer)
-            parts |= {f"{index}:{name}": tensor for name, tensor in held.items()}
+            parts |= {places.of_model(index) + name: tensor for name, tensor in held.items()}
     tensors, scaler = {}, accelerator.scaler  # tensors: those in the JSON values
     groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in accelerator._optimizers]
     rest = [rest_of(strategy, optimizer, models) for optimizer in accelerator._optimizers]
@@ -133,10 +133,12 @@ def load_state_dict(accelerator, folder):
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     for index, (model, optimizers) in enumerate(models):
-        saved = checkpoint.tensors_of(folder, writer if holds_own_parts(accelerator) else keeper, f"{index}:")
+        saved = checkpoint.tensors_of(
+            folder, writer if holds_own_parts(accelerator) else keeper, places.of_model(index)
+        )
         if saved_by != plan.num_processes:
             others = range(saved_by // state["replicas"])
-            saved = [checkpoint.tensors_of(folder, other, f"{index}:") for other in others]
+            saved = [checkpoint.tensors_of(folder, other, places.of_model(index)) for other in others]
         for optimizer in optimizers or [None]:
             backend.restore(strategy, model, optimizer, saved)
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]

@@ -38,7 +38,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful import checkpoint, tensor_files, weight_files  # noqa: E402
+from faithful import checkpoint, places, tensor_files, weight_files  # noqa: E402
 from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
@@ -61,9 +61,11 @@ READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 def part_of(path):
     """The tensors in a file of weights, or those of a checkpoint's only model."""
-    if any(name.startswith("1:") for name in tensor_files.TensorFile(path)):
+    if any(name.startswith(places.of_model(1)) for name in tensor_files.TensorFile(path)):
         raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
-    return tensor_files.TensorFile(path, "0:") or tensor_files.TensorFile(path)  # before format 2 without the prefix
+    return tensor_files.TensorFile(path, places.of_model(0)) or tensor_files.TensorFile(
+        path
+    )  # before format 2 without the prefix
 
 
 def record_of(run):
@@ -122,7 +124,7 @@ def plain_tensors(files):
     parts = [part_of(path) for path in files]
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
-    elif any(name.startswith("model/") for name in parts[0]):
+    elif any(places.kind(name) == places.WEIGHT for name in parts[0]):
         state = files[0].with_name(checkpoint.STATE)
         tensors = from_checkpoint(parts, json.loads(state.read_text())["cuts"] if state.is_file() else {})
     else:
@@ -166,10 +168,10 @@ def from_checkpoint(parts, tp_dims):
     """
     tensors = {}
     for key in parts[0]:
-        kind, _, name = key.partition("/")
-        if kind in ("buffer", "model"):
-            at = tp_dims.get(name, 0) if kind == "model" and len(parts) > 1 else None
-            tensors[name] = partial(joined, parts, key, at, f"shape/{name}")
+        kind, name, _ = places.parsed(key)
+        if kind in (places.BUFFER, places.WEIGHT):
+            at = tp_dims.get(name, 0) if kind == places.WEIGHT and len(parts) > 1 else None
+            tensors[name] = partial(joined, parts, key, at, places.shape(name))
     return tensors
 
 

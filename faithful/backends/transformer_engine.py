@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from faithful import places
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, left_alone
 from faithful.blocks import block_names
@@ -65,17 +66,17 @@ class TransformerEngine(Backend):
         return skipped
 
     def tensors(self, strategy, model, optimizer):
-        scales = {f"te/{name}": tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
+        scales = {places.scales(name): tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
         return super().tensors(strategy, model, optimizer) | scales
 
     @torch.no_grad()
     def restore(self, strategy, model, optimizer, parts):
-        rest = {name: part for name, part in parts.items() if not name.startswith("te/")}
+        rest = {place: part for place, part in parts.items() if places.kind(place) != places.SCALES}
         super().restore(strategy, model, optimizer, rest)
         for name, tensor in named(state(unwrapped(model)).items()):
-            if f"te/{name}" not in parts:
+            if places.scales(name) not in parts:
                 raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
-            tensor.copy_(parts[f"te/{name}"])
+            tensor.copy_(parts[places.scales(name)])
 
 
 def package():

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from faithful import low_bit
+from faithful import low_bit, places
 from faithful.errors import Refused
 from faithful.tensors import elements, local, named, parameters_of, unwrapped
 
@@ -26,8 +26,8 @@ class Shard(NamedTuple):
 
     @property
     def place(self):
-        """The name in a checkpoint of what the optimizer updates, and of its state (checkpoint.py)."""
-        return f"optimizer/{self.name}/{self.key}" if self.key else f"model/{self.name}"
+        """The name in a checkpoint of what the optimizer updates, and of its state."""
+        return places.state(self.name, self.key) if self.key else places.weight(self.name)
 
 
 class Strategy:
@@ -163,8 +163,8 @@ class Strategy:
     # ---- checkpoints and weights ----
 
     def tensors(self, model, optimizer):
-        """{"model/<name>", "buffer/<name>", "optimizer/<name>/<state>": what this process holds}, live, for a
-        checkpoint. optimizer: or None."""
+        """{place in a checkpoint: what this process holds}, live: weights, buffers, the state of the optimizer, if it
+        has one."""
         parts = buffers_by_place(model)
         parts |= {shard.place: shard.tensor for shard in self.shards(dict(parameters_of(model)), optimizer)}
         return {place: tensor.detach() for place, tensor in parts.items()}
@@ -172,8 +172,7 @@ class Strategy:
     @torch.no_grad()
     def restore(self, model, optimizer, parts):
         """Loads the result of `tensors`, bit for bit. Raises Refused if names or shapes differ from the model's."""
-        live = {f"model/{name}": local(parameter) for name, parameter in parameters_of(model)}
-        live |= buffers_by_place(model)
+        live = self.tensors(model, None)
         refuse_other_model(live, parts)
         for place, tensor in live.items():
             tensor.copy_(parts[place])
@@ -237,16 +236,16 @@ def parameter_ids(optimizer):
 
 
 def buffers_by_place(model):
-    """{"buffer/<name>": this process's part} of the persistent buffers."""
+    """{place: this process's part} of the persistent buffers."""
     model = unwrapped(model)
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
-    return {f"buffer/{name}": local(buffer) for name, buffer in named(kept)}
+    return {places.buffer(name): local(buffer) for name, buffer in named(kept)}
 
 
 def refuse_other_model(live, parts):
     """Raises Refused unless the checkpoint's tensors have the names and shapes of this model's tensors."""
-    saved = {place for place in parts if not place.startswith("optimizer/")}
+    saved = {place for place in parts if places.kind(place) != places.OPTIMIZER}
     wrong = sorted(live.keys() ^ saved) or [place for place in live if live[place].shape != parts[place].shape]
     if wrong:
         raise Refused(
@@ -260,7 +259,7 @@ def load_state(optimizer, parameters, parts):
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = {}
     for name, parameter in parameters.items():
-        prefix, held = f"optimizer/{name}/", optimizer.state.get(parameter, {})
+        prefix, held = places.state(name, ""), optimizer.state.get(parameter, {})
         values = {
             place.removeprefix(prefix): filled(held.get(place.removeprefix(prefix)), parts[place])
             for place in parts

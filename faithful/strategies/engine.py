@@ -10,6 +10,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from faithful import places
+
 
 def zero_of(optimizer):
     """DeepSpeed's ZeRO optimizer inside Accelerate's, or None."""
@@ -112,11 +114,11 @@ def states(zero):
 def restore_engine(zero, parameters, parts):
     from deepspeed.runtime.zero import GatheredParameters
 
-    keys = {key.rsplit("/", 1)[1] for key in parts if key.startswith("optimizer/")}
+    keys = {places.parsed(place)[2] for place in parts if places.kind(place) == places.OPTIMIZER}
     fused = zero.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
     for i, flat in enumerate(masters(zero)):
         for key in keys:
-            counter = parts.get(f"optimizer/group{i}/{key}")
+            counter = parts.get(places.counter(i, key))
             if counter is not None:
                 zero.optimizer.state[flat][key] = counter.to(flat.device if fused else "cpu", copy=True)
             elif getattr(zero.optimizer.state[flat].get(key), "shape", None) != flat.shape:  # filled below
@@ -125,13 +127,13 @@ def restore_engine(zero, parameters, parts):
         if not parameter.requires_grad:
             with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
                 if dist.get_rank() == 0:
-                    parameter.copy_(parts[f"model/{name}"].view_as(parameter))
+                    parameter.copy_(parts[places.weight(name)].view_as(parameter))
                 dist.broadcast(parameter.data, 0)
             continue
-        fragment(zero, parameter, masters(zero)).copy_(parts[f"model/{name}"])
+        fragment(zero, parameter, masters(zero)).copy_(parts[places.weight(name)])
         for key, flats in states(zero).items():
             if flats[0].dim():
-                fragment(zero, parameter, flats).copy_(parts[f"optimizer/{name}/{key}"])
+                fragment(zero, parameter, flats).copy_(parts[places.state(name, key)])
     # The engine makes 16-bit weights from the masters only in a step. What follows is the end of such a step, in which
     # each process rounds its own masters and gets the weights of the others.
     if stage(zero) < 3:

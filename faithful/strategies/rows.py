@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from faithful import places
 from faithful.errors import Refused
 from faithful.tensors import rows_of
 
@@ -50,8 +51,7 @@ def of_dtensors(parameters):
     """The `span` of {name: parameter}, sharded over the processes now."""
 
     def span(place):
-        kind, _, name = place.partition("/")
-        parameter = parameters.get(name.rpartition("/")[0] if kind == "optimizer" else name)
+        parameter = parameters.get(places.parsed(place)[1])
         if not isinstance(parameter, DTensor):
             return None
         return *rows_of(parameter), parameter.shape[0]
@@ -64,9 +64,8 @@ def of_fragments(lengths, rank):
     the ranks. lengths: {name: elements} of each rank."""
 
     def span(place):
-        kind, _, name = place.partition("/")
-        name = name.rpartition("/")[0] if kind == "optimizer" else name
-        if kind not in ("model", "optimizer") or name not in lengths[rank]:
+        kind, name, _ = places.parsed(place)
+        if kind not in (places.WEIGHT, places.OPTIMIZER) or name not in lengths[rank]:
             return None
         each = [held[name] for held in lengths]
         return sum(each[:rank]), each[rank], sum(each)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 
-from faithful import batch_norm, building, deepspeed_file, dummies, patches
+from faithful import batch_norm, building, deepspeed_file, dummies, patches, places
 from faithful.clipping import GradientsElsewhere
 from faithful.errors import Refused
 from faithful.strategies import rows
@@ -248,15 +248,15 @@ class ZeRO(GradientsElsewhere, Strategy):
             return super().tensors(model, None)
         zero, parts, parameters = zero_of(optimizer), buffers_by_place(model), dict(parameters_of(model))
         for name, parameter in parameters.items():
-            parts[f"shape/{name}"] = torch.tensor(shape(parameter), dtype=torch.int64)
+            parts[places.shape(name)] = torch.tensor(shape(parameter), dtype=torch.int64)
             if not parameter.requires_grad:
                 whole = gathered(parameter).flatten()
-                parts[f"model/{name}"] = whole if dist.get_rank() == 0 else whole[:0]
+                parts[places.weight(name)] = whole if dist.get_rank() == 0 else whole[:0]
         for shard in self.shards(parameters, optimizer):
             if shard.kind in ("master", "optimizer"):
                 parts[shard.place] = shard.tensor
         for key, values in states(zero).items():
-            parts |= {f"optimizer/group{i}/{key}": value for i, value in enumerate(values) if not value.dim()}
+            parts |= {places.counter(i, key): value for i, value in enumerate(values) if not value.dim()}
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
@@ -266,9 +266,10 @@ class ZeRO(GradientsElsewhere, Strategy):
             return super().restore(model, None, parts)
         live = self.tensors(model, optimizer)
         if isinstance(parts, list):
-            lengths = {name: len(live[f"model/{name}"]) for name, _ in parameters_of(model)}
+            lengths = {name: len(live[places.weight(name)]) for name, _ in parameters_of(model)}
             parts = rows.Rows(parts, rows.of_fragments(gather_object([lengths]), dist.get_rank()))
-        refuse_other_model({place: part for place, part in live.items() if not place.startswith("optimizer/")}, parts)
+        of_model = {place: part for place, part in live.items() if places.kind(place) != places.OPTIMIZER}
+        refuse_other_model(of_model, parts)
         restore_engine(zero_of(optimizer), list(parameters_of(model)), parts)
         for place, buffer in buffers_by_place(model).items():
             buffer.copy_(parts[place])
