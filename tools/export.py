@@ -63,9 +63,8 @@ def part_of(path):
     """The tensors in a file of weights, or those of a checkpoint's only model."""
     if any(name.startswith(places.of_model(1)) for name in tensor_files.TensorFile(path)):
         raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
-    return tensor_files.TensorFile(path, places.of_model(0)) or tensor_files.TensorFile(
-        path
-    )  # before format 2 without the prefix
+    tensors = tensor_files.TensorFile(path, places.of_model(0))
+    return tensors or tensor_files.TensorFile(path)  # before format 2 without the prefix
 
 
 def record_of(run):
