@@ -32,17 +32,15 @@ from faithful import (
     whole_weights,
 )
 from faithful.batch import FirstBatch
-from faithful.blocks import compile_blocks
 from faithful.communication import OneStep
 from faithful.errors import Refused
-from faithful.evidence import Layers, notes, refuse_what_would_not_train
+from faithful.evidence import notes, refuse_what_would_not_train
 from faithful.machine import Memory
-from faithful.model import PreparedModel, trains
+from faithful.model import PreparedModel, convert, trains
 from faithful.optimizer import Optimizer, is_lomo_available
 from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
-from faithful.strategies.base import parameter_ids
 from faithful.tensors import nudge
 
 
@@ -69,7 +67,7 @@ class Accelerator(accelerate.Accelerator):
         self.strategy.started(self)
         self.backend.started(self)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
-        self.models = []  # PreparedModels
+        self.models, self.preparing = [], False  # PreparedModels; whether this is inside `prepare`
         self.freed = []  # the evidence of models that were freed
         self.epochs = []  # one per prepared loader
         self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
@@ -118,8 +116,12 @@ class Accelerator(accelerate.Accelerator):
             products.start()
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
             self.perturb(filter(trains, args))
-        converted = {at: self.convert(model, optimizers) for at, model in enumerate(args) if trains(model)}
-        prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
+        converted = {at: convert(self, model, optimizers) for at, model in enumerate(args) if trains(model)}
+        self.preparing = True
+        try:
+            prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
+        finally:
+            self.preparing = False
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
                 self.models.append(PreparedModel(module, *converted.get(at, ())))
@@ -139,31 +141,14 @@ class Accelerator(accelerate.Accelerator):
             nudge(model)
             self.record.seen["nudged"] = True
 
-    def convert(self, model, optimizers):
-        """Converts `model` in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
-        of_model = set(map(id, model.parameters()))
-        optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
-        dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
-        if dtype != torch.float32 and self.plan.precision != "fp32":
-            raise Refused(
-                f"the model's parameters are in {str(dtype)[6:]}, and {self.plan.precision} needs them in "
-                "fp32: build the model in fp32, or use an fp32 config"
-            )
-        layers = Layers(self.backend, model, set().union(*map(parameter_ids, optimizers)))
-        self.strategy.before_prepare(self, model, optimizer)
-        skipped = self.backend.convert(self, model, optimizer)
-        if self.plan.compile:
-            compile_blocks(model, eager_in_eval=self.backend.eager_in_eval)
-        return layers, skipped
-
     @property
     def evidence(self):
         """The evidence of the prepared models that have a prepared optimizer."""
         return [model.evidence for model in self.models if model.evidence]
 
     def prepared_parameters(self):
-        """The ids of all prepared parameters."""
-        return set().union(*(model.parameters for model in self.models))
+        """The ids of the parameters of all models that are prepared for training."""
+        return set().union(*(model.parameters for model in self.models if not model.evaluation))
 
     def free_memory(self, *objects):
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
@@ -177,9 +162,15 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
-        """Accelerate's, which DDP makes fail for a model without trainable parameters: there it is for evaluation."""
+        """As `prepare`, if the model is to be trained. Accelerate's own fails under DDP for a model without trainable
+        parameters: here that one is for evaluation."""
         frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        return super().prepare_model(model, device_placement, evaluation_mode or frozen)
+        if not self.preparing and not evaluation_mode and trains(model):
+            return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
+        prepared = super().prepare_model(model, device_placement, evaluation_mode or frozen)
+        if not self.preparing and not any(known.is_of(prepared) for known in self.models):
+            self.models.append(PreparedModel(prepared, evaluation=evaluation_mode))
+        return prepared
 
     def prepare_data_loader(self, data_loader, *args, **kwargs):
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
@@ -194,6 +185,9 @@ class Accelerator(accelerate.Accelerator):
         return mine.watch(left) if mine else left
 
     def prepare_optimizer(self, optimizer, device_placement=None):
+        """As `prepare`."""
+        if not self.preparing and not getattr(optimizer, "_is_accelerate_prepared", False):
+            return self.prepare(optimizer, device_placement=None if device_placement is None else [device_placement])
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is accelerate.optimizer.AcceleratedOptimizer:
             prepared.__class__, prepared.accelerator = Optimizer, self

@@ -1,18 +1,23 @@
 """One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`."""
 
+import torch
 from torch import nn
 
-from faithful.evidence import Evidence
+from faithful.blocks import compile_blocks
+from faithful.errors import Refused
+from faithful.evidence import Evidence, Layers
+from faithful.strategies.base import parameter_ids
 from faithful.tensors import unwrapped
 
 
 class PreparedModel:
     """`model` is what `prepare` returned. `layers`: it before its conversion, and `skipped`: [(name, reason)] of Linear
     layers that stay in high precision; both for models with trainable parameters. `evidence` begins with the first
-    prepared optimizer that updates the model, and stays None for frozen models."""
+    prepared optimizer that updates the model, and stays None for frozen models. `evaluation`: prepared by
+    `prepare_model(model, evaluation_mode=True)`."""
 
-    def __init__(self, model, layers=None, skipped=()):
-        self.model, self.layers, self.skipped = model, layers, list(skipped)
+    def __init__(self, model, layers=None, skipped=(), evaluation=False):
+        self.model, self.layers, self.skipped, self.evaluation = model, layers, list(skipped), evaluation
         self.optimizers, self.evidence = [], None
         self.parameters = set(map(id, model.parameters()))
 
@@ -38,3 +43,22 @@ def trains(argument):
     """Whether an argument of `prepare` is a model that is not prepared yet and has trainable parameters."""
     fresh = isinstance(argument, nn.Module) and not getattr(argument, "_is_accelerate_prepared", False)
     return fresh and any(parameter.requires_grad for parameter in argument.parameters())
+
+
+def convert(accelerator, model, optimizers):
+    """Converts a model in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
+    plan, strategy, backend = accelerator.plan, accelerator.strategy, accelerator.backend
+    of_model = set(map(id, model.parameters()))
+    optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
+    dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
+    if dtype != torch.float32 and plan.precision != "fp32":
+        raise Refused(
+            f"the model's parameters are in {str(dtype)[6:]}, and {plan.precision} needs them in fp32: build the model "
+            "in fp32, or use an fp32 config"
+        )
+    layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
+    strategy.before_prepare(accelerator, model, optimizer)
+    skipped = backend.convert(accelerator, model, optimizer)
+    if plan.compile:
+        compile_blocks(model, eager_in_eval=backend.eager_in_eval)
+    return layers, skipped

@@ -1,9 +1,8 @@
 """The content of a checkpoint: all state that a resumed run needs to be the same run.
 
-It holds what Accelerate's checkpoints hold, from Accelerate's own lists: all prepared models, optimizers, schedulers
-and data loaders, the gradient scaler, registered objects, the step, and random states. Of each rank: its
-shards of models and optimizers, its random state, its place in the data. The rest is stored once. Tensors are stored as
-safetensors, other values as JSON.
+It holds what Accelerate's checkpoints hold: all prepared models, optimizers, schedulers and data loaders, the gradient
+scaler, registered objects, the step, and random states. Of each rank: its shards of models and optimizers, its random
+state, its place in the data. The rest is stored once. Tensors are stored as safetensors, other values as JSON.
 """
 
 import math
@@ -27,11 +26,11 @@ def state_dict(accelerator, alone, keeps):
     strategy, backend = accelerator.strategy, accelerator.backend
     parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
     parts |= random_state()
-    models = models_of(accelerator)
+    models = accelerator.models
     stored = models if keeps or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
-    for index, (model, optimizers) in enumerate(stored):
-        for optimizer in optimizers or [None]:
-            held = backend.tensors(strategy, model, optimizer)
+    for index, prepared in enumerate(stored):
+        for optimizer in prepared.optimizers or [None]:
+            held = backend.tensors(strategy, prepared.model, optimizer)
             parts |= {places.of_model(index) + name: tensor for name, tensor in held.items()}
     tensors, scaler = {}, accelerator.scaler  # tensors: those in the JSON values
     groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in accelerator._optimizers]
@@ -51,7 +50,7 @@ def state_dict(accelerator, alone, keeps):
         "loaders": loaders_state,
         "alone": alone,
         "registered": pack(registered, tensors, "registered"),
-        "cuts": strategy.tp_dims(models[0][0]) if models else {},
+        "cuts": strategy.tp_dims(models[0].model) if models else {},
     }
     return parts | (tensors if keeps else {}), state
 
@@ -66,19 +65,10 @@ def host_copy(parts):
     return {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
 
 
-def models_of(accelerator):
-    """[(model, its prepared optimizers)] of all models that were prepared and not freed, in Accelerate's order."""
-    ids_of, pairs = accelerator.strategy.parameter_ids, []
-    for model in accelerator._models:
-        ids = set(map(id, model.parameters()))
-        pairs.append((model, [optimizer for optimizer in accelerator._optimizers if ids_of(optimizer) & ids]))
-    return pairs
-
-
 def rest_of(strategy, optimizer, models):
     """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
     parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
-    in_models = {id(parameter) for model, _ in models for parameter in model.parameters()}
+    in_models = {id(parameter) for prepared in models for parameter in prepared.model.parameters()}
     owned, rest, states = strategy.parameter_ids(optimizer), {}, strategy.torch_optimizer(optimizer).state
     for at, parameter in enumerate(parameters_in(strategy.torch_optimizer(optimizer))):
         if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
@@ -115,9 +105,9 @@ def load_state_dict(accelerator, folder):
     keeper = state.get("keeper", 0)  # who stored, on this disk, what all processes had alike
     writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
     mine, first = checkpoint.tensors_of(folder, writer), checkpoint.tensors_of(folder, keeper)
-    models = models_of(accelerator)
+    models = accelerator.models
     if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
-        models = [(evidence.model, evidence.optimizers) for evidence in accelerator.evidence]
+        models = [prepared for prepared in models if prepared.evidence]
     registered, groups = unpack(state["registered"], first), unpack(state["groups"], first)
     schedulers = unpack(state["schedulers"], first)
     compare_numbers(
@@ -132,15 +122,15 @@ def load_state_dict(accelerator, folder):
     )
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
-    for index, (model, optimizers) in enumerate(models):
+    for index, prepared in enumerate(models):
         saved = checkpoint.tensors_of(
             folder, writer if holds_own_parts(accelerator) else keeper, places.of_model(index)
         )
         if saved_by != plan.num_processes:
             others = range(saved_by // state["replicas"])
             saved = [checkpoint.tensors_of(folder, other, places.of_model(index)) for other in others]
-        for optimizer in optimizers or [None]:
-            backend.restore(strategy, model, optimizer, saved)
+        for optimizer in prepared.optimizers or [None]:
+            backend.restore(strategy, prepared.model, optimizer, saved)
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
     for optimizer, saved in zip(inner, unpack(state.get("optimizers", []), first), strict=False):
         restore_rest(optimizer, saved)
@@ -186,7 +176,7 @@ def restore_rest(optimizer, saved):
 
 def holds_own_parts(accelerator):
     """Whether ranks hold different tensors: shards, or FP8 histories."""
-    sharded = any(accelerator.strategy.sharded(model.parameters()) for model in accelerator._models)
+    sharded = any(accelerator.strategy.sharded(each.model.parameters()) for each in accelerator.models)
     return sharded or (accelerator.backend.codes and accelerator.num_processes > 1)
 
 

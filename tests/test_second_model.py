@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import train
+from conftest import record, train
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from faithful import Accelerator
+from faithful import Accelerator, checkpoint, places
 
 
 class Block(nn.Module):
@@ -63,3 +63,35 @@ def test_checkpointing_without_blocks_is_refused(tmp_path):
     train("fsdp_bf16_ckpt", tmp_path / "run", script=partial(distill, of_layers), code=2)
     log = (tmp_path / "run.log").read_text()
     assert "activation checkpointing computes blocks again, and Sequential names none" in log
+
+
+def one_by_one(way):
+    """What a rank runs: a model and its optimizer, prepared together or by `prepare_model` and `prepare_optimizer`, and
+    a second model for evaluation alone."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    torch.manual_seed(0)
+    model = of_blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    if way == "prepare":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = accelerator.prepare_model(model), accelerator.prepare_optimizer(optimizer)
+    accelerator.prepare_model(of_layers(), evaluation_mode=True)
+    for _ in range(2):
+        accelerator.backward(model(torch.randn(8, 32)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(f"{accelerator.project_dir}/checkpoint-2")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_fp8_msamp_o2", "single_fp8"])
+def test_prepare_model_and_prepare_optimizer_train_as_prepare_does(tmp_path, config):
+    """Accelerate has them as methods of their own, and a model would not be converted by them."""
+    runs = [train(config, tmp_path / way, script=partial(one_by_one, way)) for way in ("prepare", "methods")]
+    seen = [record(run)["evidence"] for run in runs]
+    assert seen[0] == seen[1] and seen[0]["truth"]
+    held = [dict(checkpoint.tensors_of(run / "checkpoint-2", 0)) for run in runs]
+    assert held[0].keys() == held[1].keys()
+    of_second = [name for name in held[0] if name.startswith(places.of_model(1))]
+    assert of_second and all(torch.equal(held[0][name], held[1][name]) for name in held[0] if "random/" not in name)
