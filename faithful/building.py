@@ -34,6 +34,7 @@ RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "berno
 
 
 copies = {}  # {id of a parameter without values: (it, its deep copies)}
+on_meta_everywhere = {}  # {address: storage} of parameters of process 0's model too, as from_pretrained makes them
 partitions = {}  # ZeRO-3: {id of a parameter that is not sent: this process's part of it, until it is partitioned}
 
 
@@ -42,6 +43,7 @@ def start(main):
     slices.start(main)
     if main:
         return
+    on_meta_everywhere.clear()
     register, apply, deepcopy = nn.Module.register_parameter, nn.Module._apply, nn.Parameter.__deepcopy__
     without = WeakIdKeyDictionary()  # {parameter: the one without values that stands for it}
 
@@ -53,6 +55,9 @@ def start(main):
                 without[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
                 without[param].__dict__.update(param.__dict__)
             self._parameters[name] = without[param]
+        elif param is not None and param.is_meta and torch.get_default_device().type == "meta":
+            storage = param.untyped_storage()
+            on_meta_everywhere[storage._cdata] = storage
 
     @functools.wraps(apply)
     def _apply(self, fn, recurse=True):
@@ -91,6 +96,8 @@ def draw():
 
 
 def drawn(method, tensor, *args, **kwargs):
+    if tensor.untyped_storage()._cdata in on_meta_everywhere:
+        return tensor
     method(scratch.like(tensor, "cpu"), *args, **kwargs)
     return tensor
 

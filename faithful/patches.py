@@ -42,7 +42,7 @@ TABLE = {  # what is changed: why
     "deepspeed.runtime.zero.partition_parameters:Init._zero_init_param":
         "it sends a parameter to all processes, also one of which each has read its own part from a file",
     "safe_open of safetensors and transformers": "faithful/slices.py: notes the files, so that they can be read again",
-    "transformers.core_model_loading:_materialize_copy":
+    "transformers.modeling_utils:convert_and_load_state_dict_in_model":
         "it reads every tensor of a file on every process, where only process 0 keeps them",
     "transformers.modeling_utils:PreTrainedModel.tie_weights":
         "it compares two weights of a file before it ties them, and only process 0 has their values",

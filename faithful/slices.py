@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
+from unittest import mock
 
 import torch
 import xxhash
@@ -20,7 +21,7 @@ from faithful.errors import Refused
 from faithful.tensor_files import TensorFile
 
 OPEN = "safe_open of safetensors and transformers"
-READ = "transformers.core_model_loading:_materialize_copy"
+LOAD = "transformers.modeling_utils:convert_and_load_state_dict_in_model"
 TIE = "transformers.modeling_utils:PreTrainedModel.tie_weights"
 IMPORTERS = ("safetensors", "safetensors.torch", "transformers.modeling_utils")  # each has the function under its name
 
@@ -35,9 +36,10 @@ def start(main):
             importlib.import_module("transformers.modeling_utils")
     for module in filter(None, map(sys.modules.get, IMPORTERS)):
         patches.replace(OPEN, noted(module.safe_open), module, "safe_open")
-    if not main and hasattr(sys.modules.get("transformers.core_model_loading"), "_materialize_copy"):
-        patches.replace(READ, unread)
-        patches.replace(TIE, tied_as_in_files(sys.modules["transformers.modeling_utils"].PreTrainedModel.tie_weights))
+    transformers, reader = map(sys.modules.get, ("transformers.modeling_utils", "transformers.core_model_loading"))
+    if not main and hasattr(reader, "_materialize_copy"):  # transformers 5
+        patches.replace(LOAD, without_reading(transformers.convert_and_load_state_dict_in_model, reader))
+        patches.replace(TIE, tied_as_in_files(transformers.PreTrainedModel.tie_weights))
 
 
 def noted(safe_open):
@@ -49,10 +51,22 @@ def noted(safe_open):
     return open_and_note
 
 
-def unread(tensor, device=None, dtype=None):
-    """In place of transformers' function that reads a tensor of a file: one without values."""
-    view = tensor[...]
-    return view.to("meta", dtype or view.dtype)
+def without_reading(load, reader):
+    """transformers' function that loads a state dict into a model, with tensors without values. A quantizer needs them.
+    reader: the module of transformers with the function that reads a tensor."""
+
+    def unread(tensor, device=None, dtype=None):
+        view = tensor[...]  # of a file that is mapped into memory
+        return view.to("meta", dtype or view.dtype)
+
+    @functools.wraps(load)
+    def loaded(*args, **kwargs):
+        if getattr(kwargs.get("load_config"), "hf_quantizer", True) is not None:
+            return load(*args, **kwargs)
+        with mock.patch.object(reader, "_materialize_copy", unread):
+            return load(*args, **kwargs)
+
+    return loaded
 
 
 def tied_as_in_files(tie_weights):

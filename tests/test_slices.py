@@ -4,12 +4,15 @@ import functools
 import json
 import shutil
 import sys
+import types
 
 import pytest
 import torch
 from conftest import ROOT, Ranks, train, weights
 from safetensors.torch import load_file, save_file
 from test_building import efficient
+
+from faithful import building, patches, slices
 
 CHANGED = "model.embed_tokens.weight"  # changed by the script, after it was loaded
 ARGV = ("--dataset", ROOT / "launch.sh", "--sequence_length", 16, "--per_device_train_batch_size", 2, "--eval_steps", 0)
@@ -144,3 +147,31 @@ def test_another_model_than_process_0_has_is_refused_by_name(saved, tmp_path):
     ranks = Ranks(efficient(tmp_path, "fsdp_fp32"), argv, "gpt", 2, before=before)
     assert set(ranks.wait(60)) <= {1, 2}
     assert "refused: process 1 is to get process 0's weights, but model.layers.3." in ranks.text()
+
+
+def test_the_other_processes_read_nothing_in_from_pretrained_and_draw_no_more_numbers(saved):
+    """It builds the model on meta, where process 0 draws none."""
+    import transformers
+    from transformers import core_model_loading
+
+    def loaded():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(saved)
+        return {parameter.is_meta for parameter in model.parameters()}, torch.rand(3).tolist()
+
+    whole = loaded()
+    seen, read = [], core_model_loading._materialize_copy
+    core_model_loading._materialize_copy = lambda *args, **kwargs: seen.append(args) or read(*args, **kwargs)
+    try:
+        building.start(main=False)
+        assert loaded() == ({True}, whole[1]) and not seen and slices.opened
+    finally:
+        patches.release(None)
+        core_model_loading._materialize_copy = read
+
+
+@pytest.mark.parametrize(("quantizer", "reads"), [(None, False), ("bitsandbytes", True)])
+def test_but_a_quantizer_gets_the_values(quantizer, reads):
+    reader = types.SimpleNamespace(_materialize_copy=lambda tensor, device=None, dtype=None: tensor)
+    load = slices.without_reading(lambda load_config: reader._materialize_copy(torch.ones(2)), reader)
+    assert load(load_config=types.SimpleNamespace(hf_quantizer=quantizer)).is_meta != reads
