@@ -379,6 +379,17 @@ print(peak["Total"])
 """
 
 
+def test_a_model_that_names_no_blocks_is_gathered_by_its_repeated_layers(tmp_path):
+    """As training shards it; the next test compares with what FSDP2 holds."""
+    named, unnamed = (tmp_path / f"{name}.py" for name in ("blocks", "unnamed"))
+    named.write_text(BLOCKS)
+    unnamed.write_text(BLOCKS.replace('    _no_split_modules = ["Block"]\n', ""))
+    listed, repeated = (
+        of(tracing.load(path), {}, "fsdp_bf16", 256, 64, processes=8)["communication"] for path in (named, unnamed)
+    )
+    assert repeated == listed
+
+
 @pytest.mark.parametrize(("width", "batch", "processes"), [(256, 64, 8), (256, 2048, 2), (512, 1024, 2)])
 def test_the_peak_under_fsdp2_is_that_of_torchs_own_tracker(tmp_path, width, batch, processes):
     """torch's FSDPMemTracker counts every tensor of a step on one process of a fake group. The estimate is 6 to 9%

@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
+from faithful.blocks import block_names, name_blocks
 from faithful.clipping import GradientsElsewhere
 from faithful.evidence import converted
 from faithful.model import trains
@@ -146,7 +147,8 @@ class Traced(accelerate.Accelerator):
     def convert(self, model, optimizer):
         """Makes the model fake and converts it. Sets `model` and `optimizer` to the prepared ones."""
         trace, fp8 = self.trace, self.trace.backend
-        names = set(getattr(model, "_no_split_modules", None) or ())
+        name_blocks(model)
+        names = block_names(model)
         blocks = [module for module in model.modules() if type(module).__name__ in names]
         dtype = getattr(torch, trace.dtype) if trace.dtype else None
         make_fake(model, optimizer, dtype)
