@@ -52,9 +52,11 @@ def test_what_a_sharded_config_needs_around_training(vit, seen):
     whole = 4 * traced[0]["parameters"]
     each, once = (estimate.estimate(asked | {"ram_efficient": key}, *traced, cpu=True) for key in (False, True))
     build, at_once = each["phases"]["build"], once["phases"]["build"]
-    assert build["main"] == build["others"] == at_once["main"] == pytest.approx(whole * 9 / 8 + each["runtime"])
+    assert build["main"] == build["others"] == pytest.approx(whole * 9 / 8 + each["runtime"])
+    sent = 4 * traced[0]["largest"]
+    assert at_once["main"] == pytest.approx(build["main"] + sent)
     assert at_once["others"] < build["others"] and build["node"] == 8 * build["main"]
-    assert at_once["node"] == max(at_once["main"] + 7 * once["runtime"], 8 * at_once["others"]) < build["node"]
+    assert at_once["node"] == max(at_once["main"] + 7 * (once["runtime"] + sent), 8 * at_once["others"]) < build["node"]
     held = each["weights"] + each["optimizer"]
     assert each["phases"]["save"]["main"] == pytest.approx(2 * held + each["runtime"])
     assert each["total"] == max(phase["main"] for phase in each["phases"].values())
@@ -223,7 +225,7 @@ def test_a_tracing_is_made_once_for_all_configs_that_share_it():
     assert wanted["ddp_bf16"] == wanted["single_fp16"] == wanted["single_bf16_compile"]
     assert wanted["zero3_fp8_te"] == wanted["fsdp_bf16"] and wanted["ddp_fp8_te"] == wanted["single_fp8_te"]
     assert wanted["single_fp8"] != wanted["single_fp8_te"] and wanted["tp_bf16"][0] != wanted["single_bf16"][0]
-    assert len({key for keys in wanted.values() for key in keys}) < 20
+    assert len({key for keys in wanted.values() for key in keys}) < 22  # of 35 configs
 
 
 def test_a_skip_list_is_traced_with(vit, seen, tmp_path):
