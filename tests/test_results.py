@@ -78,12 +78,15 @@ def test_saving_and_loading_hold_no_second_copy():
 
 
 def test_every_phase_of_the_large_model_is_within_25_percent_of_its_estimate():
+    """`save` without the copy in its estimate: the host had no room for it, so training waited."""
     found = result("large")
-    assert round(found["parameters"] / 1e6) == 974 and round(found["checkpoint_bytes"] / 1e9, 1) == 4.9
+    assert round(found["parameters"] / 1e6) == 1236 and round(found["checkpoint_bytes"] / 1e9, 1) == 6.7
     assert set(found["phases"]) == {"build", "train", "save", "load", "end"}
+    copy = found["checkpoint_bytes"] / found["processes"] / 2**20
     for phase, held in found["phases"].items():
-        for process in ("main", "others", "node"):
-            assert abs(held[process] / held[f"{process}_estimated"] - 1) <= 0.25, f"{phase}, {process}"
+        for process, copies in (("main", 1), ("others", 1), ("node", found["processes"])):
+            estimated = held[f"{process}_estimated"] - (copies * copy if phase == "save" else 0)
+            assert abs(held[process] / estimated - 1) <= 0.25, f"{phase}, {process}"
 
 
 def test_verdicts_on_resampled_real_runs_are_wrong_in_at_most_five_percent():
