@@ -142,10 +142,9 @@ def estimate(settings, plain, checkpointed, cpu):
     fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
     gradient, in_fp8 = plain["gradients"]["ordinary"] * fp32, plain["gradients"]["fp8"]
     weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
-    if levels:  # only other layers are cast; of their state that of O1, as O2's is FP8 and fp16 in any case
-        state, of_levels = plain["optimizer"], plain["levels"]["optimizer"]
+    if levels:  # only other layers are cast, and the state that has their dtype
         weights = plain["weights"] + gradient * (1 - 1 / fp32)
-        optimizer = of_levels + (state - of_levels) * fp32 if settings["level"] == "o1" else state
+        optimizer = plain["optimizer"] + plain["bf16_state"] * (fp32 - 1)
     master = plain["master"]
     largest = max(blocks, default=elements)
     gathered = (elements - sum(blocks) + 2 * largest) * compute  # this block and the next, and what is in no block

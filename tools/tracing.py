@@ -291,12 +291,14 @@ def held(model, optimizer):
         id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
         for p, s in optimizer.state.items()
     }
+    states = [v for s in optimizer.state.values() for v in s.values() if getattr(v, "dtype", None) == torch.bfloat16]
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),
+        "bf16_state": sum(state.nbytes for state in states),  # of the optimizer's
         "master": sum(layer.master.nbytes for _, layer in layers if layer.master is not None),
         "levels": {"optimizer": sum(moments.get(id(p), 0) for p, _ in layers)},
     }
