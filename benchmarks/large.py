@@ -3,17 +3,22 @@
     python benchmarks/large.py --output results/large.json
 
 `llama_1b` in MS-AMP's level O2 under FSDP2, four processes on one machine, with the key by which only process 0 builds
-the model. The launcher is killed (SIGKILL) as soon as the checkpoint of step 3 is complete; the same command with
---resume_from_checkpoint goes on to step 4 and writes the model, which `./launch.sh export` turns into fp32. MiB of a
-process's own memory (RssAnon) over what it has after its imports, the most in each phase: of process 0, of the others,
-and of all together at one moment. `estimated` is what `./launch.sh estimate` says of the phase. glibc is set to return
-freed blocks of 256 KiB and more to the system; by default it keeps those up to 32 MiB, which the next phase uses.
+the model. Its vocabulary is that of a BPE trained on random words. The launcher is killed (SIGKILL) as soon as the
+checkpoint of step 3 is complete; the same command with --resume_from_checkpoint goes on to step 4 and writes the model,
+which `./launch.sh export` turns into fp32. MiB of a process's own memory (RssAnon) over what it has after its imports,
+the most in each phase: of process 0, of the others, and of all together at one moment. `estimated` is what
+`./launch.sh estimate` says of the phase. glibc is set to return freed blocks of 256 KiB and more to the system; by
+default it keeps those up to 32 MiB for the next phase. Training waits for the checkpoint (FAITHFUL_ASYNC_SAVE=0): a
+machine of 24 GB may have no room for a second copy of what is held.
 """
 
 import argparse
 import contextlib
+import json
 import os
+import random
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -26,16 +31,28 @@ from safetensors import safe_open
 
 sys.path.append(str(ROOT))
 from tools.cli import die_with_me  # noqa: E402
-from tools.estimate import estimates, memory_of, read_config  # noqa: E402
 
 MIB = 2**20
 PROCESSES = 4
+VOCABULARY = 128_256  # tokens, those of Llama 3
+WORDS = 72_000  # with different letters: enough to train that vocabulary on
 RECIPE, EXPORT = "recipes/gpt.py", "tools/export.py"
 
 
-def options(model):
-    words = f"--model {model} --dataset launch.sh --sequence_length 32 --per_device_train_batch_size 1"
-    return [*words.split(), *"--per_device_eval_batch_size 8 --max_steps 4 --save_steps 3 --eval_steps 0".split()]
+def write_texts(folder):
+    """Ten files of random words, of which the recipe trains on nine and holds out the last, a short one."""
+    folder.mkdir()
+    generator = random.Random(0)
+    words = ["".join(generator.choices(string.ascii_lowercase, k=8)) for _ in range(WORDS)]
+    for i in range(9):
+        (folder / f"{i}.txt").write_text(" ".join(words[i::9]))
+    (folder / "9.txt").write_text(" ".join(words[:50]))
+
+
+def options(model, texts):
+    words = f"--model {model} --dataset {texts} --vocab_size {VOCABULARY} --sequence_length 32 --eval_steps 0"
+    batches = "--per_device_train_batch_size 1 --per_device_eval_batch_size 1"
+    return [*words.split(), *batches.split(), *"--max_steps 4 --save_steps 3".split()]
 
 
 def own_memory(process):
@@ -106,21 +123,31 @@ def watched(line, folder, phases, phase_of, script=RECIPE, until=lambda: False):
     return time.monotonic() - began
 
 
+def add_estimates(phases, config, words):
+    """Adds to each phase what `./launch.sh estimate` says of it."""
+    line = ["./launch.sh", "estimate", "--json", str(config), "--", "gpt", *words]
+    said = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    estimated = json.loads(said.splitlines()[-1])["configs"][config.stem]["phases"]
+    for phase, held in phases.items():
+        held |= {f"{key}_estimated": round(size / MIB) for key, size in estimated[phase].items()}
+        print(phase, held, flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama_1b")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    os.environ["FAITHFUL_ASYNC_SAVE"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         text = (ROOT / "accelerate_configs" / "fsdp_fp8_msamp_o2.yml").read_text()
         text = text.replace("fsdp_cpu_ram_efficient_loading: false", "fsdp_cpu_ram_efficient_loading: true")
         config, run = folder / "fsdp_fp8_msamp_o2.yml", folder / "run"
         config.write_text(text.replace("num_processes: 2", f"num_processes: {PROCESSES}"))
-        words = options(args.model)
+        write_texts(folder / "texts")
+        words = options(args.model, folder / "texts")
         line = ["./launch.sh", str(config), "gpt", *words, "--output_dir", str(run)]
-        asked = {config.stem: read_config(config)}
-        [(_, sizes, parameters)] = estimates(asked, ROOT / "recipes" / "gpt.py", words, *memory_of(None)[::2])
         phases, seconds = Phases(), {}
         checkpoint = run / "checkpoint-3"
 
@@ -135,19 +162,18 @@ def main():
         def second(text):
             if "resumed from " not in text:
                 return "load" if "asked: " in text else None
-            return "end" if "step 4: loss" in text else "train"
+            return "end" if "step 4: " in text else "train"
 
         seconds["going on"] = watched([*line, "--resume_from_checkpoint", "latest"], folder, phases, second)
         exported = Phases()
         line = ["./launch.sh", "export", str(run)]
         seconds["export"] = watched(line, folder, exported, lambda text: "export", script=EXPORT)
+        parameters = json.loads((run / "run.json").read_text())["evidence"]["parameters"]
         with safe_open(run / "export.safetensors", "pt") as file:
             tensors = len(list(file.keys()))
         for phase, held in phases.most.items():
-            guess = sizes["phases"][phase]
-            held |= {f"{key}_estimated": guess[key] for key in held}
-            held |= {key: round(size / MIB) for key, size in held.items()}
-            print(phase, held, flush=True)
+            phases.most[phase] = {key: round(size / MIB) for key, size in held.items()}
+        add_estimates(phases.most, config, words)
         if args.output:
             figures = {"command": command(), "model": args.model, "parameters": parameters, "processes": PROCESSES,
                        "checkpoint_bytes": saved, "tensors_exported": tensors, "phases": phases.most,

@@ -30,8 +30,9 @@ FSDP2 that accumulates over micro-batches keeps the whole gradients in fp32 unti
 Around training each process of a config that shards needs, in the host's memory:
 
   build           4 P, and then its part beside it; process 0 alone with fsdp_cpu_ram_efficient_loading, zero3_init_flag
-  save, load      what it holds, and a second copy of it: a checkpoint is written while training goes on
-  end             what it holds, and the largest block whole, which process 0 writes
+  save            what it holds, and a second copy of it while training goes on; none with FAITHFUL_ASYNC_SAVE=0
+  load            as build: a script builds the model before it loads
+  end             what it holds, and the largest block whole, or twice the largest parameter, as it is gathered
 
 On a CPU `total` is the most of all phases; on a GPU it is that of training. fp16, bf16, ao and te keep fp32
 parameters, as fp32 does. On a CPU the libraries take memory when first used (`runtime`), whatever the model. How far
@@ -41,6 +42,7 @@ off all this is, is measured: results/estimate.json, which benchmarks/estimate.p
 import contextlib
 import json
 import multiprocessing
+import os
 import re
 import sys
 from pathlib import Path
@@ -83,8 +85,9 @@ def tracing_keys(settings):
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
     the dtype they compute in, and a model that is split must be one that can be."""
     cast = settings["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and settings["precision"] != "fp32"
-    cast = cast and settings["backend"] != "msamp"
-    precision = "fp32" if cast else {"fp16": "bf16"}.get(settings["precision"], settings["precision"])
+    levels = settings["backend"] == "msamp"
+    cast = cast and (not levels or settings["strategy"] in ("fsdp", "hsdp"))
+    precision = "fp32" if cast and not levels else {"fp16": "bf16"}.get(settings["precision"], settings["precision"])
     split = settings["shards"] if settings["strategy"] == "tp" else 1
     high = {"precision": precision if precision != "fp8" else "bf16", "dtype": "bfloat16" if cast else None}
     plain = high | {"split": split}
@@ -138,9 +141,12 @@ def estimate(settings, plain, checkpointed, cpu):
     elements, blocks = plain["parameters"], plain["blocks"]
     levels = settings["backend"] == "msamp"
     itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
-    fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") and not levels else 1
-    weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
+    fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
     gradient, in_fp8 = plain["gradients"]["ordinary"] * fp32, plain["gradients"]["fp8"]
+    weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
+    if levels:  # only other layers are cast, and the state that has their dtype
+        weights = plain["weights"] + gradient * (1 - 1 / fp32)
+        optimizer = plain["optimizer"] + plain["bf16_state"] * (fp32 - 1)
     master = plain["master"]
     largest = max(blocks, default=elements)
     gathered = (elements - sum(blocks) + 2 * largest) * compute  # this block and the next, and what is in no block
@@ -181,7 +187,7 @@ def estimate(settings, plain, checkpointed, cpu):
     share = left / (gradient + in_fp8)
     # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
     away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
-    worst = max(g * fp32 * share + o - g * away for g, o in activations["moments"])  # gradients come as activations go
+    worst = max(g * fp32 * (share - away) + o for g, o in activations["moments"])  # gradients come as activations go
     sizes = {
         "weights": weights,
         "gradients": left,
@@ -201,9 +207,10 @@ def estimate(settings, plain, checkpointed, cpu):
     for name, phase in phases.items():
         n, others = settings["num_processes"], phase["others"]
         phase["node"] = phase["main"] + (n - 1) * others
-        # The others hold nothing while process 0 holds most.
+        # The others hold only what is being sent while process 0 holds most.
         if settings["ram_efficient"] and name in ("build", "load"):
-            phase["node"] = max(phase["main"] + (n - 1) * sizes["runtime"], n * others)
+            sent = sent_at_once(settings, plain)
+            phase["node"] = max(phase["main"] + (n - 1) * (sizes["runtime"] + sent), n * others)
     return sizes | {
         "phases": phases,
         "total": max(training, *(phase["main"] for phase in phases.values() if cpu), 0),
@@ -212,20 +219,27 @@ def estimate(settings, plain, checkpointed, cpu):
     }
 
 
+def sent_at_once(settings, plain):
+    """Bytes of the largest parameter, which each process holds whole while process 0 sends it."""
+    return 4 * plain["largest"] if settings["ram_efficient"] else 0
+
+
 def host_phases(settings, state, held, runtime, plain, largest):
     """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training.
     state: bytes of a checkpoint. held: what training holds on the host between two steps, with `runtime`; all of it on
-    a CPU, on a GPU only what is offloaded."""
+    a CPU, on a GPU only what is offloaded. largest: the parameters of the largest block."""
     part = runtime + 4 * plain["parameters"] / settings["shards"] if held else 0
     whole, block = 4 * plain["parameters"], 4 * largest
-    sent = 2 * 4 * plain["largest"]  # a parameter of process 0's on its way
-    build = whole + part, (sent if settings["ram_efficient"] else whole) + part
+    copy = 0 if os.environ.get("FAITHFUL_ASYNC_SAVE") == "0" else state
+    gathered = 2 * 4 * plain["largest"]  # a parameter, which each process holds twice for a moment
+    sent = sent_at_once(settings, plain)
+    build = whole + part + sent, (sent or whole) + part
     phases = {
         "build": build,
-        "save": (held + state, held + state),
+        "save": (held + copy, held + copy),
         # A script builds the model before it loads, and files are read tensor by tensor.
         "load": [max(size, held) for size in build],
-        "end": (held + 2 * block, held + block),
+        "end": (held + max(2 * block, gathered), held + max(block, gathered)),
     }
     return {name: {"main": round(main), "others": round(others)} for name, (main, others) in phases.items()}
 

@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
+from faithful.blocks import block_names, name_blocks
 from faithful.clipping import GradientsElsewhere
 from faithful.evidence import converted
 from faithful.model import trains
@@ -146,7 +147,8 @@ class Traced(accelerate.Accelerator):
     def convert(self, model, optimizer):
         """Makes the model fake and converts it. Sets `model` and `optimizer` to the prepared ones."""
         trace, fp8 = self.trace, self.trace.backend
-        names = set(getattr(model, "_no_split_modules", None) or ())
+        name_blocks(model)
+        names = block_names(model)
         blocks = [module for module in model.modules() if type(module).__name__ in names]
         dtype = getattr(torch, trace.dtype) if trace.dtype else None
         make_fake(model, optimizer, dtype)
@@ -289,12 +291,14 @@ def held(model, optimizer):
         id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
         for p, s in optimizer.state.items()
     }
+    states = [v for s in optimizer.state.values() for v in s.values() if getattr(v, "dtype", None) == torch.bfloat16]
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),
+        "bf16_state": sum(state.nbytes for state in states),  # of the optimizer's
         "master": sum(layer.master.nbytes for _, layer in layers if layer.master is not None),
         "levels": {"optimizer": sum(moments.get(id(p), 0) for p, _ in layers)},
     }
