@@ -43,6 +43,19 @@ def saving(figures):
     return f"{text}\n\n{report.table(heads, rows)}"
 
 
+def loading(figures):
+    """Seconds until a model from a safetensors file is sharded, with an earlier version and now."""
+    heads = ["config", "processes", "code", "from_pretrained, process 0", "from_pretrained, slowest other", "prepare",
+             "parameters read"]  # fmt: skip
+    rows = [
+        [f"`{row['config']}`", str(row["processes"]), row["code"],
+         *(f"{row[key]:.2f}" for key in ("process 0", "others", "prepare")), f"{row['read']:.0f}"]
+        for row in figures["rows"]
+    ]  # fmt: skip
+    text = f"{came_from(figures)}; {figures['parameters'] / 1e6:,.0f} million parameters, seconds, medians of "
+    return f"{text}{figures['rounds']} rounds:\n\n{report.table(heads, rows)}"
+
+
 def large(figures):
     """MiB that a process and the machine hold at the peak of each phase, beside what estimate says."""
     rows = [

@@ -367,6 +367,7 @@ TABLES = {
     "results/saving.json": checkpoint_tables.saving,
     "results/phases.json": checkpoint_tables.phases,
     "results/large.json": checkpoint_tables.large,
+    "results/loading.json": checkpoint_tables.loading,
     "results/gallery.json": recipe_tables.gallery,
     "results/matrix.json": recipe_tables.matrix,
     "results/study/summary.json": study_page.in_docs,

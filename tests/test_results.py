@@ -77,6 +77,17 @@ def test_saving_and_loading_hold_no_second_copy():
     assert round(over["save_state, behind training"], 2) == 1.75
 
 
+def test_processes_that_read_their_slices_shard_a_model_earlier_than_one_that_sends_them():
+    """docs/large-models.md. Under FSDP2 sending was most of `prepare`; under ZeRO-3 it is little of it."""
+    rows = {(row["config"], row["processes"], row["code"]): row for row in result("loading")["rows"]}
+    for config, processes, code in rows:
+        row = rows[config, processes, code]
+        assert (row["read"] > 100) == (code == "now"), "which way was measured"
+    for processes in (2, 4):
+        before, now = (rows["fsdp_fp32", processes, code] for code in ("before", "now"))
+        assert now["prepare"] < 0.75 * before["prepare"] and now["others"] < before["others"]
+
+
 def test_every_phase_of_the_large_model_is_within_25_percent_of_its_estimate():
     found = result("large")
     assert round(found["parameters"] / 1e6) == 1236 and round(found["checkpoint_bytes"] / 1e9, 1) == 6.7
