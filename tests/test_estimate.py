@@ -295,6 +295,22 @@ def test_a_model_that_names_no_blocks_is_gathered_by_its_repeated_layers(tmp_pat
     assert repeated == listed
 
 
+@pytest.mark.parametrize(
+    ("config", "alone", "four"), [("fsdp_bf16", 2 + 2 + 4, 2 / 2 + 6 / 4), ("fsdp_fp8_msamp_o2", 1, 1 / 2)]
+)
+def test_a_model_without_blocks_is_gathered_once(vit, seen, config, alone, four):
+    """With blocks, FSDP2 gathers one and the next, in bf16 or in FP8, and reduces the gradients of one. alone, four:
+    bytes of each element, as one piece and in four blocks."""
+    asked = estimate.read_config(CONFIGS / f"{config}.yml")
+    plain, checkpointed = estimate.tracings_of(vit, [], asked, seen)
+    elements = plain["parameters"]
+    one, several = (
+        estimate.estimate(asked, plain | {"blocks": blocks}, checkpointed, False)["communication"]
+        for blocks in ([], [elements / 4] * 4)
+    )
+    assert one - several == pytest.approx((alone - four) * elements, rel=0.01)
+
+
 @pytest.mark.parametrize(("width", "batch", "processes"), [(256, 64, 8), (256, 2048, 2), (512, 1024, 2)])
 def test_the_peak_under_fsdp2_is_that_of_torchs_own_tracker(width, batch, processes):
     """torch's FSDPMemTracker counts every tensor of a step on one process of a fake group. The estimate is 6 to 9%

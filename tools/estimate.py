@@ -138,7 +138,8 @@ def estimate(settings, plain, checkpointed, cpu):
     compute = 4 if settings["precision"] == "fp32" else 2
     from faithful.strategies.zero import BUCKET
 
-    elements, blocks = plain["parameters"], plain["blocks"]
+    elements = plain["parameters"]
+    blocks = plain["blocks"] or [elements]  # a model without repeated blocks is gathered as one
     levels = settings["backend"] == "msamp"
     itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
     fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
@@ -148,8 +149,8 @@ def estimate(settings, plain, checkpointed, cpu):
         weights = plain["weights"] + gradient * (1 - 1 / fp32)
         optimizer = plain["optimizer"] + plain["bf16_state"] * (fp32 - 1)
     master = plain["master"]
-    largest = max(blocks, default=elements)
-    gathered = (elements - sum(blocks) + 2 * largest) * compute  # this block and the next, and what is in no block
+    largest, at_once = max(blocks), min(len(blocks), 2)  # this block and the next
+    gathered = (elements - sum(blocks) + at_once * largest) * compute  # and what is in no block
     communication = 0
     left = gradient + in_fp8  # of the gradients, on this rank
     if strategy == "ddp":
@@ -166,7 +167,7 @@ def estimate(settings, plain, checkpointed, cpu):
         if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
             from amp8 import comm
 
-            communication = gathered - 2 * largest + min(comm.BUCKET, in_fp8) * (3 + 4 / n)
+            communication = gathered - at_once * largest + min(comm.BUCKET, in_fp8) * (3 + 4 / n)
     elif strategy.startswith("zero"):
         parts = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
         master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / parts
