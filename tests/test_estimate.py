@@ -59,8 +59,9 @@ def test_what_a_sharded_config_needs_around_training(vit, seen, monkeypatch):
     assert at_once["node"] == max(at_once["main"] + 7 * (once["runtime"] + sent), 8 * at_once["others"]) < build["node"]
     held = each["weights"] + each["optimizer"]
     assert each["phases"]["save"]["main"] == pytest.approx(2 * held + each["runtime"])
-    monkeypatch.setenv("FAITHFUL_ASYNC_SAVE", "0")
-    waiting = estimate.estimate(asked, *traced, cpu=True)["phases"]["save"]["main"]
+    with monkeypatch.context() as environment:
+        environment.setenv("FAITHFUL_ASYNC_SAVE", "0")
+        waiting = estimate.estimate(asked, *traced, cpu=True)["phases"]["save"]["main"]
     assert waiting == pytest.approx(held + each["runtime"])
     assert each["total"] == max(phase["main"] for phase in each["phases"].values())
     on_cards = estimate.estimate(asked, *traced, cpu=False)
