@@ -4,12 +4,13 @@
 
 `states` are weights, gradients, master weights and optimizer state: estimated, and counted on the live tensors of the
 run (bytes per parameter in its run.json). `total` is compared with the run's measured peak: on a CPU, the growth of
-resident memory since before the model was built. The libraries' memory on first use does not depend on the model. It is
-measured as the peak of a run with a tiny model (vit_nano) minus its estimate, and added to every other row. glibc keeps
-much of the freed memory, unlike a GPU's allocator, whose peak counts only memory in use. So each pair runs twice: with
-glibc set to return large blocks (`peak`, which is compared), and with its defaults (`peak_by_default`). Finished runs
-are not repeated. With --configs only these rows are measured, each with its date; the other rows and the libraries'
-memory stay as they are in the output file.
+resident memory since before the model was built. Of a config that shards it is that of training, because these runs
+save nothing on the way; benchmarks/large.py measures the other phases. The libraries' memory on first use does not
+depend on the model. It is measured as the peak of a run with a tiny model (vit_nano) minus its estimate, and added to
+every other row. glibc keeps much of the freed memory, unlike a GPU's allocator, whose peak counts only memory in use.
+So each pair runs twice: with glibc set to return large blocks (`peak`, which is compared), and with its defaults
+(`peak_by_default`). Finished runs are not repeated. With --configs only these rows are measured, each with its date;
+the others and the libraries' memory stay as they are in the output file.
 """
 
 import argparse
@@ -100,8 +101,9 @@ def estimated(configs, model, dataset, batch):
     for config in configs:
         asked = read_config(ROOT / "accelerate_configs" / f"{config}.yml")
         traces = tracings_of(module, options(model, dataset, batch), asked, seen)
-        estimates[config] = estimate(asked, *traces, cpu=True)
-        estimates[config]["total"] -= estimates[config]["runtime"]  # measured here
+        sizes = estimate(asked, *traces, cpu=True)
+        total = sizes["phases"]["train"]["main"] if sizes["phases"] else sizes["total"]
+        estimates[config] = sizes | {"total": total - sizes["runtime"]}  # which is measured here
     return estimates
 
 

@@ -118,11 +118,15 @@ def estimates(figures):
     for row in figures["rows"]:
         what = f"{row['model']}, {row['dataset']}, {row['per_device_train_batch_size']}"
         states, counted, total, peak, by_default = (f"{row[key] / 2**20:,.0f}" for key in keys)
-        rows.append([f"`{row['config']}`", what, f"{states}, {counted}", f"{row['states_off']:+.1%}",
+        later = "*" if "device" in row else ""
+        rows.append([f"`{row['config']}`{later}", what, f"{states}, {counted}", f"{row['states_off']:+.1%}",
                      f"{total}, {peak}", f"{row['total_off']:+.1%}", by_default])  # fmt: skip
     within = sum(row["within"] for row in figures["rows"])
-    text = f"{came_from(figures)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all:"
-    return f"{text}\n\n{report.table(heads, rows)}"
+    text = f"{came_from(figures)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all"
+    later = [row for row in figures["rows"] if "device" in row]  # measured by --configs
+    command = " ".join([figures["command"], "--configs", *dict.fromkeys(row["config"] for row in later)])
+    text += f". *: {came_from(later[0] | {'command': command})}" if later else ""
+    return f"{text}:\n\n{report.table(heads, rows)}"
 
 
 def emulation(figures):

@@ -72,12 +72,16 @@ def start(config, saved, folder, processes=2, **options):
     return run, set(read[0])
 
 
-@pytest.mark.parametrize(("config", "processes"), [("fsdp_fp32", 2), ("hsdp_bf16", 4), ("zero3_bf16", 3)])
+@pytest.mark.parametrize(
+    ("config", "processes"),
+    [("fsdp_fp32", 2), ("fsdp_fp8", 2), ("fsdp_bf16_offload", 2), ("hsdp_bf16", 4), ("zero3_bf16", 3),
+     ("zero3_bf16_offload", 2)],
+)  # fmt: skip
 def test_nothing_is_sent_that_is_in_the_file(saved, tmp_path, config, processes):
     run, read = start(config, saved, tmp_path, processes)
     wanted = load_file(saved / "model.safetensors")
     assert read == set(wanted)
-    if config == "fsdp_fp32":
+    if config.startswith("fsdp"):
         held = weights(run)
         assert held.keys() == wanted.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
 
