@@ -27,12 +27,7 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   ..., fsdp       2 P/N           1 P/N           -               8 or 3 P/N    blocks gathered in FP8, a bucket
 
 FSDP2 that accumulates over micro-batches keeps the whole gradients in fp32 until it reduces them: 4 P in each process.
-Around training each process of a config that shards needs, in the host's memory:
-
-  build           4 P, and then its part beside it; process 0 alone with fsdp_cpu_ram_efficient_loading, zero3_init_flag
-  save            what it holds, and a second copy of it while training goes on; none with FAITHFUL_ASYNC_SAVE=0
-  load            as build: a script builds the model before it loads
-  end             what it holds, and the largest block whole, or twice the largest parameter, as it is gathered
+Around training a config that shards needs the host's memory, too: tools/host.py.
 
 On a CPU `total` is the most of all phases; on a GPU it is that of training. fp16, bf16, ao and te keep fp32
 parameters, as fp32 does. On a CPU the libraries take memory when first used (`runtime`), whatever the model. How far
@@ -42,7 +37,6 @@ off all this is, is measured: results/estimate.json, which benchmarks/estimate.p
 import contextlib
 import json
 import multiprocessing
-import os
 import re
 import sys
 from pathlib import Path
@@ -52,7 +46,7 @@ sys.path.append(str(ROOT))
 import faithful  # noqa: E402
 from faithful import config, files, rules  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find  # noqa: E402
+from tools import cli, find, host  # noqa: E402
 
 CLASSES = ("weights", "gradients", "master", "optimizer", "activations", "communication", "runtime")
 STATES = CLASSES[:4]
@@ -202,47 +196,14 @@ def estimate(settings, plain, checkpointed, cpu):
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
     shards = strategy.startswith(("fsdp", "hsdp", "zero")) and n > 1
     held = state + sizes["runtime"] if cpu else on_host
-    phases = host_phases(settings, state, held, sizes["runtime"], plain, largest) if shards else {}
-    if phases and (cpu or on_host):
-        phases["train"] = dict.fromkeys(("main", "others"), training if cpu else round(on_host))
-    for name, phase in phases.items():
-        n, others = settings["num_processes"], phase["others"]
-        phase["node"] = phase["main"] + (n - 1) * others
-        # The others hold only what is being sent while process 0 holds most.
-        if settings["ram_efficient"] and name in ("build", "load"):
-            sent = sent_at_once(settings, plain)
-            phase["node"] = max(phase["main"] + (n - 1) * (sizes["runtime"] + sent), n * others)
+    in_training = (training if cpu else round(on_host)) if cpu or on_host else None
+    phases = host.phases(settings, state, held, sizes["runtime"], plain, largest, in_training) if shards else {}
     return sizes | {
         "phases": phases,
         "total": max(training, *(phase["main"] for phase in phases.values() if cpu), 0),
         "activations_checkpointed": max(o for _, o in checkpointed["moments"]),
         "states": sum(sizes[key] for key in STATES),
     }
-
-
-def sent_at_once(settings, plain):
-    """Bytes of the largest parameter, which each process holds whole while process 0 sends it."""
-    return 4 * plain["largest"] if settings["ram_efficient"] else 0
-
-
-def host_phases(settings, state, held, runtime, plain, largest):
-    """{phase: bytes of process 0 and of another} in the host's memory, of a config that shards; but for training.
-    state: bytes of a checkpoint. held: what training holds on the host between two steps, with `runtime`; all of it on
-    a CPU, on a GPU only what is offloaded. largest: the parameters of the largest block."""
-    part = runtime + 4 * plain["parameters"] / settings["shards"] if held else 0
-    whole, block = 4 * plain["parameters"], 4 * largest
-    copy = 0 if os.environ.get("FAITHFUL_ASYNC_SAVE") == "0" else state
-    gathered = 2 * 4 * plain["largest"]  # a parameter, which each process holds twice for a moment
-    sent = sent_at_once(settings, plain)
-    build = whole + part + sent, (sent or whole) + part
-    phases = {
-        "build": build,
-        "save": (held + copy, held + copy),
-        # A script builds the model before it loads, and files are read tensor by tensor.
-        "load": [max(size, held) for size in build],
-        "end": (held + max(2 * block, gathered), held + max(block, gathered)),
-    }
-    return {name: {"main": round(main), "others": round(others)} for name, (main, others) in phases.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
