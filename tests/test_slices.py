@@ -179,3 +179,16 @@ def test_but_a_quantizer_gets_the_values(quantizer, reads):
     reader = types.SimpleNamespace(_materialize_copy=lambda tensor, device=None, dtype=None: tensor)
     load = slices.without_reading(lambda load_config: reader._materialize_copy(torch.ones(2)), reader)
     assert load(load_config=types.SimpleNamespace(hf_quantizer=quantizer)).is_meta != reads
+
+
+def test_a_model_in_several_files_with_an_index(saved, tmp_path):
+    import transformers
+
+    folder = tmp_path / "several"
+    shutil.copytree(saved, folder)
+    (folder / "model.safetensors").unlink()
+    transformers.AutoModelForCausalLM.from_pretrained(saved).save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    run, read = start("fsdp_fp32", folder, tmp_path)
+    wanted, held = load_file(saved / "model.safetensors"), weights(run)
+    assert read == set(wanted) and all(torch.equal(held[name], wanted[name]) for name in wanted)
