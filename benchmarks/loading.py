@@ -10,15 +10,13 @@ is the number of parameters that the processes read from the file. The file is i
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from phases import KEYS
+from phases import launched
 from provenance import ROOT, save
 
 CONFIGS = ("fsdp_fp32", "zero3_bf16")
@@ -61,23 +59,6 @@ def inside(file, root, model, folder):
     accelerator.end_training()
 
 
-def measured(root, config, processes, model):
-    """The figures of one launch."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = (root / "accelerate_configs" / f"{config}.yml").read_text()
-        for off, on in KEYS.items():
-            text = text.replace(off, on)
-        Path(folder, "config.yml").write_text(text)
-        line = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", processes]
-        line += ["--config_file", f"{folder}/config.yml", "--main_process_port", 0]
-        line += [__file__, "--inside", f"{folder}/row.json", root, model, f"{folder}/run"]
-        done = subprocess.run(list(map(str, line)), cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                              capture_output=True, text=True)  # fmt: skip
-        if done.returncode:
-            sys.exit(done.stdout[-2000:] + done.stderr[-3000:])
-        return json.loads(Path(folder, "row.json").read_text())
-
-
 def llama(folder, width, layers):
     """Writes a Llama with random weights in bf16. Returns how many parameters it has."""
     import torch
@@ -107,7 +88,7 @@ def main():
                 runs = {"before": [], "now": []}
                 for _ in range(args.rounds):
                     for code, root in (("before", args.before.resolve()), ("now", ROOT)):
-                        runs[code].append(measured(root, config, processes, model))
+                        runs[code].append(launched(__file__, root, config, processes, model))
                 for code, figures in runs.items():
                     medians = {name: statistics.median(one[name] for one in figures) for name in figures[0]}
                     rows.append({"config": config, "processes": processes, "code": code} | medians)

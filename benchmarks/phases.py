@@ -81,8 +81,9 @@ def key(row):
     return row["config"], row["processes"], row["code"]
 
 
-def measured(root, config, processes, layers, width, efficient):
-    """The row of one launch."""
+def launched(script, root, config, processes, *words, efficient=True):
+    """What `script --inside FILE root *words FOLDER`, launched with a config of a clone, writes to FILE as JSON.
+    efficient: with the key by which only process 0 builds the model."""
     with tempfile.TemporaryDirectory() as folder:
         text = (root / "accelerate_configs" / f"{config}.yml").read_text()
         for off, on in KEYS.items() if efficient else ():
@@ -90,7 +91,7 @@ def measured(root, config, processes, layers, width, efficient):
         Path(folder, "config.yml").write_text(text)
         line = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", processes]
         line += ["--config_file", f"{folder}/config.yml", "--main_process_port", 0]
-        line += [__file__, "--inside", f"{folder}/row.json", root, layers, width, f"{folder}/run"]
+        line += [script, "--inside", f"{folder}/row.json", root, *words, f"{folder}/run"]
         done = subprocess.run(list(map(str, line)), cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"},
                               capture_output=True, text=True)  # fmt: skip
         if done.returncode:
@@ -116,7 +117,7 @@ def main():
             for code in ("before", "now") if args.before else ("now",):
                 root = args.before.resolve() if code == "before" else ROOT
                 row = {"config": config, "processes": processes, "code": code}
-                row |= measured(root, config, processes, args.layers, args.width, code == "now")
+                row |= launched(__file__, root, config, processes, args.layers, args.width, efficient=code == "now")
                 rows[key(row)] = row
                 print(json.dumps(row), flush=True)
     if args.output:

@@ -3,8 +3,8 @@
 From `Accelerator()` on, every other process keeps the parameters that a module registers on torch's `meta` device: they
 have a shape and no values. Random numbers are drawn there all the same, so a process's generator, and with it the data,
 are those of a run without the key. While a model is partitioned (ZeRO-3), or when it has been sharded (FSDP2: `fill`),
-each process reads its part of the weights from their safetensors file (slices.py). Those that are in none, or no longer
-as they are there, process 0 sends, one after the other, and each process keeps its part. A copy of the model that was
+each process reads its part of the weights from their safetensors file (slices.py). Process 0 sends the weights that are
+in no file, or that differ from it, one after the other, and each process keeps its part. A copy of the model that was
 made before, for an average of weights, gets them whole.
 """
 
@@ -34,7 +34,7 @@ RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "berno
 
 
 copies = {}  # {id of a parameter without values: (it, its deep copies)}
-on_meta_everywhere = {}  # {address: storage} of parameters of process 0's model too, as from_pretrained makes them
+made_on_meta = {}  # {address: storage} of what from_pretrained makes on meta: there process 0 draws no numbers, either
 partitions = {}  # ZeRO-3: {id of a parameter that is not sent: this process's part of it, until it is partitioned}
 
 
@@ -43,7 +43,7 @@ def start(main):
     slices.start(main)
     if main:
         return
-    on_meta_everywhere.clear()
+    made_on_meta.clear()
     register, apply, deepcopy = nn.Module.register_parameter, nn.Module._apply, nn.Parameter.__deepcopy__
     without = WeakIdKeyDictionary()  # {parameter: the one without values that stands for it}
 
@@ -57,7 +57,7 @@ def start(main):
             self._parameters[name] = without[param]
         elif param is not None and param.is_meta and torch.get_default_device().type == "meta":
             storage = param.untyped_storage()
-            on_meta_everywhere[storage._cdata] = storage
+            made_on_meta[storage._cdata] = storage
 
     @functools.wraps(apply)
     def _apply(self, fn, recurse=True):
@@ -96,7 +96,7 @@ def draw():
 
 
 def drawn(method, tensor, *args, **kwargs):
-    if tensor.untyped_storage()._cdata in on_meta_everywhere:
+    if tensor.untyped_storage()._cdata in made_on_meta:
         return tensor
     method(scratch.like(tensor, "cpu"), *args, **kwargs)
     return tensor
@@ -126,7 +126,6 @@ scratch = Scratch()
 def weights_of(model):
     """What `fill` needs of a model that is not sharded yet: {name: tensor} of process 0; on the others {name: the
     copies of the parameter}."""
-    refuse_other_models(model)
     if dist.get_rank() == 0:
         return {name: parameter.detach() for name, parameter in parameters_of(model)}
     return {name: copies.pop(id(parameter), (None, []))[1] for name, parameter in parameters_of(model)}
@@ -221,7 +220,8 @@ def partition(main):
         param.partition()
         if param.ds_tensor.ds_numel != partition_size(param.ds_numel):
             raise RuntimeError(
-                f"DeepSpeed keeps {param.ds_tensor.ds_numel} elements of {param.ds_shape} here, not what was read"
+                f"DeepSpeed splits {param.ds_shape} into parts of {param.ds_tensor.ds_numel} elements, and "
+                f"{partition_size(param.ds_numel)} were read from the file: set zero3_init_flag to false"
             )
 
     patches.replace(CONFIGURE, on_the_host)
@@ -246,7 +246,6 @@ def partition(main):
 
 def read_partitions(model, device):
     """ZeRO-3: reads this process's parts of the model's parameters from their file, where they are in one."""
-    refuse_other_models(model)
     main = dist.get_rank() == 0
     parameters = {name: p for name, p in parameters_of(model) if main or p.is_meta}
     whole = {name: p.detach() for name, p in parameters.items()} if main else None

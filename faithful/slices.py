@@ -76,9 +76,10 @@ def tied_as_in_files(tie_weights):
     @functools.wraps(tie_weights)
     def tied(self, missing_keys=None, *args, **kwargs):
         pairs = self.all_tied_weights_keys.items() if missing_keys is not None else ()
+        tensors = tensors_in_files() if pairs else {}
         for second, first in pairs:
             if not {first, second} & missing_keys:
-                values = [in_file(tensors_in_files(), name) for name in (first, second)]
+                values = [in_file(tensors, name) for name in (first, second)]
                 if all(map(torch.is_tensor, values)) and torch.equal(*values):
                     missing_keys.add(second)
         return tie_weights(self, missing_keys, *args, **kwargs)

@@ -160,10 +160,10 @@ class Ranks:
                     if before:
                         before(rank)
                     if script is None:
-                        as_a_script(lambda: module.main(parse(module.Arguments)))
-                    as_a_script(
-                        script if callable(script) else lambda: runpy.run_path(str(script), run_name="__main__")
-                    )
+                        script = lambda: module.main(parse(module.Arguments))  # noqa: E731
+                    elif not callable(script):
+                        script = functools.partial(runpy.run_path, str(script), run_name="__main__")
+                    as_a_script(script)
                 finally:
                     os._exit(99)
             self.pids.append(pid)

@@ -199,6 +199,8 @@ def shard(accelerator, accelerates, model, optimizers):
             )
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
+    if plan.ram_efficient:
+        building.refuse_other_models(model)
     before = building.weights_of(model) if plan.ram_efficient else {}
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})

@@ -120,6 +120,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 "evaluation_mode=True)"
             )
         for model in fresh if self.plan.ram_efficient else ():
+            building.refuse_other_models(model)
             building.send_buffers(model, accelerator.device)
             if not {"zero_hpz_partition_size", "mics_shard_size"} & set(config["zero_optimization"]):  # other parts
                 building.read_partitions(model, accelerator.device)
