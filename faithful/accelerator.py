@@ -277,6 +277,9 @@ class Accelerator(accelerate.Accelerator):
                 f"the launcher exports gradient_accumulation_steps {steps}, and the script steps after each "
                 "micro-batch: put its step into `with accelerator.accumulate(model):`, or set 1 in the config"
             )
+        for model in self.models:
+            if optimizer in model.optimizers:
+                model.live.before_update(optimizer)
         self.steps.check(self.norms.of(self, optimizer), self.scaler, self.newest_checkpoint)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:

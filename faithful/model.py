@@ -8,6 +8,7 @@ from faithful.errors import Refused
 from faithful.evidence import Evidence, Layers
 from faithful.strategies.base import parameter_ids
 from faithful.tensors import unwrapped
+from faithful.training.live import Live
 
 
 class PreparedModel:
@@ -19,6 +20,7 @@ class PreparedModel:
     def __init__(self, model, layers=None, skipped=(), evaluation=False):
         self.model, self.layers, self.skipped, self.evaluation = model, layers, list(skipped), evaluation
         self.optimizers, self.evidence = [], None
+        self.live = None  # with `evidence`
         self.parameters = set(map(id, model.parameters()))
 
     def is_of(self, model):
@@ -37,6 +39,7 @@ class PreparedModel:
             self.skipped += backend.after_prepare(accelerator, self.model, optimizer)
             self.parameters = set(map(id, self.model.parameters()))
             self.evidence = Evidence(accelerator, self.model, self.optimizers, self.layers, self.skipped)
+            self.live = Live(accelerator, self.model)
 
 
 def trains(argument):

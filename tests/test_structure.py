@@ -1,9 +1,8 @@
-"""How the code is laid out: what a strategy or a backend may define, and how long a file may be."""
+"""How the code is laid out: what a strategy or a backend may define."""
 
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
 from faithful.backends import BACKENDS
 from faithful.backends.base import Backend
@@ -67,9 +66,3 @@ def test_a_backend_without_its_methods_is_not_made():
     for cls, missing in ((Nameless, "name"), (Unclipped, "clip_grad_norm_")):
         with pytest.raises(TypeError, match=f"abstract method.* '?{missing}"):
             cls(PLAN)
-
-
-@pytest.mark.parametrize("folder", ["faithful", "amp8", "shared", "tools", "recipes"])
-def test_no_file_is_longer_than_400_lines(folder):
-    files = list((ROOT / folder).rglob("*.py"))
-    assert files and not [file.name for file in files if len(file.read_text().splitlines()) > 400]

@@ -94,6 +94,14 @@ class Strategy:
 
     # ---- steps ----
 
+    def requires_grad_changed(self, accelerator, model):
+        """Called before a training forward pass of a prepared model, if the script has changed `requires_grad` of its
+        parameters since the one before."""
+
+    def take_written(self, accelerator, model, optimizer):
+        """Called before each update, before the norm of the gradients is computed. Takes what the script has written
+        into the parameters and `.grad`, where the optimizer updates other tensors."""
+
     def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
         """Clips the gradients, and returns their norm before. The gradients are in `.grad`, and unscaled."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,0 +1,32 @@
+"""What a script sees of its model is what trains.
+
+In plain torch the optimizer updates the parameters that a script sees. So whatever a script writes has its effect: the
+values of parameters, `.grad`, `requires_grad`, hooks, `training`, the dtype; before `prepare`, in a forward pass,
+between backward and step, between steps. Strategies and backends that update other tensors (shards, masters, codes)
+have to keep them in step with the model. This module says when, `Strategy` says how; tests/test_live.py has the table.
+"""
+
+import torch
+
+
+class Live:
+    """One prepared model that is trained, as its script sees it. model: what `prepare` returned."""
+
+    def __init__(self, accelerator, model):
+        self.accelerator, self.model = accelerator, model
+        self.parameters = list(model.parameters())
+        self.trainable = self.requires_grad()
+        model.register_forward_pre_hook(self.before_forward, prepend=True)
+
+    def requires_grad(self):
+        return [parameter.requires_grad for parameter in self.parameters]
+
+    def before_forward(self, *_):
+        """Before a forward pass: the script may have frozen parameters, or thawed them."""
+        if torch.is_grad_enabled() and (now := self.requires_grad()) != self.trainable:
+            self.trainable = now
+            self.accelerator.strategy.requires_grad_changed(self.accelerator, self.model)
+
+    def before_update(self, optimizer):
+        """Before an update: the script may have written to parameters and gradients."""
+        self.accelerator.strategy.take_written(self.accelerator, self.model, optimizer)
