@@ -85,7 +85,7 @@ class Accelerator(accelerate.Accelerator):
         self.before, Accelerator.current = Accelerator.current, self
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
-        for line in arguments.notes(self.plan, script):
+        for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
             self.note(line)
 
     def __getstate__(self):
