@@ -109,7 +109,7 @@ EOF
 }
 
 launch() {
-    local config=$1 recipe="" options=() through=() wins=() missing
+    local config=$1 recipe="" options=() through=() wins=() missing flags=""
     shift
     if [ ! -f "$config" ]; then
         [ -f "$root/accelerate_configs/${config%.yml}.yml" ] || find_name config "$config"  # suggests names, exits
@@ -119,9 +119,14 @@ launch() {
         case $1 in
             --config_wins) wins=("$1"); shift ;;
             -h | --help) help; exit ;;
-            -m) [ $# -gt 1 ] || die "-m needs a module"; through=(-m faithful -m); recipe=$2; shift 2; break ;;
-            --*=* | --no_* | --multi_gpu | --debug | --quiet | -q) options+=("$1"); shift ;;
-            --*) [ $# -gt 1 ] || die "$1 needs a value"; options+=("$1" "$2"); shift 2 ;;
+            -m | --module)
+                [ $# -gt 1 ] || die "$1 needs a module"; through=(-m faithful -m); recipe=$2; shift 2; break ;;
+            --*=*) options+=("$1"); shift ;;
+            -*)
+                [ -n "$flags" ] || { need_python; flags=" $("$python" "$root/tools/find.py" flags) "; }
+                if [[ $flags == *" $1 "* ]]; then options+=("$1"); shift; continue; fi
+                [ $# -gt 1 ] || die "$1 needs a value"
+                options+=("$1" "$2"); shift 2 ;;
             *) recipe=$1; shift; break ;;
         esac
     done

@@ -52,7 +52,11 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args, **kwargs):
         process.guard(Accelerator)  # before anything that is refused, or waits for other processes
-        patches.users.add(id(self))
+        with patches.kept_for(id(self)):
+            self.launch(args, kwargs)
+
+    def launch(self, args, kwargs):
+        """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         script, self.made_by = arguments.given(args, kwargs), os.getpid()
         self.plan = arguments.resolved(script, Accelerator.current)
@@ -82,11 +86,12 @@ class Accelerator(accelerate.Accelerator):
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
-        self.before, Accelerator.current = Accelerator.current, self
+        self.before = Accelerator.current
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
-        for line in arguments.notes(self.plan, script):
+        for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
             self.note(line)
+        Accelerator.current = self
 
     def __getstate__(self):
         """What is pickled and copied: not the Accelerators that this process made earlier."""

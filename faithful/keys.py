@@ -54,19 +54,38 @@ def fields(file):
     return {name: kinds.get(kind, "any") for name, kind in types.items()}
 
 
-def options(file):
-    """Yields (group without `_args`, name, type) of the options of the launcher's parser."""
+def arguments(file):
+    """Yields (group without `_args`, strings, keywords as source) of the arguments of the launcher's parser."""
     for call in ast.walk(ast.parse(file.read_text())):
         if not (isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"):
             continue
         if not isinstance(call.func.value, ast.Name) or not all(isinstance(word, ast.Constant) for word in call.args):
             continue
         words = {word.arg: ast.unparse(word.value).strip("'") for word in call.keywords}
-        name = words.get("dest") or call.args[-1].value.lstrip("-")
+        yield call.func.value.id.removesuffix("_args"), [word.value for word in call.args], words
+
+
+def launch_options():
+    """{option of `accelerate launch`, with underscores: whether the next word is its value}. The launcher takes
+    hyphens, too."""
+    folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
+    rows = [(strings, words) for _, strings, words in arguments(folder / "commands/launch.py")]
+    return {
+        string: not words.get("action", "store").startswith(("store_", "help"))
+        for strings, words in rows
+        for string in strings
+        if string.startswith("-")
+    }
+
+
+def options(file):
+    """Yields (group without `_args`, name, type) of the options of the launcher's parser."""
+    for group, strings, words in arguments(file):
+        name = words.get("dest") or strings[-1].lstrip("-")
         said = words.get("action", "").startswith("store_") or "(true|false)" in words.get("help", "")
         said |= words.get("type") in ("bool", "str_to_bool") or words.get("default") in ("true", "false")
         kind = "bool" if said else words.get("type", "str")
-        yield call.func.value.id.removesuffix("_args"), name, kind
+        yield group, name, kind
 
 
 def handed_on(file):

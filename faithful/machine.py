@@ -12,6 +12,7 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
+CLEAR_REFS = Path("/proc/self/clear_refs")  # "5" resets the peak of the resident size
 PACKAGES = ("torchao", "transformer_engine", "deepspeed")  # that a config may need besides torch and Accelerate
 
 
@@ -149,13 +150,19 @@ class Memory:
 
     def __init__(self, device):
         self.on_cpu = device.type == "cpu"
-        self.before = resident_bytes() if self.on_cpu else 0
+        self.before, self.note = resident_bytes() if self.on_cpu else 0, None
         if not self.on_cpu:
             import torch
 
             torch.accelerator.reset_peak_memory_stats()
         elif sys.platform == "linux":
-            Path("/proc/self/clear_refs").write_text("5")
+            try:
+                CLEAR_REFS.write_text("5")
+            except OSError as error:  # sandboxes and containers may forbid it
+                self.note = (
+                    f"{CLEAR_REFS} cannot be written ({error.strerror}): the peak memory may be one of the time before "
+                    "the model was built"
+                )
 
     def peak(self):
         if not self.on_cpu:
@@ -164,9 +171,14 @@ class Memory:
             return torch.accelerator.max_memory_allocated()
         if sys.platform != "linux":
             return max(0, resident_bytes() - self.before)
-        lines = Path("/proc/self/status").read_text().splitlines()
-        highest = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-        return max(0, highest - self.before)
+        return max(0, highest_resident_bytes() - self.before)
+
+
+def highest_resident_bytes():
+    """The peak of this process's resident size, since the last reset. Without one in /proc: the size now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return peaks[0] if peaks else resident_bytes()
 
 
 def resident_bytes():

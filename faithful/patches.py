@@ -6,6 +6,7 @@ Classes and functions of others are changed only here. What is set on the script
 optimizer, hooks of its model) is no change of a library and ends with the object.
 """
 
+import contextlib
 import logging
 import os
 import pkgutil
@@ -128,6 +129,20 @@ def ignore_warning(message):
     warnings.filterwarnings("ignore", message)
     entry = warnings.filters[0]
     undos.append(lambda: entry in warnings.filters and warnings.filters.remove(entry))
+
+
+@contextlib.contextmanager
+def kept_for(user):
+    """Keeps the changes that are made in this context until `release(user)`, or undoes them after an error."""
+    before = len(undos)
+    users.add(user)
+    try:
+        yield
+    except BaseException:
+        users.discard(user)
+        while len(undos) > before:
+            undos.pop()()
+        raise
 
 
 def release(user):

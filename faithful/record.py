@@ -45,6 +45,8 @@ class Record:
         self.name = Path(folder)
         self.folder = self.name.absolute()  # the script may change its working directory
         self.script, self.started = Path(sys.argv[0]).stem, now()
+        self.file = Path(sys.argv[0]).absolute()
+        self.commits = commits(self.file) if main else {}  # now: the repository may go on while the run lasts
         self.notes = []
         self.opened, self.lock, self.failed_saves = False, None, 0
         self.status, self.error, self.final, self.arguments = "running", None, None, {}
@@ -205,8 +207,8 @@ class Record:
             "notes": self.notes,
             "versions": machine.versions(),
             "device_name": machine.device_name(self.plan.device),
-            **git_state(),
-            "code_sha256": code_sha256(sys.argv[0]),
+            **self.commits,
+            "code_sha256": code_sha256(self.file),
             "started": self.started,
             "finished": finished,
             "throughput": {
@@ -332,16 +334,27 @@ def code_sha256(script):
     return sha256(text).hexdigest()
 
 
-def git_state():
-    def git(*words):
-        try:
-            here = Path(__file__).parent
-            return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
+def commits(script):
+    """The commits of the repositories in which the script and this package lie."""
+    (theirs, dirty), (ours, changed) = git_state(script), git_state(Path(__file__))
+    return {"git_commit": theirs, "git_dirty": dirty, "faithful_commit": ours, "faithful_dirty": changed}
 
-    changes = git("status", "--porcelain")
-    return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes)}
+
+def git_state(file):
+    """(commit, whether there are changes) of the repository in which a file lies, or (None, None): there is no file,
+    repository or git, or the repository ignores the file, as an installed package in a project's folder."""
+
+    def git(*words):
+        found = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True)
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    try:
+        if not file.is_file() or git("check-ignore", "-q", file.name) is not None:
+            return None, None
+        commit, changes = git("rev-parse", "--verify", "HEAD"), git("status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit, None if commit is None or changes is None else bool(changes)
 
 
 def default_folder(plan):

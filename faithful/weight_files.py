@@ -41,7 +41,9 @@ def stream_weights(pieces, folder, max_shard_size, main):
     left = deque(name for names in split.filename_to_tensors.values() for name in in_order_of(like, names))
 
     def load(name):
-        assert left.popleft() == name
+        due = left.popleft()
+        if name != due:
+            raise RuntimeError(f"{name} is to be written, and the other processes are at {due}")
         return pieces[name][1]()
 
     try:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -71,6 +72,15 @@ def test_a_driver_s_gpus_are_read_without_torch(monkeypatch):
     assert machine.of_driver()["device"] == "cpu"
 
 
+def test_a_container_that_forbids_the_reset_of_the_peak_is_noted(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CLEAR_REFS", tmp_path)  # a folder cannot be written to, also by root
+    memory = machine.Memory(torch.device("cpu"))
+    held = torch.ones(8 << 20)
+    assert memory.peak() >= 0 and "cannot be written (Is a directory)" in memory.note and held.nbytes
+    monkeypatch.setattr(Path, "read_text", lambda self: "Name: python")  # a /proc without peaks
+    assert machine.highest_resident_bytes() > 0
+
+
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     def version(name):
         raise metadata.PackageNotFoundError(name)
@@ -84,7 +94,29 @@ def test_without_git_the_record_says_so(monkeypatch):
         raise FileNotFoundError("git")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert record.git_state() == {"git_commit": None, "git_dirty": None}
+    assert record.git_state(Path(__file__)) == (None, None)
+
+
+def test_the_commit_is_that_of_the_script(tmp_path):
+    """Not that of the repository that this package lies in, or of one that ignores the script."""
+    project = tmp_path / "mine"
+    names = script, installed, elsewhere = project / "a" / "train.py", project / "venv" / "x.py", tmp_path / "alone.py"
+    for file in names:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    git = ["git", "-C", str(project), "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert record.git_state(script) == (None, None), "nothing is committed"
+    (project / ".gitignore").write_text("venv\n")
+    for words in (["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    made = record.commits(script)
+    assert (made["git_commit"], made["git_dirty"]) == (commit, False) and made["faithful_commit"] != commit
+    script.write_text("changed")
+    assert record.git_state(script) == (commit, True)
+    missing = tmp_path / "none.py"
+    assert [record.git_state(file) for file in (installed, elsewhere, missing)] == [(None, None)] * 3
 
 
 def test_a_long_loss_curve_loses_every_second_point():

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import accelerate
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, launched, recipe, record
+
+from tools import check, compare, find
 
 
 def test_without_arguments_it_helps():
@@ -76,6 +79,40 @@ def test_completion_knows_commands_configs_and_recipes():
     assert lines[3].split() == ["zero1_bf16", "zero1_fp16"] and lines[4:6] == ["single_fp32", "gpt"]
     assert {"demo", "show", "gpu-report", *(path.stem for path in CONFIGS.glob("*.yml"))} <= set(lines[6].split())
     assert "_launch_sh" in lines[7]
+
+
+def test_each_option_of_the_launcher_keeps_its_value(monkeypatch, capsys):
+    """The named config is checked, whatever option of `accelerate launch` stands before the recipe."""
+    parser = launch_command_parser()
+    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    assert {word for action in actions for word in action.option_strings if action.nargs == 0} == find.flags() - {
+        "-h",
+        "--help",
+    }
+    monkeypatch.setattr(check, "check", lambda path, here, overrides: ([path.name], [], [], None))
+    for action in actions:
+        for word in action.option_strings:
+            words = [word] if action.nargs == 0 else [word, "0"]
+            assert compare.split_launch([*words, "vit", "--its"]) == (words, "vit", ["--its"])
+            if action.dest != "config_file":
+                assert check.main([*words, "single_fp32"]) == 2
+                assert capsys.readouterr() == ("single_fp32.yml: single_fp32.yml\n", "") or action.dest == "quiet", word
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--monitor_interval 1 --debug", "typo.yml: mixed_precison is a key"),
+        ("--cpu --main-training-function f", "typo.yml: mixed_precison is a key"),
+        ("--monitor_intervall 1", "unrecognized arguments: --monitor_intervall"),
+        ("--config_file other.yml", "unrecognized arguments: --config_file"),
+    ],
+)
+def test_launch_sh_checks_the_named_config(tmp_path, options, said):
+    (tmp_path / "typo.yml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precison: bf16\n")
+    result = launched("./launch.sh", str(tmp_path / "typo.yml"), *options.split(), "vit")
+    assert result.returncode == 2 and said in result.stderr, result.stdout + result.stderr
+    assert result.stdout == "" and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 SLOW = pytest.mark.slow

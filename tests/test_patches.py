@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT, train
 
+import faithful
+from faithful import Refused, machine, patches
 from faithful import __main__ as door
-from faithful import patches
 
 PACKAGES = ("accelerate", "torch", "transformers", "deepspeed", "diffusers", "datasets", "torchao", "timm")
 
@@ -111,6 +112,28 @@ def test_every_change_is_undone_at_the_end(tmp_path, config, modules, expected):
     log = (tmp_path / "run.log").read_text()
     changed, left = (part.splitlines()[0].split() for part in log.split("changed:")[1].split("left:"))
     assert expected <= set(changed) and not left
+
+
+def refused_then_one_step():
+    """What a rank runs: a refused Accelerator leaves nothing, and after one that trains all is undone."""
+    global Accelerator
+    Accelerator, clean = faithful.Accelerator, process()["environment"]
+    for arguments in ({"mixed_precision": "fp16"}, {"dynamo_backend": "inductor"}, {"no": "such argument"}):
+        with pytest.raises((Refused, TypeError)):
+            faithful.Accelerator(project_dir=sys.argv[2], **arguments)
+        assert process()["environment"] == clean and not replaced() and not patches.users and not patches.undos
+    with pytest.MonkeyPatch.context() as patch:  # the last line of the launch fails
+        patch.setattr(faithful.Accelerator, "note", property(lambda self: 1 / 0))
+        patch.setattr(machine, "CLEAR_REFS", machine.Path("/"))
+        with pytest.raises(ZeroDivisionError):
+            faithful.Accelerator(project_dir=sys.argv[2])
+    assert not replaced() and not patches.users and not patches.undos and Accelerator.current is None
+    one_step()
+
+
+def test_a_refused_accelerator_changes_nothing(tmp_path):
+    train("single_fp8_msamp_o2", tmp_path / "run", script=refused_then_one_step)
+    assert (tmp_path / "run.log").read_text().rstrip().endswith("left:")
 
 
 def test_a_change_outside_the_table_is_an_error():

@@ -1,8 +1,13 @@
 """How the code is laid out: what a strategy or a backend may define."""
 
+import ast
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
+from safetensors.torch import load_file
 
 from faithful.backends import BACKENDS
 from faithful.backends.base import Backend
@@ -54,6 +59,41 @@ def test_a_misspelt_name_is_found():
             return 0
 
     assert unknown(Misspelt) == {"replicate", "shardedkinds", "norm_off"}
+
+
+def asserts(folder):
+    """Yields (file:line, names of the functions that it calls) of each assert in a folder's code."""
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Assert):
+                called = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", called
+
+
+def test_no_code_depends_on_an_assert():
+    """`python -O` drops asserts: what one does or refuses would not be done. Recipes may check a length with one."""
+    assert [
+        where for folder in ("faithful", "amp8", "shared", "tools", "cluster") for where, _ in asserts(folder)
+    ] == []
+    assert [(where, called) for where, called in asserts("recipes") if called != {"len"}] == []
+
+
+SAVES = """
+import torch
+from pathlib import Path
+from faithful import weight_files
+pieces = {name: (torch.zeros(4), lambda number=number: torch.full((4,), float(number))) for number, name in enumerate("abc", 1)}
+weight_files.stream_weights(pieces, Path(folder), 20, main=True)
+"""
+
+
+def test_python_without_asserts_saves_a_model(tmp_path):
+    code = f"folder = {str(tmp_path / 'model')!r}\n{SAVES}"
+    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    tensors = [load_file(file) for file in sorted((tmp_path / "model").glob("*.safetensors"))]
+    assert [name for held in tensors for name in held] == ["a", "b", "c"]
+    assert [tensor.tolist() for held in tensors for tensor in held.values()] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
 
 
 def test_a_backend_without_its_methods_is_not_made():

@@ -11,13 +11,14 @@ code is 2 if there is a problem. The list also shows correct configs that cannot
 problem only if you named the config.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import config, files, machine, rules  # noqa: E402
+from faithful import config, files, keys, machine, rules  # noqa: E402
 from tools import cli, find  # noqa: E402
 
 # Options of accelerate launch about the number of processes and their rendezvous.
@@ -83,11 +84,14 @@ def main(argv):
     for name in OPTIONS:
         kind = str if name in ("main_process_ip", "rdzv_backend") else int
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
-    parser.add_argument("--quiet", action="store_true", help="print problems, and the options that the file leaves out")
-    args, others = parser.parse_known_args(argv)  # accelerate itself checks its other options
-    for option in others:  # `--monitor_interval 1`: the word after the option is its value
-        after = argv[argv.index(option) + 1 :][:1]
-        args.configs = [name for name in args.configs if name not in after]
+    parser.add_argument("-q", "--quiet", action="store_true", help="print problems, and options that the file lacks")
+    for option, takes_value in keys.launch_options().items():  # whose values the launcher itself checks
+        name = option.lstrip("-")
+        if name not in (*OPTIONS, "q", "quiet", "help", "h", "config_file"):
+            words = {option, f"--{name.replace('_', '-')}"} if option.startswith("--") else {option}
+            action = "store" if takes_value else "store_true"
+            parser.add_argument(*words, dest=f"other_{name}", help=argparse.SUPPRESS, action=action)
+    args = parser.parse_args(argv)
     paths = [find.config(name) for name in args.configs] or sorted((ROOT / "accelerate_configs").glob("*.yml"))
     here = machine.of_driver()
     overrides = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
@@ -97,7 +101,7 @@ def main(argv):
             overrides["num_processes"] = int(option.split()[1])
             print(option)
         problems, not_here, notes, wanted = check(path, here, overrides)
-        said = any(option.replace("-", "_").startswith("__num_cpu_threads_per_process") for option in others)
+        said = getattr(args, "other_num_cpu_threads_per_process", None)
         if args.quiet and wanted and not said and (count := threads(wanted, here)) > 1:
             print(f"--num_cpu_threads_per_process {count}")
         failed |= bool(problems) or (bool(args.configs) and bool(not_here))

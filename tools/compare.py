@@ -60,10 +60,9 @@ SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
 
 def split_launch(words):
     """Splits the words after `--` like launch.sh: (options of accelerate launch, recipe, its options)."""
-    at = 0
+    at, flags = 0, find.flags()
     while at < len(words) and words[at].startswith("-"):
-        single = "=" in words[at] or words[at].startswith("--no_")
-        at += 1 if single or words[at] in ("--multi_gpu", "--debug", "--quiet", "-q") else 2
+        at += 1 if "=" in words[at] or words[at] in flags else 2
     if at >= len(words):
         raise Refused("which recipe? ./launch.sh compare single_bf16 single_fp8 -- vit --max_steps 100")
     return words[:at], words[at], words[at + 1 :]

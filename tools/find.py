@@ -4,6 +4,7 @@ python tools/find.py ls               the list that ./launch.sh ls prints
 python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
 python tools/find.py recipe vit
 python tools/find.py options FILE     the options of a recipe, without importing what it trains with
+python tools/find.py flags            the options of accelerate launch that take no value
 """
 
 import ast
@@ -115,6 +116,14 @@ def option(words, name, default=None):
     return value
 
 
+def flags():
+    """The options of `accelerate launch` without a value: the word after one is the next option, or the recipe."""
+    from faithful.keys import launch_options
+
+    single = [option for option, takes_value in launch_options().items() if not takes_value]
+    return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}
+
+
 def is_recipe(file):
     """Whether a script has the options that all recipes share."""
     return "options.Run" in Path(file).read_text()
@@ -154,6 +163,8 @@ def parse_options(file, words):
 def main(what, *rest):
     if what == "ls":
         print("\n".join(listing()))
+    elif what == "flags":
+        print(*sorted(flags()))
     elif what == "options":
         sys.argv[0] = Path(rest[0]).name
         args.parse(arguments_of(rest[0]), ["--help"])
