@@ -3,13 +3,13 @@
 Each case is a small training. It runs under a config, and by torch alone on the batches of all processes together.
 """
 
-import copy
 import functools
 import json
 import sys
 
 import pytest
 import torch
+from accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
 from conftest import train
 from torch import nn
 
@@ -324,9 +324,10 @@ def apart(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in b)
 
 
-def all_cases(names):
-    """What a rank runs."""
-    accelerator = Accelerator(project_dir=sys.argv[2])
+def all_cases(names, **options):
+    """What a rank runs. options: of DDP."""
+    handlers = [DistributedDataParallelKwargs(**options)] if options else []
+    accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=handlers)
     found = {}
     for name in names:
         weights = under_config(CASES[name](), accelerator)
@@ -358,3 +359,20 @@ def test_it_has_the_effect_that_it_has_in_torch(folder, config, case):
     found = results(config, folder)[case]
     assert found["effect"] > 0.05, "the case does something"
     assert found["apart"] < (1e-5 if config.endswith("fp32") else found["effect"] / 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"comm_hook": DDPCommunicationHookType.BF16},
+    ],
+    ids=" ".join,
+)
+def test_ddp_keeps_its_options_when_parameters_are_thawed(tmp_path, options):
+    names = ["Thawed", "Frozen", *([] if "static_graph" in options else ["InTurn"])]  # torch's does not accumulate
+    run = train("ddp_fp32", tmp_path / "run", script=functools.partial(all_cases, names, **options))
+    for found in json.loads((run / "found.json").read_text()).values():
+        rounded = "comm_hook" in options  # gradients in bf16
+        assert (1e-5 < found["apart"] < found["effect"] / 4) if rounded else found["apart"] < 1e-5

@@ -61,8 +61,8 @@ def sharded(tensor):
 
 
 def setitem(self, index, value):
-    """Every process calls it: unless torch's own writes into the shards, the whole tensor is gathered, changed and split
-    again. What autograd records is torch's own, which raises an error for a parameter."""
+    """Every process calls it: unless torch's own writes into the shards, the whole tensor is gathered, changed and
+    split again. What autograd records is torch's own, which raises an error for a parameter."""
     recorded = torch.is_grad_enabled() and (self.requires_grad or getattr(value, "requires_grad", False))
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if recorded or not sharded(self) or (basic(index) and not plain and sharded(torch.Tensor.__getitem__(self, index))):
