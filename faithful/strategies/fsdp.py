@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from faithful import averages, batch_norm, building, low_bit, patches
 from faithful.blocks import CONTAINERS, block_names, name_blocks
 from faithful.errors import Refused
-from faithful.strategies import rows
+from faithful.strategies import gathered, rows
 from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
 from faithful.tensors import fingerprint, named, parameters_of
+from faithful.training import shards
 
 
 class FSDP(Strategy):
@@ -69,6 +70,7 @@ class FSDP(Strategy):
         is prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters.
         """
         averages.of_shards()
+        shards.take_writes()
         prepared, rest = list(args), []
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         for at, argument in enumerate(args):
@@ -203,6 +205,7 @@ def shard(accelerator, accelerates, model, optimizers):
         building.refuse_other_models(model)
     before = building.weights_of(model) if plan.ram_efficient else {}
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
+    hooks = {name: gathered.hooks_of(parameter) for name, parameter in parameters_of(model)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -215,7 +218,10 @@ def shard(accelerator, accelerates, model, optimizers):
     accelerator._models[:] = [other for other in accelerator._models if other is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
     plugin.activation_checkpointing = checkpointing
+    gathered.watch(model)
     now = dict(parameters_of(model, remove_duplicate=False))
+    for name in hooks:
+        gathered.move_hooks(hooks[name], now[name])
     for parameters, i, name in places:
         parameters[i] = now[name]
     for key in [key for key, pair in SHARDS.items() if any(reference() is None for reference in pair)]:

@@ -2,6 +2,9 @@
 
 import sys
 
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from faithful import patches
 from faithful.strategies.base import Strategy
 
@@ -23,3 +26,33 @@ class DDP(Strategy):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
     rehearsed_as = "MULTI_CPU"
     replicates = True
+
+    def after_prepare(self, accelerator, model, optimizer):
+        model.averaged = trainable(model)
+
+    def requires_grad_changed(self, accelerator, model):
+        """DDP averages the gradients of the parameters that were trainable when it was built, and waits for all of
+        them. A model that is frozen altogether, as a discriminator is in a generator's step, keeps what it has."""
+        now = trainable(model)
+        if isinstance(model, DistributedDataParallel) and now not in (set(), model.averaged):
+            build_reducer(model)
+            model.averaged = now
+
+
+def trainable(model):
+    return {parameter for parameter in model.parameters() if parameter.requires_grad}
+
+
+def build_reducer(model):
+    """Builds DDP's reducer for the parameters that are trainable now, as DDP does for a model from a pickle. Every
+    process calls it before the same forward pass, as each of them has to average the same gradients."""
+    model.reducer._remove_autograd_hooks()
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    for hook, state in model._comm_hooks:
+        dist._register_comm_hook(model.reducer, state, hook)
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards
 from faithful.tensors import fingerprint, parameters_of
+from faithful.training import shards
 
 # The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
@@ -37,6 +38,7 @@ class TensorParallel(Strategy):
                 "the processes built models with different weights: call set_seed, with the same seed, "
                 "before building the model"
             )
+        shards.take_writes()
         split(model, optimizer, mesh, accelerator.device)
         [seed] = broadcast_object_list([torch.initial_seed()])
         torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask

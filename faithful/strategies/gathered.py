@@ -1,0 +1,144 @@
+"""The whole weights that FSDP2 gathers for a forward and a backward pass, and frees again.
+
+A script sees them inside the model while it computes, and the shards outside. Autograd knows the gathered weights
+alone. So hooks that a script registers on a parameter are called for the gathered weight, and what it writes to a
+gathered weight goes into the shard.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from faithful.errors import Refused
+
+
+def watch(model):
+    """Makes hooks and writes of the script count, in a model that has just been sharded."""
+    for state in {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}:
+        for group in state._fsdp_param_groups:
+            group.__class__ = Group
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.__class__ = Param
+
+
+def hooks_of(parameter):
+    """Those that a script has registered on a parameter: (before, after) its gradient is accumulated. Dicts, or None;
+    the script's handles remove hooks from them."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def move_hooks(hooks, parameter):
+    """Registers `hooks_of` another parameter on this one."""
+    before, after = hooks
+    if before:
+        parameter._backward_hooks = before
+    if after:
+        parameter._post_accumulate_grad_hooks = after
+
+
+class Group(FSDPParamGroup):
+    """What an evaluation under torch.inference_mode() gathers first, training uses later: it must be no inference
+    tensor."""
+
+    def lazy_init(self):
+        with outside_inference_mode():
+            return super().lazy_init()
+
+    def unshard(self, async_op=False):
+        with outside_inference_mode():
+            return super().unshard(async_op)
+
+    def wait_for_unshard(self):
+        with outside_inference_mode():
+            return super().wait_for_unshard()
+
+
+def outside_inference_mode():
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+class Param(FSDPParam):
+    """One parameter: its shard, and its gathered weight."""
+
+    version = None  # of the gathered weight, when it was gathered
+
+    def init_unsharded_param(self):
+        first = not hasattr(self, "_unsharded_param")
+        super().init_unsharded_param()
+        if first:
+            hook = functools.partial(call_hooks, weakref.ref(self))
+            self._unsharded_param._backward_hooks = OrderedDict({-1: hook})
+            if type(self._unsharded_param) is nn.Parameter and not self.encoded:
+                self._unsharded_param.__class__ = Gathered
+        if first or self.encoded:  # FSDP2 fills the others without a new version
+            self.version = self._unsharded_param._version
+
+    @property
+    def encoded(self):
+        """Whether the shards are gathered as something else than values, such as FP8 codes."""
+        return hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
+
+    def to_sharded(self):
+        self.take_written()
+        super().to_sharded()
+
+    def to_sharded_post_forward(self):
+        self.take_written()
+        super().to_sharded_post_forward()
+
+    @torch.no_grad()
+    def take_written(self):
+        """Copies what the script has written to the gathered weight into the shard. Where it has written nothing the
+        shard keeps its value, which may have more digits."""
+        weight = getattr(self, "_unsharded_param", None)
+        if weight is None or self.sharded_state != ShardedState.UNSHARDED or not self.may_be_written(weight):
+            return
+        if self.encoded:
+            raise Refused(
+                f"the script writes to {self._param_fqn} in a forward pass, which FSDP2 gathers in FP8: write to it "
+                "between steps, or use a bf16 config"
+            )
+        weight.handed_out, self.version = False, weight._version
+        shard = self._sharded_param_data
+        rank = getattr(self.mesh_info, "shard_mesh_rank", 0)
+        part = self.all_gather_outputs[0].narrow(0, rank * shard.numel(), shard.numel()).to(shard.device)
+        shard.copy_(torch.where(shard.to(part.dtype) == part, shard, part.to(shard.dtype)))
+
+    def may_be_written(self, weight):
+        return weight._version != self.version or getattr(weight, "handed_out", False)
+
+
+class Gathered(nn.Parameter):
+    """A gathered weight. `.data` is a tensor with versions of its own, so it is noted that the script has got it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    handed_out = False
+
+    @property
+    def data(self):
+        self.handed_out = True
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value):
+        self.data.copy_(value)
+
+
+def call_hooks(reference, gradient):
+    """Calls the hooks of the sharded parameter with the whole gradient of this process, in the dtype of the shards, as
+    DDP does. Returns what becomes of the gradient. reference: a weak one to the Param."""
+    hooks = reference().sharded_param._backward_hooks
+    if not hooks:
+        return None
+    value = gradient.to(reference().orig_dtype)
+    for hook in list(hooks.values()):
+        result = hook(value)
+        value = value if result is None else result
+    return value.to(gradient.dtype)

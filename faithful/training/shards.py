@@ -1,0 +1,96 @@
+"""Writes into sharded tensors (DTensor) as scripts make them: what torch would put into a copy goes into the shards.
+
+Where an index selects along the sharded dimension, torch gathers the tensor and indexes the copy. A write to the result
+would be lost without a word: `weight.grad[:24] = 0`, `weight.data[5].mul_(0)`. So would `weight.data = value`.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from faithful import patches
+from faithful.averages import like
+
+ROW = "DTensor.__getitem__, __setitem__, data"
+OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
+
+
+def take_writes():
+    """Makes writes to DTensors count, until the run ends. Called when a model is sharded."""
+    if isinstance(vars(DTensor).get("data"), property):
+        return
+    for name, value in (("__getitem__", getitem), ("__setitem__", setitem), ("data", property(get_data, set_data))):
+        setattr(DTensor, name, value)
+        patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
+
+
+class Selected(DTensor):
+    """Part of a DTensor, as a copy. A method that changes it changes the original: `origin[index]`."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            target = args[0] if args else None
+            if isinstance(target, Selected) and in_place(function):
+                with torch.no_grad():
+                    target.origin[target.index] = target
+        return result
+
+
+def in_place(function):
+    name = getattr(function, "__name__", "")
+    return name in OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def getitem(self, index):
+    result = torch.Tensor.__getitem__(self, index)
+    if basic(index) and not result.requires_grad and sharded(self) and not sharded(result):
+        result.__class__ = Selected
+        result.origin, result.index = self, index
+    return result
+
+
+def basic(index):
+    """Whether this index selects a view of a tensor, as numbers and slices do."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or isinstance(part, int | slice | type(...)) for part in parts)
+
+
+def sharded(tensor):
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
+def setitem(self, index, value):
+    """Every process calls it: unless torch's own writes into the shards, the whole tensor is gathered, changed and
+    split again. What autograd records is torch's own, which raises an error for a parameter."""
+    recorded = torch.is_grad_enabled() and (self.requires_grad or getattr(value, "requires_grad", False))
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if recorded or not sharded(self) or (basic(index) and not plain and sharded(torch.Tensor.__getitem__(self, index))):
+        return torch.Tensor.__setitem__(self, index, value)
+    whole = self.detach().full_tensor()
+    whole[whole_of(index)] = whole_of(value)
+    write(self, whole)
+
+
+@torch.no_grad()
+def write(tensor, value):
+    """Writes the whole `value`, or a DTensor, into the shard of this process."""
+    tensor._local_tensor.copy_(like(value, tensor))
+
+
+def whole_of(value):
+    if isinstance(value, tuple):
+        return tuple(map(whole_of, value))
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def get_data(self):
+    return torch.Tensor.data.__get__(self)
+
+
+def set_data(self, value):
+    """Writes the values into the shard, which FSDP2 knows. Another shape or dtype is torch's own assignment."""
+    if (value.shape, value.dtype) != (self.shape, self.dtype):
+        return torch.Tensor.data.__set__(self, value)
+    same = isinstance(value, DTensor) and value.placements == self.placements
+    write(self, value if same else whole_of(value))
