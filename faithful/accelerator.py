@@ -246,7 +246,7 @@ class Accelerator(accelerate.Accelerator):
         self.stop_if_agreed()
         self.between_steps = False
         self.norms.clear()
-        self.steps.backward(loss, self.sync_gradients)
+        self.steps.backward(loss)
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)

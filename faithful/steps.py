@@ -1,8 +1,9 @@
 """The steps of a run: checks that they are finite, asks whether any process was told to stop, and measures their time.
 
 All processes see the same gradient norm, that of the mean gradients, and stop at the same step. They exchange losses,
-the previous norm and requests to stop during a backward pass, every AGREE_SECONDS or every step, whichever is longer:
-with steps of 8 ms, an exchange in each of them would take a tenth of the time.
+the norm and requests to stop before an update, every AGREE_SECONDS or every step, whichever is longer: with steps of
+8 ms, an exchange in each of them would take a tenth of the time. All processes update together, but how many backward
+passes they have had is their own.
 """
 
 import math
@@ -25,58 +26,36 @@ class Steps:
     def __init__(self, num_processes):
         self.num_processes = num_processes
         self.taken = self.tried = 0  # optimizer steps; tried includes those that a gradient scaler skipped
-        self.losses, self.norm, self.loss = [], None, None  # losses: of each micro-batch since the last step
+        self.losses, self.norm, self.loss = [], None, None  # losses: of each backward pass since the last step
+        self.device = None  # of the losses
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
         self.told = None  # whether any rank was told to stop, as asked last in an evaluation
         self.checked = 0  # updates of all optimizers; taken and tried count the first one's
-        self.next_exchange = 0  # the value of `checked` from which a backward pass exchanges again
+        self.next_exchange = 0  # the value of `checked` from which the processes exchange again
         self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
-        self.exchanging = None  # (flat tensor of all ranks, Work or None) between the start of an exchange and its end
 
-    def backward(self, loss, last):
-        """Called before each backward pass. last: whether it is the last one before the optimizer step."""
+    def backward(self, loss):
+        """Called before each backward pass."""
         loss = loss.detach()
         self.losses.append(loss.double().mean() if loss.dim() else loss)
-        if last:
-            self.exchanging = self.exchange() if self.checked >= self.next_exchange else None
-
-    def exchange(self):
-        """Starts to gather a row from each rank: its losses, whether it was told to stop, seconds per step, the
-        previous norm. Returns (flat tensor of all rows, Work or None)."""
-        now, (before, checked_before) = time.perf_counter(), self.last_exchange
-        self.last_exchange = now, self.checked
-        seconds = (now - before) / max(1, self.checked - checked_before)
-        rest = torch.tensor([process.told_to_stop(), seconds, self.norm or 0.0], dtype=torch.float64)
-        losses = torch.stack(self.losses).double().flatten()
-        row = torch.cat([losses, to_device(rest, losses.device)])
-        if self.num_processes == 1:
-            return row, None
-        rows = row.new_empty(row.numel() * self.num_processes)
-        return rows, dist.all_gather_into_tensor(rows, row, async_op=True)
+        self.device = loss.device
 
     def check(self, norm, scaler, newest_checkpoint):
         """Called before each optimizer step, on all ranks. Raises Diverged if the loss or the norm is not finite."""
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        norm = norm.detach().double()
-        if not self.losses:  # the script calls loss.backward() itself
-            self.losses.append(norm * 0)
-        norm = to_device(norm, self.losses[0].device)
-        if self.exchanging is None:
-            *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # only sync
-            losses_of_ranks = [losses]
-            if not math.isfinite(self.norm):  # on all ranks, as all have the same norm
-                self.exchanging = self.exchange()
-        if self.exchanging is not None:
-            losses_of_ranks = self.finish_exchange(norm)
+        row = self.row(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self.loss_is_of_all = self.checked >= self.next_exchange or self.num_processes == 1
+        rows = self.gathered(row) if self.loss_is_of_all else [row.tolist()]  # the step's only sync with the device
+        self.norm = rows[0][-1]
+        if not math.isfinite(self.norm) and not self.loss_is_of_all:  # on all ranks, as all have the same norm
+            self.loss_is_of_all, rows = True, self.gathered(row)
+        if self.loss_is_of_all:
+            self.agree(rows)
         self.checked += 1
-        self.loss_is_of_all = self.exchanging is not None or self.num_processes == 1
         self.losses.clear()
-        self.exchanging = None
-        means = [sum(losses) / len(losses) for losses in losses_of_ranks]
-        self.loss = sum(means) / len(means)
+        means = [total / count for total, count, *_ in rows if count]
+        self.loss = sum(means) / max(1, len(means))
         finite = all(map(math.isfinite, means))
         if finite and (math.isfinite(self.norm) or (scaler is not None and scaler.get_scale() > SMALLEST_SCALE)):
             return  # a gradient scaler handles an overflow: it skips the step and lowers the scale
@@ -86,15 +65,29 @@ class Steps:
             f"{newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
         )
 
-    def finish_exchange(self, norm):
-        """Sets `norm` and `stopping`. Returns each rank's losses. Raises Refused if the previous norms differ."""
-        gathered, work = self.exchanging
-        if work is not None:
-            work.wait()
-        *values, self.norm = torch.cat([gathered, norm.view(1)]).tolist()  # the step's only sync with the device
-        width = len(self.losses) + 3
-        rows = [values[at : at + width] for at in range(0, len(values), width)]
-        self.stopping = self.stopping or any(row[-3] for row in rows)
+    def row(self, norm):
+        """What this process tells the others, on its device: the sum of its losses, their number, whether it was told
+        to stop, seconds per step, the norm."""
+        now, (before, checked_before) = time.perf_counter(), self.last_exchange
+        seconds = (now - before) / max(1, self.checked - checked_before)
+        device = (self.device if norm.device.type == "cpu" else None) or norm.device  # optimizer offload: norm on a CPU
+        known = torch.tensor([len(self.losses), process.told_to_stop(), seconds], dtype=torch.float64)
+        total = sum(loss.double() for loss in self.losses) if self.losses else torch.zeros((), dtype=torch.float64)
+        parts = (total.view(1), known, norm.detach().double().view(1))
+        return torch.cat([to_device(part, device) for part in parts])
+
+    def gathered(self, row):
+        """The rows of all processes, as lists."""
+        if self.num_processes == 1:
+            return [row.tolist()]
+        rows = row.new_empty(self.num_processes * len(row))
+        dist.all_gather_into_tensor(rows, row)
+        return rows.view(self.num_processes, -1).tolist()
+
+    def agree(self, rows):
+        """Takes what all processes have told. Raises Refused if their norms differ."""
+        self.last_exchange = time.perf_counter(), self.checked
+        self.stopping = self.stopping or any(told for _, _, told, _, _ in rows)
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
             each = ", ".join(f"{norm:.4g}" for norm in norms)
@@ -106,7 +99,6 @@ class Steps:
         self.next_exchange = self.checked + 1
         if self.excluded >= WARMUP_STEPS and seconds > 0:  # all ranks compute the same number
             self.next_exchange = self.checked + max(1, int(AGREE_SECONDS / seconds))
-        return [row[:-3] for row in rows]
 
     def done(self, skipped):
         """Called after each optimizer step. skipped: by the gradient scaler."""
