@@ -42,7 +42,7 @@ class Adam(torch.optim.Optimizer):
     """torch.optim.Adam or AdamW over a model's converted and other parameters.
 
     It shares the param_groups of the optimizer given to `amp8.initialize`, so schedulers continue to work. A group's
-    `lr` may be a tensor. `amp8.initialize` makes it.
+    `lr` may be a tensor. `amp8.initialize` makes it. `replaced`: the class of that optimizer.
 
     State of a quantised parameter: `step`, `exp_avg` and `exp_avg_sq` (codes) with `exp_avg_scale` and
     `exp_avg_sq_scale`, and `amax` [2], the largest magnitudes of the unrounded moments.
@@ -55,7 +55,7 @@ class Adam(torch.optim.Optimizer):
     def __init__(self, optimizer, state):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the list too, not only the dicts
-        self.model_state = state
+        self.model_state, self.replaced = state, type(optimizer)
         self.numbers = {}  # of the parameters, for their random numbers: {id(parameter): place in the groups}
         self.compiled = False  # torch.compile on a CPU as well: what a GPU always does
         for parameter, values in optimizer.state.items():

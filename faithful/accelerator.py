@@ -42,6 +42,7 @@ from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
 from faithful.steps import Steps
 from faithful.tensors import nudge
+from faithful.training import dtypes
 
 
 class Accelerator(accelerate.Accelerator):
@@ -72,6 +73,7 @@ class Accelerator(accelerate.Accelerator):
         self.backend.started(self)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models, self.preparing = [], False  # PreparedModels; whether this is inside `prepare`
+        self.put_in_fp32 = False  # whether trainable parameters were, see training/dtypes.py
         self.freed = []  # the evidence of models that were freed
         self.epochs = []  # one per prepared loader
         self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
@@ -117,6 +119,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args, device_placement=None):
         args = self.strategy.real(self, args)
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
+        self.strategy.refuse_state(optimizers)
+        dtypes.before_prepare(self, filter(trains, args))
         if self.plan.rehearsal and any(products.of(model) for model in args if isinstance(model, nn.Module)):
             products.start()
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?

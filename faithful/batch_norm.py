@@ -7,10 +7,12 @@ import torch
 
 
 def in_fp32(model):
-    """Changes the model's BatchNorm2d layers in place, to compute in fp32 when their weight is in 16 bit."""
+    """Changes the model's BatchNorm2d layers in place, to compute in fp32 when their weight is in 16 bit. Averages that
+    were loaded in 16 bit are put into fp32."""
     for module in model.modules():
         if type(module) is torch.nn.BatchNorm2d and module.affine and module.track_running_stats and module.momentum:
             module.__class__ = BatchNorm
+            module.running_mean, module.running_var = module.running_mean.float(), module.running_var.float()
 
 
 class BatchNorm(torch.nn.BatchNorm2d):

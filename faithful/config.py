@@ -94,6 +94,7 @@ def read_env(env):
 
 
 ONCE = "FAITHFUL_RAM_EFFICIENT"  # 0: each process builds models with their weights, whatever the config says
+KEEP = "FAITHFUL_KEEP_DTYPE"  # 1: under an fp32 config a model trains in the dtype that it has, 16 bit or not
 
 
 def settings_of_fsdp(env):
@@ -290,6 +291,11 @@ def of_script(precision):
 def config_wins():
     """Whether script arguments that contradict the config are dropped with a note, instead of refused."""
     return "FAITHFUL_CONFIG_WINS" in os.environ
+
+
+def keeps_dtype():
+    """Whether trainable 16-bit parameters stay as the script has loaded them (faithful/training/dtypes.py)."""
+    return on(os.environ.get(KEEP))
 
 
 def exported_accumulation():

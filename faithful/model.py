@@ -1,13 +1,12 @@
 """One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`."""
 
-import torch
 from torch import nn
 
 from faithful.blocks import compile_blocks
-from faithful.errors import Refused
 from faithful.evidence import Evidence, Layers
 from faithful.strategies.base import parameter_ids
 from faithful.tensors import unwrapped
+from faithful.training import dtypes
 from faithful.training.live import Live
 
 
@@ -22,6 +21,7 @@ class PreparedModel:
         self.optimizers, self.evidence = [], None
         self.live = None  # with `evidence`
         self.parameters = set(map(id, model.parameters()))
+        self.dtypes = dtypes.of(model.parameters())
 
     def is_of(self, model):
         return unwrapped(model) is unwrapped(self.model)
@@ -35,6 +35,7 @@ class PreparedModel:
         if self.evidence:
             backend.another_optimizer(self.model, optimizer)
         elif self.layers:
+            dtypes.refuse_cast(accelerator, list(self.model.parameters()), self.dtypes)
             strategy.after_prepare(accelerator, self.model, optimizer)
             self.skipped += backend.after_prepare(accelerator, self.model, optimizer)
             self.parameters = set(map(id, self.model.parameters()))
@@ -53,12 +54,6 @@ def convert(accelerator, model, optimizers):
     plan, strategy, backend = accelerator.plan, accelerator.strategy, accelerator.backend
     of_model = set(map(id, model.parameters()))
     optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
-    dtype = next(parameter for parameter in model.parameters() if parameter.requires_grad).dtype
-    if dtype != torch.float32 and plan.precision != "fp32":
-        raise Refused(
-            f"the model's parameters are in {str(dtype)[6:]}, and {plan.precision} needs them in fp32: build the model "
-            "in fp32, or use an fp32 config"
-        )
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
     strategy.before_prepare(accelerator, model, optimizer)
     skipped = backend.convert(accelerator, model, optimizer)

@@ -229,7 +229,10 @@ def explained(problem, run):
     does not have, for example whole weights in fp32."""
     if run is None or isinstance(problem, Refused | SystemExit):
         return problem
-    return run.strategy.explain(str(problem)) or problem
+    from faithful.training import dtypes
+
+    said = run.strategy.explain(str(problem)) or (run.put_in_fp32 and dtypes.explain(str(problem)))
+    return said or problem
 
 
 def outcome(problem, run):

@@ -364,7 +364,7 @@ def default_folder(plan):
 
 
 def described(optimizer):
-    """An optimizer's class and the options of its param_groups, as values for JSON."""
+    """An optimizer's class, as the script has made it, and the options of its param_groups, as values for JSON."""
 
     def plain(value):
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -372,4 +372,4 @@ def described(optimizer):
     groups = [
         {key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
-    return {"class": type(optimizer).__name__, "groups": groups}
+    return {"class": getattr(optimizer, "replaced", type(optimizer)).__name__, "groups": groups}

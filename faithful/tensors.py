@@ -39,11 +39,12 @@ def rows_of(parameter):
 
 
 def elements(tensors):
-    """{dtype name: number of elements}"""
+    """{dtype name: number of elements}, of a weight of MS-AMP's levels that of its codes."""
     counts = {}
-    for tensor in tensors:
-        name = str(tensor.dtype)[6:]
-        counts[name] = counts.get(name, 0) + tensor.numel()
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            name = str(tensor.dtype)[6:]
+            counts[name] = counts.get(name, 0) + tensor.numel()
     return counts
 
 
@@ -57,7 +58,9 @@ def fingerprint(model):
     process has no values of them (faithful/building.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in model.named_parameters() if p.numel()]
+    values = {name: p.detach() for name, p in model.named_parameters() if p.numel()}
+    halves = (torch.bfloat16, torch.float16)  # which a run puts into fp32, in all configs but ZeRO's
+    sums = [(name, torch.hash_tensor(v.float() if v.dtype in halves else v).item()) for name, v in values.items()]
     return sha256(repr(sums).encode()).hexdigest()
 
 

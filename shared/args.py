@@ -56,6 +56,8 @@ class Parser(argparse.ArgumentParser):
 def parse(cls, argv=None):
     """Fills the dataclass `cls` from `argv` (default: the command line). Exits with code 2 on a bad option."""
     args = cls(**vars(parser_of(cls).parse_args(argv)))
+    if str(getattr(args, "dtype", None)).endswith("16"):
+        os.environ.setdefault("FAITHFUL_KEEP_DTYPE", "1")  # faithful's word for: the parameters are meant to be so
     if getattr(args, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it begins
     return args

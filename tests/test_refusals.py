@@ -115,7 +115,7 @@ LAUNCH_SH = [  # (the script, its words, its exit code, the line)
 ]  # fmt: skip
 RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process, the line)
     ("single_bf16", "--grad_scaler init_scale=8", 2, "a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out"),
-    ("single_bf16", "--dtype float16", 2, "use an fp32 config"),
+    ("single_bf16", "--dtype float16", 2, "parameters are in float16, which bf16 needs in fp32: leave it out, or use an fp32 config"),
     ("single_fp32", "--per_device_train_batch_size 5000", 2, "less than one global batch of 5000"),
     ("single_fp32", "--model vit_enormous", 2, "--model vit_enormous: Unknown model"),
     ("single_fp32", "--dataset /nowhere/at/all", 2, "known offline: digits, photos, synthetic"),

@@ -46,6 +46,7 @@ class Strategy:
     sharded_kinds = ("weight", "gradient", "gathered", "master", "optimizer")  # keys of bytes_per_parameter
     gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
     same_batch = False  # whether all processes compute the same batch
+    keeps_masters = False  # whether the optimizer updates fp32 copies of the weights, whatever dtype the model has
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
     any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
 
@@ -87,6 +88,15 @@ class Strategy:
             raise Refused(
                 f"{self.plan.strategy} {self.plan.precision} needs a model and its optimizer in one call: "
                 "accelerator.prepare(model, optimizer, ...)"
+            )
+
+    def refuse_state(self, optimizers):
+        """Raises Refused if one of the script's optimizers has state already, and its parameters are to be sharded."""
+        fresh = [optimizer for optimizer in optimizers if not getattr(optimizer, "_is_accelerate_prepared", False)]
+        if not self.replicates and any(optimizer.state for optimizer in fresh):
+            raise Refused(
+                f"an optimizer has state before it is prepared, which {self.plan.strategy} cannot shard: prepare it "
+                "first, then load its state"
             )
 
     def free(self, accelerator):

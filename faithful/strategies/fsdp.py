@@ -138,6 +138,11 @@ class FSDP(Strategy):
     def explain(self, error):
         if said := needs_whole_model(error) or mixes_shards(error):
             return said
+        if "Couldn't swap" in error:  # torch's `_apply`
+            return Refused(
+                f"the script casts or moves a model after prepare(), where {self.plan.strategy} shards it ({error}): "
+                "do it before prepare(), or with a copy"
+            )
         return building.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
 
 
@@ -320,11 +325,6 @@ def follow(optimizer):
         for i, parameter in enumerate(group["params"]):
             old, now = (reference() for reference in SHARDS.get(id(parameter), (none, none)))
             if old is parameter and now is not None:
-                if optimizer.state:
-                    raise Refused(
-                        "an optimizer has state before it is prepared, which FSDP2 cannot shard: prepare it "
-                        "first, then load its state"
-                    )
                 group["params"][i] = now
 
 

@@ -54,6 +54,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def __init__(self, plan):
         super().__init__(plan)
+        self.keeps_masters = plan.precision != "fp32"
         self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if plan.strategy == "zero3" else ())
 
     def before_rehearsal(self):
@@ -88,8 +89,9 @@ class ZeRO(GradientsElsewhere, Strategy):
     def before_prepare(self, accelerator, model, optimizer):
         plan = self.plan
         self.need_both(optimizer)
-        # DeepSpeed makes its master weights from the trainable ones. Frozen ones may be in 16 bit, if all are to be.
-        needed = [p for p in model.parameters() if p.requires_grad or plan.precision == "fp32"]
+        # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
+        # Under fp32 it takes no others, not even frozen ones.
+        needed = [] if self.keeps_masters else model.parameters()
         if others := {str(p.dtype)[6:] for p in needed} - {"float32"}:
             raise Refused(
                 f"parameters of the model are in {', '.join(others)}, but {plan.strategy} {plan.precision} "

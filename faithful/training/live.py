@@ -8,6 +8,8 @@ have to keep them in step with the model. This module says when, `Strategy` says
 
 import torch
 
+from faithful.training import dtypes
+
 
 class Live:
     """One prepared model that is trained, as its script sees it. model: what `prepare` returned."""
@@ -15,18 +17,33 @@ class Live:
     def __init__(self, accelerator, model):
         self.accelerator, self.model = accelerator, model
         self.parameters = list(model.parameters())
-        self.trainable = self.requires_grad()
+        self.trainable, self.dtypes = self.requires_grad(), None
+        self.takes_part(self.parameters)
         model.register_forward_pre_hook(self.before_forward, prepend=True)
 
     def requires_grad(self):
         return [parameter.requires_grad for parameter in self.parameters]
 
+    def takes_part(self, parameters):
+        """Some parameters are trained from now on."""
+        dtypes.thawed(self.accelerator, self.model, parameters)
+        self.dtypes = dtypes.of(self.parameters)
+
     def before_forward(self, *_):
-        """Before a forward pass: the script may have frozen parameters, or thawed them."""
-        if torch.is_grad_enabled() and (now := self.requires_grad()) != self.trainable:
-            self.trainable = now
+        """Before a forward pass: the script may have frozen parameters, or thawed them, or changed their dtype."""
+        if not torch.is_grad_enabled():
+            return
+        if self.model.training:
+            self.refuse_cast()
+        if (now := self.requires_grad()) != self.trainable:
+            before, self.trainable = self.trainable, now
+            self.takes_part([p for p, was in zip(self.parameters, before, strict=True) if p.requires_grad and not was])
             self.accelerator.strategy.requires_grad_changed(self.accelerator, self.model)
+
+    def refuse_cast(self):
+        self.dtypes = dtypes.refuse_cast(self.accelerator, self.parameters, self.dtypes)
 
     def before_update(self, optimizer):
         """Before an update: the script may have written to parameters and gradients."""
+        self.refuse_cast()
         self.accelerator.strategy.take_written(self.accelerator, self.model, optimizer)
