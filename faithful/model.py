@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from faithful.backends.linear import in_fp8
 from faithful.blocks import compile_blocks
 from faithful.errors import Refused
 from faithful.evidence import Evidence, Layers
@@ -63,5 +64,5 @@ def convert(accelerator, model, optimizers):
     strategy.before_prepare(accelerator, model, optimizer)
     skipped = backend.convert(accelerator, model, optimizer)
     if plan.compile:
-        compile_blocks(model, eager_in_eval=backend.eager_in_eval)
+        compile_blocks(model, in_fp8 if backend.eager_in_eval else None)
     return layers, skipped
