@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
+from .coded import refuse_a_derivative
 from .compiled import output
 from .scaling import E4M3, E5M2
 
@@ -196,6 +197,7 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_a_derivative()
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
         g8, g_scale = _codes(grad, grad_dtype, tiny, ctx.history, ctx.scales, 2)
@@ -234,6 +236,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_a_derivative()
         x, weight = ctx.saved_tensors
         tiles, grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
         dx = dw = db = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
-from .coded import CodedWeight, CodesRead, codes_of
+from .coded import CodedWeight, CodesRead, codes_of, refuse_a_derivative
 from .compiled import compiled_on_cuda, output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
@@ -337,11 +337,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise CodesRead(
-                "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a "
-                "Hessian): leave the layers out that it goes through (skip)"
-            )
+        refuse_a_derivative()
         x8, x_scale, weight, weight_scale = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         history, scale, updates = ctx.delayed

@@ -332,6 +332,13 @@ def test_a_model_in_eval_that_trains_does_so_in_fp8():
     assert all(map(torch.equal, results(theirs.eval(), x, grad), results(other, x, grad)))
 
 
+def test_a_second_derivative_is_refused():
+    theirs, _ = pair()
+    x = seeded(16, 64).to("cuda").requires_grad_()
+    with pytest.raises(Refused, match="has no derivative .create_graph=True, a gradient penalty"):
+        torch.autograd.grad(theirs(x).sum(), x, create_graph=True)
+
+
 def test_a_frozen_layer_in_eval_computes_outside_fp8():
     """In a model in train(), whose autocast is on."""
     model, x, seen = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 16)), seeded(16, 64), []

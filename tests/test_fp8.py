@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from amp8 import emulate
+from amp8.coded import CodesRead
 from faithful import Accelerator, Refused, backends, files, plan
 from faithful.backends import torchao, transformer_engine
 from faithful.blocks import compile_blocks
@@ -382,6 +383,16 @@ def test_a_frozen_layer_in_eval_computes_in_fp8_where_a_gradient_goes_through_it
     moved = {key for key in start if "fp8_" not in key and not torch.equal(after[key], start[key])}
     trained = (0, 2, 3) if behind else (2, 3)
     assert moved == {f"{layer}.{key}" for layer in trained for key in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_a_second_derivative_is_refused(name):
+    """A gradient penalty's gradients would point nowhere."""
+    model, _ = on_a_backend(name)
+    x = torch.randn(16, 32, requires_grad=True)
+    model(x).sum().backward(retain_graph=True)
+    with pytest.raises((Refused, CodesRead), match="has no derivative .create_graph=True, a gradient penalty"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 def in_eval(frozen):

@@ -81,6 +81,22 @@ def in_fp8(module, *inputs):
     return trains or any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor))
 
 
+def once_differentiable(output):
+    """The output of a layer of another package that has computed in FP8, whose backward pass raises Refused if its
+    gradients are to be differentiated. amp8's layers raise an error of their own."""
+    if output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(refuse_a_derivative)
+    return output
+
+
+def refuse_a_derivative(gradient):
+    if torch.is_grad_enabled():
+        raise Refused(
+            "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a Hessian): leave "
+            "the layers out that it goes through (fp8_config: skip), or use a bf16 config"
+        )
+
+
 def left_alone(model, skip=(), multiple=16):
     """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
     cannot convert: wrong size, a subclass, a shared weight. multiple: of the sizes."""

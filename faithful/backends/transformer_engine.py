@@ -15,7 +15,7 @@ from torch import nn
 
 from faithful import places
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, left_alone
+from faithful.backends.linear import in_bf16, in_fp8, left_alone, once_differentiable
 from faithful.blocks import block_names
 from faithful.errors import Refused
 from faithful.tensors import named, unwrapped
@@ -104,8 +104,8 @@ def in_whole_rows(layer, rows, x):
             return forward(x)
     missing = -x.shape[:-1].numel() % rows
     if not missing:
-        return forward(x)
-    out = forward(F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing)))
+        return once_differentiable(forward(x))
+    out = once_differentiable(forward(F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing))))
     return out[:-missing].view(*x.shape[:-1], out.shape[-1])
 
 
