@@ -38,6 +38,16 @@ class CodesRead(RuntimeError):
     exit_code = 2  # a user's mistake; the message says what to do
 
 
+def refuse_a_derivative():
+    """Called in the backward pass of FP8 products. Rounding has the derivative zero, so that of a gradient would be
+    nothing like the unrounded one's."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise CodesRead(
+            "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a Hessian): leave "
+            "the layers out that it goes through (skip), or use a bf16 config"
+        )
+
+
 class CodedWeight(nn.Parameter):
     """A Parameter of codes, [out, in], fp16 or e4m3. `amp8_linear`: its layer, which has the scale."""
 

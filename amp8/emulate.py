@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
+from .coded import refuse_a_derivative
 from .compiled import output
 from .scaling import E4M3, E5M2
 
@@ -105,8 +106,8 @@ class EmulatedLinear(nn.Linear):
     """A Linear whose three products take FP8 operands. Made by `convert`, never by its constructor.
 
     Input [..., in_features], output [..., out_features], in the autocast dtype where autocast is on. FP8 is for
-    training: in eval mode, or under `high_precision`, this is F.linear. Any number of tokens is allowed: hardware takes
-    multiples of 8 or 16, but padding with rows of zeros changes nothing.
+    training: in eval mode where no gradient goes through the layer, or under `high_precision`, this is F.linear. Any
+    number of tokens is allowed: hardware takes multiples of 8 or 16, but padding with rows of zeros changes nothing.
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
@@ -114,7 +115,8 @@ class EmulatedLinear(nn.Linear):
     """
 
     def forward(self, x):
-        if not (self.training and self.fp8):
+        trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if not (self.fp8 and (self.training or trains)):
             return F.linear(x, self.weight, self.bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -195,6 +197,7 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_a_derivative()
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
         g8, g_scale = _codes(grad, grad_dtype, tiny, ctx.history, ctx.scales, 2)
@@ -233,6 +236,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        refuse_a_derivative()
         x, weight = ctx.saved_tensors
         tiles, grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
         dx = dw = db = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
-from .coded import CodedWeight, CodesRead, codes_of
+from .coded import CodedWeight, CodesRead, codes_of, refuse_a_derivative
 from .compiled import compiled_on_cuda, output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
@@ -115,6 +115,10 @@ class FP8Linear(nn.Linear):
         self.weight_amax.copy_(amax)
         self.replaced = None
 
+    def weight_trains(self):
+        """Whether the weight requires a gradient, for compiled code too."""
+        return self.trained if self.sharding is None else self.weight.requires_grad
+
     def train_weight(self, trained):
         """Called when the weight's requires_grad changes. Under O3 a weight that was frozen becomes FP8, on every rank,
         and its owner keeps what it was as the master."""
@@ -167,8 +171,9 @@ class FP8Linear(nn.Linear):
             return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
         if not x.is_floating_point():
             raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}: a Linear takes floating point numbers")
-        # Evaluation does not update the history. Recomputing under checkpointing records the same maximum again.
-        recording = self.training and torch.is_grad_enabled()
+        # Evaluation does not update the history, training in eval() does. Recomputing under checkpointing records the
+        # same maximum again.
+        recording = torch.is_grad_enabled() and (self.training or x.requires_grad or self.weight_trains())
         if x.element_size() == 1:
             raise CodesRead(
                 f"{self.name} gets an input in {str(x.dtype)[6:]}. Does the script cast it to the weight's "
@@ -176,10 +181,10 @@ class FP8Linear(nn.Linear):
                 f"{self.name}), or cast to autocast's dtype"
             )
         port = None
-        codes, weight_scale, trained = self.held, self.weight_scale, self.trained
+        codes, weight_scale = self.held, self.weight_scale
         if self.sharding is not None:  # what has been gathered is the FP8 copy
-            codes, trained = self.weight.detach(), self.weight.requires_grad
-        if trained and torch.is_grad_enabled():
+            codes = self.weight.detach()
+        if self.weight_trains() and torch.is_grad_enabled():
             if self.port.device != codes.device:  # the model was moved after initialize
                 self.open_port()
             port = self.port
@@ -332,11 +337,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise CodesRead(
-                "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a "
-                "Hessian): leave the layers out that it goes through (skip)"
-            )
+        refuse_a_derivative()
         x8, x_scale, weight, weight_scale = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         history, scale, updates = ctx.delayed

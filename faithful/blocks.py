@@ -43,9 +43,10 @@ def repeated(model):
     return sorted(name for name, count in counts.items() if count > 1)
 
 
-def compile_blocks(model, eager_in_eval):
+def compile_blocks(model, compiled_if=None):
     """Compiles each block as dynamo_config says; blocks of one class share the compiled code. Compiling in place keeps
-    the modules that DDP, FSDP2 and checkpointing look for. eager_in_eval: blocks in eval() run uncompiled."""
+    the modules that DDP, FSDP2 and checkpointing look for. compiled_if(block, *args): says of each call whether it is
+    compiled; None: all are."""
     name_blocks(model)
     options, names = TorchDynamoPlugin().to_kwargs(), block_names(model)
     blocks = [module for module in model.modules() if type(module).__name__ in names]
@@ -56,9 +57,9 @@ def compile_blocks(model, eager_in_eval):
         )
     for block in blocks:
         block.compile(**options)
-        if eager_in_eval:
-            block._compiled_call_impl = while_training(block, block._compiled_call_impl)
+        if compiled_if:
+            block._compiled_call_impl = either(block, block._compiled_call_impl, compiled_if)
 
 
-def while_training(block, compiled):
-    return lambda *args, **kwargs: (compiled if block.training else block._call_impl)(*args, **kwargs)
+def either(block, compiled, compiled_if):
+    return lambda *args, **kwargs: (compiled if compiled_if(block, *args) else block._call_impl)(*args, **kwargs)

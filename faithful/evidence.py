@@ -10,9 +10,9 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from faithful import products
-from faithful.backends.linear import kind, linear_names, refuse_unknown
+from faithful.backends.linear import in_fp8, kind, linear_names, refuse_unknown
 from faithful.errors import Refused
-from faithful.tensors import elements, fingerprint, parameters_of, size, unwrapped
+from faithful.tensors import elements, fingerprint, named, parameters_of, size, unwrapped
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -26,6 +26,32 @@ class Layers:
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
         self.linear = len(self.names) + converted(backend, model)[0]  # TE's blocks contain Linear layers too
         self.initial_weights = fingerprint(model)
+
+
+class Calls:
+    """Which of the converted layers are called before the first update, and not once in FP8. Compiled code is not
+    watched, which would compile it again: there it is those that are frozen and in eval()."""
+
+    def __init__(self, backend, model, compiled):
+        modules = named(unwrapped(model).named_modules())
+        self.layers = {name: module for name, module in modules if backend.kinds.get(kind(module), (0, 0))[0]}
+        self.called, self.in_fp8 = set(), set()
+        self.hooks = [] if compiled else [m.register_forward_pre_hook(self.see) for m in self.layers.values()]
+        self.compiled = compiled
+
+    def see(self, layer, inputs):
+        self.called.add(layer)
+        if in_fp8(layer, *inputs):
+            self.in_fp8.add(layer)
+
+    def outside(self):
+        """{name: layer} of those that have computed outside FP8 alone."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.compiled:
+            with torch.enable_grad():
+                return {name: layer for name, layer in self.layers.items() if not in_fp8(layer)}
+        return {name: layer for name, layer in self.layers.items() if layer in self.called - self.in_fp8}
 
 
 class Evidence:
@@ -61,7 +87,9 @@ class Evidence:
             "initial_weights": layers.initial_weights,
         }
         self.refuse_what_is_not_there(layers, skipped)
-        self.hook = None
+        self.hook, self.calls = None, None
+        if plan.precision == "fp8":
+            self.calls = Calls(self.backend, model, plan.compile)
         if not plan.compile and plan.precision != "fp8":
             # The output of a Linear has the dtype of its products. Not of a model that is a Linear itself: Accelerate
             # returns what it computes in fp32.
@@ -116,6 +144,9 @@ class Evidence:
                 f"asked for {self.plan.precision}, but Linear layers compute in {seen}: call the model that "
                 "accelerator.prepare returned, or compute inside accelerator.autocast()"
             )
+        if self.calls:
+            self.leave_out(self.calls.outside())
+            self.calls = None
         mine = self.updated_by(optimizer)
         elsewhere = self.backend.gradients(mine)
         gradients = add(
@@ -123,6 +154,19 @@ class Evidence:
         )
         self.record["dtypes"]["gradients"] = gradients
         self.gradient_bytes += size(elsewhere) + size(self.strategy.gradients(mine, optimizer))
+
+    def leave_out(self, outside):
+        """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises
+        Refused if nothing is left."""
+        record, kinds = self.record, self.backend.kinds
+        record["linear_converted"] -= sum(kinds[kind(layer)][0] for layer in outside.values())
+        record["linear_skipped"] += [{"name": name, "reason": "frozen and in eval()"} for name in outside]
+        record["share_converted"] = share(self.strategy, self.backend, self.model, set(outside.values()))
+        if not record["linear_converted"] and not self.plan.compile:
+            raise Refused(
+                "asked for fp8, but no Linear layer has computed in FP8 in the first step: those that could are frozen "
+                "and in eval(), where no gradient goes through them. Call train() on the model, or use a bf16 config"
+            )
 
     def updated_by(self, optimizer):
         """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
@@ -298,10 +342,10 @@ def converted(backend, model):
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
-def share(strategy, backend, model):
-    """The fraction of the model's parameters in layers that compute in FP8."""
-    kinds = backend.kinds
-    inside = {p for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
+def share(strategy, backend, model, outside=()):
+    """The fraction of the model's parameters in layers that compute in FP8. outside: layers that do not."""
+    layers = [module for module in model.modules() if kind(module) in backend.kinds and module not in outside]
+    inside = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
     sizes = {p: strategy.shape_of(p).numel() for p in model.parameters()}
     return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
 

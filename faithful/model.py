@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from faithful.backends.linear import in_fp8
 from faithful.blocks import compile_blocks
 from faithful.evidence import Evidence, Layers
 from faithful.strategies.base import parameter_ids
@@ -58,5 +59,5 @@ def convert(accelerator, model, optimizers):
     strategy.before_prepare(accelerator, model, optimizer)
     skipped = backend.convert(accelerator, model, optimizer)
     if plan.compile:
-        compile_blocks(model, eager_in_eval=backend.eager_in_eval)
+        compile_blocks(model, in_fp8 if backend.eager_in_eval else None)
     return layers, skipped

@@ -160,7 +160,8 @@ def test_values_dtype_and_frozen_weights_are_kept(bias):
     before = model(x)
     ours.TransformerEngine(plan()).convert(None, model, None)
     assert [type(layer) for layer in model] == [te.Linear, te.LayerNorm]
-    after = model.eval().to("cuda")(x.to("cuda")).cpu()
+    with torch.no_grad():
+        after = model.eval().to("cuda")(x.to("cuda")).cpu()
     assert (after.float() - before.float()).abs().max() <= 2**-7 * before.float().abs().max()  # a place of bf16
     assert not model[0].weight.requires_grad and model[1].weight.requires_grad
     assert [(n, p.shape) for n, p in model[0].named_parameters()] == [("weight", (32, 16)), ("bias", (32,))][: 1 + bias]
@@ -317,11 +318,36 @@ def test_fp8_is_for_training():
     theirs, mine = pair()
     x = seeded(16, 64)
     before = {name: tensor.clone() for name, tensor in ours.state(theirs).items()}
-    out = theirs.eval()(x.to("cuda")).cpu()
+    with torch.no_grad():
+        out = theirs.eval()(x.to("cuda")).cpu()
     assert (out - F.linear(x, mine[0].weight)).abs().max() < 1e-5
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state(theirs).items())
     trained = theirs.train()(x.to("cuda")).cpu()
     assert not torch.equal(trained, out) and not FP8GlobalStateManager.is_fp8_enabled()
+
+
+def test_a_model_in_eval_that_trains_does_so_in_fp8():
+    x, grad = seeded(16, 64).to("cuda"), seeded(16, 48).to("cuda")
+    (theirs, _), (other, _) = pair(), pair()
+    assert all(map(torch.equal, results(theirs.eval(), x, grad), results(other, x, grad)))
+
+
+def test_a_second_derivative_is_refused():
+    theirs, _ = pair()
+    x = seeded(16, 64).to("cuda").requires_grad_()
+    with pytest.raises(Refused, match="has no derivative .create_graph=True, a gradient penalty"):
+        torch.autograd.grad(theirs(x).sum(), x, create_graph=True)
+
+
+def test_a_frozen_layer_in_eval_computes_outside_fp8():
+    """In a model in train(), whose autocast is on."""
+    model, x, seen = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 16)), seeded(16, 64), []
+    plain = model[0](x)
+    ours.TransformerEngine(plan(DELAYED)).convert(None, model, None)
+    model[0].requires_grad_(False).eval()
+    model[0].register_forward_hook(lambda *call: seen.append(call[2].detach().cpu()))
+    model.to("cuda")(x.to("cuda")).sum().backward()
+    assert (seen[0] - plain).abs().max() < 1e-5 and model[1].weight.grad.any()
 
 
 # What it keeps
@@ -339,7 +365,8 @@ def test_the_state_is_all_that_its_own_checkpoint_holds():
     for key, tensor in tensors.items():
         kind, way = key.rsplit("_", 1)
         assert torch.equal(tensor, own[f"0.scaling_{way}.{kind}"].cpu()), key
-    theirs.eval()(seeded(16, 64).to("cuda"))
+    with torch.no_grad():
+        theirs.eval()(seeded(16, 64).to("cuda"))
     assert theirs[0].get_extra_state().numel() == 0  # its own is empty after an evaluation
     assert ours.state(theirs).keys() == own.keys()
 
@@ -434,8 +461,9 @@ def test_a_transformer_layer_computes_what_timms_block_does():
         block.mlp.act = nn.GELU(approximate="tanh")
     ours.TransformerEngine(plan()).convert(None, model, None)
     x, model = seeded(16, 1, 8, 8), model.to("cuda")
-    expected = plain.eval()(x)
-    difference = (model.eval()(x.to("cuda")).cpu() - expected).abs().max()
+    with torch.no_grad():
+        expected = plain.eval()(x)
+        difference = (model.eval()(x.to("cuda")).cpu() - expected).abs().max()
     assert difference < 1e-5 * expected.abs().max(), difference
 
 

@@ -155,11 +155,9 @@ def test_evaluation_leaves_no_trace():
     linear, _ = layer()
     linear(seeded(32, 64)).sum().backward()
     before = {name: getattr(linear, name).clone() for name in linear.SCALING}
-    linear.eval()
-    linear(seeded(32, 64) * 100)
-    linear.train()
     with torch.no_grad():
-        linear(seeded(32, 64) * 100)
+        linear.eval()(seeded(32, 64) * 100)
+        linear.train()(seeded(32, 64) * 100)
     for name, value in before.items():
         assert torch.equal(getattr(linear, name), value), name
 

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from amp8 import emulate
-from faithful import Refused, backends, files, plan
+from amp8.coded import CodesRead
+from faithful import Accelerator, Refused, backends, files, plan
 from faithful.backends import torchao, transformer_engine
 from faithful.blocks import compile_blocks
 from faithful.config import read_env, to_env
@@ -247,9 +248,9 @@ def test_a_model_that_names_no_blocks_is_not_said_to_be_compiled():
         if names:
             model._no_split_modules = names
         with pytest.raises(Refused, match="the model names none"):
-            compile_blocks(model, eager_in_eval=False)
+            compile_blocks(model)
     model._no_split_modules = ["Linear"]
-    compile_blocks(model, eager_in_eval=False)
+    compile_blocks(model)
     assert model[0]._compiled_call_impl is not None
 
 
@@ -332,6 +333,97 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     assert computed(twin.train()).equal(plain if "msamp" in name else in_fp8)  # amp8's copies are plain layers
 
 
+FP8 = ["single_fp8", "zero2_fp8", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o2", "single_fp8_msamp_o3"]
+
+
+def on_a_backend(name):
+    """Four Linear layers on a config's backend; it has gradients from `backward`. Returns (model, its optimizer)."""
+    torch.manual_seed(0)
+    model, planned = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), resolved(name)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    backends.of(planned).convert(None, model, optimizer)
+    prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, prepared_parameters=set), model, prepared)
+    return model, prepared.optimizer
+
+
+def trained_in(mode, model, optimizer):
+    """(output, weights after a step) of a model in a mode, which a function sets."""
+    mode(model)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    (1e3 * out.float().square().mean()).backward()
+    optimizer.step()
+    return out.detach(), {name: value.clone() for name, value in model.state_dict().items() if "fp8_" not in name}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("mode", [lambda model: model.eval(), lambda model: model[1].eval()], ids=["model", "layer"])
+def test_what_trains_in_eval_does_so_in_fp8(name, mode):
+    """As from_pretrained returns a model, and with a frozen batch norm: a step is that of a model in train()."""
+    right, out = trained_in(lambda model: model.train(), *on_a_backend(name)), trained_in(mode, *on_a_backend(name))
+    assert torch.equal(out[0], right[0]) and all(torch.equal(out[1][key], right[1][key]) for key in right[1])
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_frozen_layer_in_eval_computes_in_fp8_where_a_gradient_goes_through_it(name, behind):
+    """It is behind a layer that is trained, as LoRA's are, or before all of them, as a feature extractor's."""
+    model, optimizer = on_a_backend(name)
+    model[1].eval().requires_grad_(False)
+    model[0].requires_grad_(behind)
+    start, seen = {key: value.clone() for key, value in model.state_dict().items()}, []
+    hook = model[1].register_forward_hook(lambda layer, inputs, out: seen.extend((inputs[0].detach(), out.detach())))
+    _, after = trained_in(lambda model: model, model, optimizer)
+    hook.remove()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        plain, in_fp8 = model[1](seen[0]), model[1].train()(seen[0])
+    assert torch.equal(seen[1], in_fp8 if behind else plain) and not torch.equal(plain, in_fp8)
+    moved = {key for key in start if "fp8_" not in key and not torch.equal(after[key], start[key])}
+    trained = (0, 2, 3) if behind else (2, 3)
+    assert moved == {f"{layer}.{key}" for layer in trained for key in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_a_second_derivative_is_refused(name):
+    """A gradient penalty's gradients would point nowhere."""
+    model, _ = on_a_backend(name)
+    x = torch.randn(16, 32, requires_grad=True)
+    model(x).sum().backward(retain_graph=True)
+    with pytest.raises((Refused, CodesRead), match="has no derivative .create_graph=True, a gradient penalty"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def in_eval(frozen):
+    """What a rank runs: trains a model in eval() whose `frozen` layers are not trained."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)), torch.nn.Linear(32, 3)).eval()
+    for layer in frozen:
+        model[layer].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with torch.no_grad():
+        model(torch.randn(16, 32))
+    accelerator.backward(model(torch.randn(16, 32)).float().square().mean())
+    optimizer.step()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("name", ["single_fp8_te", "single_fp8_msamp_o2"])
+def test_the_line_counts_what_has_computed_in_fp8(tmp_path, name):
+    train(name, tmp_path / "run", script=functools.partial(in_eval, [0, 1]))
+    log, evidence = (tmp_path / "run.log").read_text(), record(tmp_path / "run")["evidence"]
+    assert evidence["linear_converted"] == 1 and "1 of 4 Linear in FP8" in log
+    assert "0, 1 (frozen and in eval())" in log and 0.2 < evidence["share_converted"] < 0.35
+
+
+def test_a_run_in_which_nothing_computes_in_fp8_is_refused(tmp_path):
+    train("single_fp8_te", tmp_path / "run", script=functools.partial(in_eval, [0, 1, 2]), code=2)
+    assert "no Linear layer has computed in FP8 in the first step" in (tmp_path / "run.log").read_text()
+
+
 def test_a_copy_of_a_model_in_transformer_engine_s_autocast_is_a_model_of_its_own(monkeypatch):
     """A copy of a model in TransformerEngine's autocast has its own weights and its own train() and eval()."""
     entered = []
@@ -345,7 +437,7 @@ def test_a_copy_of_a_model_in_transformer_engine_s_autocast_is_a_model_of_its_ow
     monkeypatch.setattr(transformer_engine, "recipe", lambda planned: None)
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.ones(2, 4)
     transformer_engine.compute_in_fp8(te, dataclasses.replace(resolved("single_fp8_te"), level="current"), model)
-    twin = copy.deepcopy(model).eval()
+    twin = copy.deepcopy(model).eval().requires_grad_(False)
     twin[0].weight.data.zero_(), twin[0].bias.data.fill_(7)
     assert twin(x).eq(7).all() and not model.train()(x).eq(7).any()
     assert entered == [False, True]

@@ -11,7 +11,7 @@ class Backend(abc.ABC):
     """
 
     kinds = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
-    eager_in_eval = False  # whether compiled blocks must not be used in eval()
+    eager_in_eval = False  # whether compiled blocks must not be used outside FP8 (linear.in_fp8)
     codes = False  # whether weights are codes, so that the full weights must be computed from them
     in_parts = False  # whether each process holds a part of the model, whatever the strategy
     any_number_of_processes = False  # whether all processes have the same state of their own, or none
@@ -26,7 +26,7 @@ class Backend(abc.ABC):
 
     @property
     def eval_precision(self):
-        """The precision of a model in eval()."""
+        """The precision of an evaluation."""
         return "bf16" if self.plan.precision == "fp8" else self.plan.precision
 
     def arguments(self):

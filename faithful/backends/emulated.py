@@ -1,6 +1,6 @@
 """The numerics of torchao and of TransformerEngine in software (amp8/emulate.py), for a rehearsal on a CPU.
 
-An EmulatedLinear in eval() computes without FP8: it looks at its own `training` flag.
+An EmulatedLinear knows itself when it computes without FP8, by the rule of linear.in_fp8.
 """
 
 from faithful.backends.base import Backend

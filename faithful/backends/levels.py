@@ -4,7 +4,7 @@ import contextlib
 import math
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import asked_to_skip, in_bf16, ours
+from faithful.backends.linear import asked_to_skip, in_bf16, in_fp8, ours
 from faithful.clipping import GradientsElsewhere
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
@@ -49,7 +49,7 @@ class MSAMP(GradientsElsewhere, Backend):
             amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
         for module in model.modules():
             if isinstance(module, amp8.FP8Linear):
-                module.register_forward_pre_hook(out_of_fp8_in_eval)
+                module.register_forward_pre_hook(in_fp8_or_not)
         return [(name, listed.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
 
     def after_prepare(self, accelerator, model, optimizer):
@@ -114,8 +114,8 @@ def refusals():
         raise Refused(f"asked for fp8: {error}") from None
 
 
-def out_of_fp8_in_eval(module, _):
-    module.high_precision = not module.training
+def in_fp8_or_not(module, inputs):
+    module.high_precision = not in_fp8(module, *inputs)
 
 
 def converted(model):

@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import importlib
 
+import torch
 from torch import nn
 
 from faithful import patches
@@ -65,6 +66,35 @@ def refuse_unknown(skip, names):
         lines.append(f"fp8_config skip {pattern}: no Linear layer of the model is called so: {hint}")
     if lines:
         raise Refused("\n".join(lines))
+
+
+def in_fp8(module, *inputs):
+    """Whether a layer, or a block of layers, computes in FP8 in this forward pass: in train(), and in eval() too where
+    a gradient goes through it, to its parameters or its inputs. An evaluation, in eval() without gradients, does not.
+    The rule for all backends; amp8's EmulatedLinear has the same of its own."""
+    if module.training:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    weight_trains = getattr(module, "weight_trains", None)  # of amp8, whose weights compiled code cannot ask
+    trains = weight_trains() if weight_trains else any(parameter.requires_grad for parameter in module.parameters())
+    return trains or any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor))
+
+
+def once_differentiable(output):
+    """The output of a layer of another package that has computed in FP8, whose backward pass raises Refused if its
+    gradients are to be differentiated. amp8's layers raise an error of their own."""
+    if output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(refuse_a_derivative)
+    return output
+
+
+def refuse_a_derivative(gradient):
+    if torch.is_grad_enabled():
+        raise Refused(
+            "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a Hessian): leave "
+            "the layers out that it goes through (fp8_config: skip), or use a bf16 config"
+        )
 
 
 def left_alone(model, skip=(), multiple=16):

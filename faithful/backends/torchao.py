@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from accelerate.utils import AORecipeKwargs
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, kind, left_alone, wanted
+from faithful.backends.linear import in_bf16, in_fp8, kind, left_alone, once_differentiable, wanted
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import torch_optimizer
@@ -91,10 +91,10 @@ def config(plan):
 
 
 def evaluating(cls):
-    """A subclass of torchao's layer `cls` that computes without FP8 in eval()."""
+    """A subclass of torchao's layer `cls` that computes an evaluation without FP8."""
 
     def forward(self, x):
-        return cls.forward(self, x) if self.training else plain_linear(self, x)
+        return once_differentiable(cls.forward(self, x)) if in_fp8(self, x) else plain_linear(self, x)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})
 

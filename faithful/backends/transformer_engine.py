@@ -1,8 +1,8 @@
 """TransformerEngine's Linear and LayerNorm, on a GPU. They take over the Parameters, so the optimizer need not change.
 
-The recipe gets every option of the config, unchanged. A model computes in FP8 inside TransformerEngine's autocast, only
-in train(). Delayed scaling keeps a scale and an amax history per tensor, which are not buffers of the modules.
-TransformerEngine saves them as a pickle; this file saves them as tensors.
+The recipe gets every option of the config, unchanged. A model computes in FP8 inside TransformerEngine's autocast, but
+not in an evaluation. Delayed scaling keeps a scale and an amax history per tensor, which are not buffers of the
+modules. TransformerEngine saves them as a pickle; this file saves them as tensors.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import nn
 
 from faithful import places
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, left_alone
+from faithful.backends.linear import in_bf16, in_fp8, left_alone, once_differentiable
 from faithful.blocks import block_names
 from faithful.errors import Refused
 from faithful.tensors import named, unwrapped
@@ -96,12 +96,16 @@ def multiple(plan):
 
 def in_whole_rows(layer, rows, x):
     """`layer(x)` for any number of rows (samples times tokens). FP8 products need multiples of `rows`, so rows of zeros
-    are appended and removed again. They change no amax, no other row and no gradient."""
+    are appended and removed again. They change no amax, no other row and no gradient. A layer that computes outside FP8
+    leaves the model's autocast for it: a frozen part in eval() of a model in train()."""
     forward = functools.partial(type(layer).forward, layer)
+    if not in_fp8(layer, x):
+        with package().autocast(enabled=False):
+            return forward(x)
     missing = -x.shape[:-1].numel() % rows
-    if not (layer.training and missing):
-        return forward(x)
-    out = forward(F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing)))
+    if not missing:
+        return once_differentiable(forward(x))
+    out = once_differentiable(forward(F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing))))
     return out[:-missing].view(*x.shape[:-1], out.shape[-1])
 
 
@@ -135,7 +139,7 @@ def recipe(plan):
 
 
 def compute_in_fp8(te, plan, model):
-    """Wraps `model.forward` in TransformerEngine's autocast, with FP8 in train() only.
+    """Wraps `model.forward` in TransformerEngine's autocast, with FP8 if any part of the model computes in FP8.
 
     Activation checkpointing computes activations again outside of it. TransformerEngine's own checkpointing enters the
     autocast again, with the scales of the first pass; torch's, which Accelerate would use, does not.
@@ -155,7 +159,7 @@ def compute_in_fp8(te, plan, model):
 
     def in_fp8(self, *args, **kwargs):
         try:
-            with te.autocast(enabled=self.training, recipe=fp8_recipe):
+            with te.autocast(enabled=any_in_fp8(self, *args, *kwargs.values()), recipe=fp8_recipe):
                 return forward(self, *args, **kwargs)
         except ValueError as error:
             if "FP8 execution requires" not in str(error):
@@ -166,6 +170,11 @@ def compute_in_fp8(te, plan, model):
             ) from None
 
     model.forward = types.MethodType(in_fp8, model)  # a method, so that it is bound anew in a copy of the model
+
+
+def any_in_fp8(model, *inputs):
+    """Whether any part of the model computes in FP8. A part in train() does in a model in eval(), too."""
+    return in_fp8(model, *inputs) or any(part.training for part in model.modules())
 
 
 def state(model):
