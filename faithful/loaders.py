@@ -2,11 +2,14 @@
 
 A loader draws its order, and the seed of its workers, when an epoch begins. A checkpoint holds the states of the random
 generators at that time, and the number of the epoch. The first epoch after `load_state` draws from these, and then
-restores those of the checkpoint. A torchdata StatefulDataLoader saves its own place in the data.
+restores torch's of the checkpoint; a sampler's own draws on, as samplers also do after their first batch. Persistent
+workers draw a seed once, in their loader's first epoch: those of a resumed run get that seed again, and draw none. A
+torchdata StatefulDataLoader saves its own place in the data.
 """
 
 import itertools
 import json
+import weakref
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -18,10 +21,11 @@ from faithful.values import pack, unpack
 
 class Epoch:
     """The epoch of a prepared loader, also after `skip_first_batches`. `began`: {name: state} of its random generators
-    when the epoch began; `again`: states to begin the next epoch with, or None."""
+    when the epoch began; `again`: states to begin the next epoch with, or None. In both, `workers` is there if the
+    epoch goes on with persistent workers. `workers`: the state from which these drew their seed, or None."""
 
     def __init__(self):
-        self.loaders, self.began, self.again = [], None, None
+        self.loaders, self.began, self.again, self.workers = [], None, None, None
 
     def watch(self, prepared):
         """Watches `prepared`, Accelerate's loader around torch's, and returns it."""
@@ -30,7 +34,7 @@ class Epoch:
             object.__dict__["__class__"].__set__(prepared, kind)  # Accelerate's loaders answer .__class__ with another
         self.loaders = [*self.loaders[:1], prepared]  # the first and the newest: a script may make one per epoch
         if type(inside) is DataLoader:
-            inside.__class__, inside.epoch = Watched, self
+            inside.__class__, inside.epoch = Watched, weakref.ref(self)  # a cycle would keep its workers alive
         return prepared
 
     def running(self, between_batches):
@@ -40,15 +44,26 @@ class Epoch:
                 return between_batches or not loader.end_of_dataloader
         return False
 
+    @property
+    def first(self):
+        """torch's loader inside the prepared one."""
+        return getattr(self.loaders[0], "base_dataloader", self.loaders[0])
+
     def generator(self):
         """The generator of the loader's sampler, or None."""
-        return sampler_generator(getattr(self.loaders[0], "base_dataloader", self.loaders[0]))
+        return sampler_generator(self.first)
 
     def number(self, running):
         """The number of the epoch under way, or of the next one, as Accelerate counts them. running: see `running`."""
         newest = self.loaders[-1]
         in_last_batch = not running and any(other is newest for other in newest.gradient_state.dataloader_references)
         return newest.iteration + in_last_batch  # Accelerate counts on after the last batch
+
+    def forget_workers(self):
+        """Ends persistent workers: the next epoch starts others."""
+        for loader in self.loaders:
+            if isinstance(inside := getattr(loader, "base_dataloader", None), Watched):
+                inside._iterator = None
 
     def stateful(self):
         """The loader, if it saves its own place in the data, or None."""
@@ -78,20 +93,43 @@ ANNOUNCED = {DataLoaderShard: AnnouncedShard, DataLoaderDispatcher: AnnouncedDis
 
 
 class Watched(DataLoader):
-    def _get_iterator(self):
-        epoch, generator = self.epoch, sampler_generator(self)
-        again, epoch.again, later = epoch.again, None, generators(generator)
+    def __iter__(self):
+        epoch, generator = self.epoch(), sampler_generator(self)
+        if epoch is None:  # its Accelerator is gone
+            return super().__iter__()
+        again, epoch.again, later = epoch.again, None, torch.get_rng_state()
         if again is not None:
             set_generators(generator, again)
-        epoch.began = generators(generator)
-        iterator = super()._get_iterator()
+        workers = self.persistent(epoch, again)
+        epoch.began = generators(generator) | ({"workers": workers} if workers is not None else {})
+        iterator = super().__iter__()
         if again is not None:
             if hasattr(iterator, "_sampler_iter"):  # the sampler draws the order with its first batch
                 batches = iterator._sampler_iter
                 first = list(itertools.islice(batches, 1))
                 iterator._sampler_iter = itertools.chain(first, batches)
-            set_generators(generator, later)
+            torch.set_rng_state(later)
         return iterator
+
+    def persistent(self, epoch, again):
+        """The state from which this epoch's workers drew their seed earlier, or None if they are to draw it now."""
+        goes_on = self is epoch.first if again is None else "workers" in again
+        return epoch.workers if self.persistent_workers and (goes_on or self._iterator is not None) else None
+
+    def _get_iterator(self):
+        """Starts the workers."""
+        epoch, own = self.epoch(), self.generator
+        if epoch is None:
+            return super()._get_iterator()
+        if self.persistent_workers and "workers" in epoch.began:
+            self.generator = torch.Generator()
+            self.generator.set_state(epoch.workers)
+        elif self.persistent_workers and self is epoch.first:
+            epoch.workers = torch.get_rng_state() if own is None else own.get_state()
+        try:
+            return super()._get_iterator()
+        finally:
+            self.generator = own
 
 
 def sampler_generator(loader):
@@ -122,8 +160,11 @@ def state_dict(epochs, between_batches):
     for i, epoch in enumerate(epochs):
         running, generator = epoch.running(between_batches), epoch.generator()
         states.append({"running": running and epoch.began is not None, "epoch": epoch.number(running)})
+        parts |= {f"loader/{i}/workers": epoch.workers} if epoch.workers is not None else {}
         parts |= {f"loader/{i}/now": generator.get_state()} if generator is not None else {}
-        parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()} if states[i]["running"] else {}
+        if states[i]["running"]:
+            states[i]["same_workers"] = "workers" in epoch.began
+            parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()}
         if (loader := epoch.stateful()) is not None:  # differs from process to process; a loader may have no length
             text = json.dumps(pack(loader.state_dict(), parts, f"loader/{i}/stateful."))
             parts[f"loader/{i}/stateful"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -138,8 +179,11 @@ def load_state_dict(epochs, parts, states):
             epoch.loaders[0].set_epoch(state["epoch"])
         if generator is not None and f"loader/{i}/now" in parts:
             generator.set_state(parts[f"loader/{i}/now"])
+        epoch.forget_workers()
+        epoch.workers = parts[f"loader/{i}/workers"].clone() if f"loader/{i}/workers" in parts else None
         if state["running"]:
-            names = [name for name in ("torch", "own") if f"loader/{i}/{name}" in parts]
+            names = ["torch", "own", *(["workers"] if state.get("same_workers") else [])]
+            names = [name for name in names if f"loader/{i}/{name}" in parts]
             epoch.again = {name: parts[f"loader/{i}/{name}"].clone() for name in names}
         if (loader := epoch.stateful()) is not None and f"loader/{i}/stateful" in parts:
             text = bytes(parts[f"loader/{i}/stateful"].tolist()).decode()

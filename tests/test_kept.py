@@ -1,6 +1,8 @@
 """What Accelerate keeps is kept here: folders, models, loaders, gradients that are not finite, freed memory."""
 
+import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -219,6 +221,92 @@ loader.set_epoch(0)
 accelerator.load_state(folder / "saved")
 assert [int(x) for x in loader] == epochs[2] != epochs[0]
 """)  # fmt: skip
+
+
+WORKERS = """
+class Numbered(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        worker = torch.utils.data.get_worker_info()
+        return torch.tensor([index, worker.seed if worker else 0])
+
+
+def prepared(workers, persistent):
+    set_seed(0)
+    model, data = linear(), Numbered()
+    loader = torch.utils.data.DataLoader(data, 2, True, num_workers=workers, persistent_workers=persistent)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+
+
+def rest(model, optimizer, loader, at=(0, 0), skip=True, save=()):
+    seen = []  # what is left of three epochs from (epoch, batch) on; saves after the batches `save`
+    for epoch in range(at[0], 3):
+        skipped = at[1] if epoch == at[0] else 0
+        left = accelerator.skip_first_batches(loader, skipped) if skip and skipped else loader
+        for number, batch in enumerate(left, 0 if left is loader else skipped):
+            if number >= skipped:
+                accelerator.backward(model(torch.ones(1, 16)).sum())
+                optimizer.step()
+                seen.append((epoch, number, batch.tolist()))
+                if (epoch, number + 1) in save:
+                    accelerator.save_state(folder / f"{epoch}-{number + 1}")
+    return seen
+
+
+"""
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
+def test_an_epoch_goes_on_with_its_order_and_its_workers_seeds(tmp_path, config):
+    """Persistent workers begin their first epoch alone as others do."""
+    run(tmp_path, WORKERS + """
+accelerator = Accelerator(project_dir=folder)
+n = 8 // accelerator.num_processes
+saves = [(0, 2), (1, n), (2, 1)]
+for workers, persistent in [(0, False), (1, True)]:
+    whole = rest(*prepared(workers, persistent), save=saves)
+    for save, skip in [(save, skip) for save in saves for skip in (True, False)[:save[1]]]:
+        accelerator.free_memory()
+        objects = prepared(workers, persistent)
+        for _ in range(2):  # a new process's loader, and one whose workers run already
+            accelerator.load_state(folder / f"{save[0]}-{save[1]}")
+            left = rest(*objects, at=save if save[1] < n else (save[0] + 1, 0), skip=skip)
+            assert left == whole[save[0] * n + save[1]:], (workers, persistent, save, skip, left, whole)
+    accelerator.free_memory()
+""", config=config)  # fmt: skip
+
+
+def test_a_run_that_is_stopped_in_a_later_epoch_goes_on_with_persistent_workers(tmp_path):
+    body = (
+        WORKERS
+        + """
+import os, signal
+accelerator = Accelerator(project_dir=folder)
+objects = prepared(1, True)
+accelerator.load_state()
+begun = accelerator.steps.taken
+
+
+def told_to_stop(*_):
+    if accelerator.steps.taken == stop_after:
+        os.kill(os.getpid(), signal.SIGTERM)
+        accelerator.steps.next_exchange = 0
+
+
+objects[1].optimizer.register_step_post_hook(told_to_stop)
+seen = rest(*objects, at=divmod(begun, 8))
+print("seen", [batch for *_, batch in seen], flush=True)
+accelerator.end_training()
+"""
+    )
+    whole = run(tmp_path, f"stop_after = -1{body}").partition("seen ")[2].splitlines()[0]
+    shutil.rmtree(tmp_path / "run")
+    run(tmp_path, f"stop_after = 10{body}", code=143)
+    left = run(tmp_path, f"stop_after = -1{body}").partition("seen ")[2].splitlines()[0]
+    whole, left = json.loads(whole), json.loads(left)
+    assert 8 < 24 - len(left) < 16 and left == whole[24 - len(left) :]
 
 
 def test_a_stateful_loader_goes_on_where_it_was(tmp_path):
