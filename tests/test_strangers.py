@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import train
+from conftest import Ranks, train
 from safetensors.torch import save_file
 
 from faithful import checkpoint, weight_files
 from faithful.disk import names, readers, replacing
 from faithful.errors import NotSaved
-from tools import export
+from tools import export, show
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1)
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -293,3 +293,105 @@ def test_the_mode_of_every_file_is_that_of_the_umask(tmp_path):
         os.umask(before)
     modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in run.rglob("*") if path.is_file()}
     assert len(modes) > 6 and set(modes.values()) == {"0o640"}, modes
+
+
+# ---- rows of metrics ----
+
+TORN = [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0', b'{"step": 3}{"step": 4}', b"\xff\xfe}", b"[1]", b"3}", b"[" * 99_999,
+        b'"}', b"null"]  # fmt: skip
+
+
+@pytest.mark.parametrize("torn", TORN, ids=range(len(TORN)))
+def test_a_torn_row_of_metrics_ends_no_run(run, torn):
+    """What is whole is kept, with one note. The last line may lack its end, as after a crash."""
+    file = run / "metrics.jsonl"
+    before = [json.loads(line) for line in file.read_text().splitlines()]
+    first, *rest = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + torn + b"\n" + b"".join(rest) + torn)
+    assert show.main([str(run), "--html"]) == 0
+    assert [row for _, row in readers.rows_of(file)[0]] == before
+    train("single_fp32", run, *STEPS, "--max_steps", 4, "--resume_from_checkpoint", run / "checkpoint-2")
+    said = Path(f"{run}.log").read_text()
+    assert said.count("metrics.jsonl has 2 lines that are damaged, as after a crash: left out") == 1
+    after = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in after] == [row["step"] for row in before] and "Traceback" not in said
+
+
+def test_a_history_is_rewritten_in_one_step(run, monkeypatch):
+    """A kill in between leaves all of it."""
+    from faithful.record import Record
+
+    before = (run / "metrics.jsonl").read_bytes()
+    made = Record(None, run, run, True)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replacing.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made.begin_metrics(2)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "data.json", "run.html"])
+@pytest.mark.parametrize("kind", ["symlink", "pipe"])
+def test_what_a_run_writes_does_not_leave_its_folder(run, outside, name, kind):
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside / ".bashrc") if kind == "symlink" else os.mkfifo(run / name)
+    if name == "run.html":
+        with pytest.raises(export.Refused):
+            show.main([str(run), "--html"])
+    else:
+        code = 2 if (name, kind) == ("data.json", "pipe") else 0
+        train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST, code=code)
+        assert "Traceback" not in Path(f"{run}.log").read_text()
+    assert untouched(outside)
+
+
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_a_model_that_would_be_written_elsewhere_is_refused_at_the_start(run, outside, name):
+    shutil.rmtree(run / "model")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(outside / ("below" if name == "model" else ".bashrc"))
+    train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST, code=2)
+    assert untouched(outside) and "is a symlink" in Path(f"{run}.log").read_text()
+
+
+# ---- folders that cannot be written ----
+
+
+@pytest.mark.parametrize("how", ["a file", "below a file", "full", "read-only"])
+def test_a_folder_that_cannot_be_written_is_one_line_at_the_start(tmp_path, how):
+    folder = tmp_path / "run"
+    if how == "a file":
+        folder.touch()
+    elif how == "below a file":
+        (tmp_path / "file").touch()
+        folder = tmp_path / "file" / "run"
+
+    def before(rank):
+        import errno
+
+        if how in ("full", "read-only"):  # root may write everywhere
+            import shared.data
+
+            number = errno.ENOSPC if how == "full" else errno.EROFS
+            real = os.open
+
+            def fails(path, flags, *rest, **options):
+                if str(path).startswith(str(folder)) and flags & (os.O_WRONLY | os.O_RDWR):
+                    raise OSError(number, os.strerror(number), str(path))
+                return real(path, flags, *rest, **options)
+
+            def made(self, *_, **__):
+                raise OSError(number, os.strerror(number), str(self))
+
+            os.open = fails
+            shared.data.Path.mkdir = made
+
+    log = tmp_path / "log"
+    ranks = Ranks("single_fp32", ["--output_dir", str(log), *map(str, (*STEPS, "--output_dir", folder))], before=before)
+    assert ranks.wait() == [2], ranks.text()
+    said = ranks.text()
+    assert said.count("refused: nothing can be written to ") == 1, said
+    assert "Traceback" not in said and "goes on" not in said, said

@@ -26,7 +26,6 @@ it and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 """
 
 import contextlib
-import json
 import logging
 import re
 import sys
@@ -41,7 +40,7 @@ from faithful import checkpoint, places, tensor_files, weight_files  # noqa: E40
 from faithful.disk import names, replacing  # noqa: E402
 from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli  # noqa: E402
+from tools import cli, records  # noqa: E402
 
 # Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
@@ -68,13 +67,9 @@ def part_of(path):
 
 
 def record_of(run):
-    """The run.json of a run."""
-    try:
-        record = json.loads((run / "run.json").read_text())
-        record["status"], record["recipe"], record["plan"]["strategy"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{run} is not the folder of a run: no readable run.json ({type(error).__name__})") from None
-    return record
+    """The run.json of a run, with its data.json, if there is one, as "data"."""
+    record = records.record_of(run)
+    return record | {"data": records.data_of(run)} if (run / "data.json").exists() else record
 
 
 def source_of(run, step=None):
@@ -263,9 +258,8 @@ def load(run, step=None):
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     from shared import diffusion, models
 
-    record_of(run)
-    record = models.own_run(run)
-    if record is None:
+    record = record_of(run)
+    if "data" not in record:
         raise Refused(
             f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
             "alone. ./launch.sh export RUN writes the weights as safetensors"
