@@ -13,7 +13,6 @@ whoever looks at the checkpoint next moves the rest (`settle`).
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -26,35 +25,33 @@ import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
 
 from faithful import launcher, tensor_files
+from faithful.disk import names, readers
+from faithful.disk.replacing import sync, write_json
 from faithful.errors import Refused
 
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
 STAGED = ".checkpoint.tmp"  # in a folder that existed before
 # Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
 FORMAT, READABLE = 4, (3, 4)
+RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
+MOST = 1_000_000  # processes
+# What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
+AGE = {"counter?": readers.count(), "saved?": readers.number}
+RANKS = {"alone": bool, "plan": {"num_processes": readers.count(1, MOST)}}
+STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
+LISTS = {key: list for key in ("groups", "schedulers", "registered", "loaders", "optimizers?")}
+WHOLE = (
+    AGE
+    | RANKS
+    | LISTS
+    | {"steps": STEPS, "models?": readers.count(0, MOST), "scaler": (dict, type(None)), "cuts": dict}
+)
 
 
 def digest(path, kind="xxh3_128"):
     """The hash of a file. xxh3_128 finds every damage by accident, and sha256 takes ten times as long as reading."""
-    with open(path, "rb") as file:
+    with os.fdopen(names.opened(path), "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128 if kind == "xxh3_128" else kind).hexdigest()
-
-
-def sync(path):
-    """Writes a file, or a folder's entries, from the page cache to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path, value):
-    """Writes a file atomically: a reader sees the old content or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    sync(temporary)
-    os.replace(temporary, path)
 
 
 def entry(path):
@@ -65,6 +62,24 @@ def hash_in(entry):
     """(bytes, name of the hash, hash) of an entry of a manifest. Raises LookupError or TypeError if it is damaged."""
     kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
     return entry["bytes"], kind, entry[kind]
+
+
+def manifest_of(folder):
+    """{name: (bytes, name of the hash, hash)} of a checkpoint's files. Each name is that of a file in the folder, or of
+    one that is missing there. Raises OSError, and ValueError, LookupError, TypeError or AttributeError if damaged."""
+    manifest = {name: hash_in(wanted) for name, wanted in readers.value_of(folder / MANIFEST).items()}
+    for name in manifest:
+        names.inside(folder, name)
+    return manifest
+
+
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged manifest raises
+
+
+def is_as_written(path, wanted, whole=True):
+    """Whether a file has the size and, read as a `whole`, the hash of its entry in a manifest."""
+    size, kind, value = wanted
+    return path.stat().st_size == size and (not whole or digest(path, kind) == value)
 
 
 class Save:
@@ -80,10 +95,13 @@ class Save:
     def __init__(self, accelerator, folder, alone, keep=None):
         self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, alone
         self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
-        folder = folder.resolve()
-        existed = folder.exists()
+        linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
+        folder = folder if linked else folder.resolve()
+        existed, self.count = folder.exists(), next_count(folder.parent) if self.main else None
         if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
-            folder, existed = broadcast_object_list([folder, existed])
+            folder, existed, linked = broadcast_object_list([folder, existed, linked])
+        if linked:
+            raise Refused(f"save_state: {folder} is a symlink, which leads out of its folder: remove it")
         self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
         mark = self.temporary / f".{uuid.uuid4().hex}"  # whoever sees it has the main process's disk
         if self.main:
@@ -123,6 +141,7 @@ class Save:
         first error of any rank, as text, or None. No collective is called: this may run in a thread.
 
         state: JSON values; rank 0's are written."""
+        state = state | {"counter": self.count}
         written, path = {}, self.temporary / f"rank{self.rank}.safetensors"
         try:
             written = {path.name: tensor_files.write(parts, path)}
@@ -136,7 +155,7 @@ class Save:
             here = [files for _, files, keeper in outcomes if keeper == self.keeper]
             try:
                 self.complete({name: of_file for files in here for name, of_file in files.items()}, state)
-            except OSError as problem:
+            except (OSError, names.Unsafe) as problem:
                 self.error = str(problem)
         outcomes = self.together("complete the checkpoint", self.error)
         self.error = next((error for error in outcomes if error), None)
@@ -151,14 +170,15 @@ class Save:
         """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
         this disk."""
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
-        for path in sorted(path for path in self.temporary.rglob("*") if path.is_file()):
+        for path in sorted(path for path in self.temporary.rglob("*") if not path.is_dir() or path.is_symlink()):
             name = str(path.relative_to(self.temporary))
+            names.inside(self.temporary, name)  # a hook of the script may have made a symlink
             files[name] = files.get(name) or entry(path)
         write_json(self.temporary / MANIFEST, files)
         sync(self.temporary)
         if self.folder.exists():  # the script may have made it in the meantime
             os.rename(self.temporary, self.folder / STAGED)
-            settle(self.folder)
+            take_over(self.folder, files)
         else:
             os.rename(self.temporary, self.folder)
             sync(self.folder.parent)
@@ -193,20 +213,36 @@ def sees(file):
 
 
 def settle(folder):
-    """Moves a complete checkpoint from `folder`/.checkpoint.tmp to `folder`, and deletes the files of the one that was
-    there. Other files stay. Several processes may call it at once."""
+    """Moves a complete checkpoint from `folder`/.checkpoint.tmp to `folder`, if all of its files are what was written,
+    and deletes the files of the one that was there. Other files stay. Several processes may call it at once."""
     staged = folder / STAGED
-    try:
-        new = json.loads((staged / MANIFEST).read_text())
-    except (OSError, ValueError):
+    if staged.is_symlink() or not (staged / MANIFEST).exists():
         return  # nothing there, or not complete
-    with contextlib.suppress(OSError, ValueError):
-        for name in json.loads((folder / MANIFEST).read_text()).keys() - new.keys():
-            (folder / name).unlink(missing_ok=True)
-    for name in (*new, MANIFEST):  # the manifest last: until then this function can be called again
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(*DAMAGE):  # whatever is there, it is no checkpoint of ours: it stays as it is
+        new = manifest_of(staged)
+        if all(moved_or_sound(staged, folder, name, wanted) for name, wanted in new.items()):
+            take_over(folder, new)
+
+
+def moved_or_sound(staged, folder, name, wanted):
+    """Whether the file is as written, where it was written or where it has been moved."""
+    try:
+        return is_as_written(staged / name, wanted)
+    except FileNotFoundError:
+        return is_as_written(names.inside(folder, name), wanted)
+
+
+def take_over(folder, new):
+    """Moves the files of the manifest `new` from `folder`/.checkpoint.tmp to their place in `folder`. Raises OSError or
+    ValueError before anything is moved if a name's place is taken by what is no file."""
+    staged, places = folder / STAGED, {name: names.inside(folder, name) for name in (*new, MANIFEST)}
+    with contextlib.suppress(*DAMAGE):
+        for name in manifest_of(folder).keys() - new.keys():
+            names.inside(folder, name).unlink(missing_ok=True)
+    for name, place in places.items():  # the manifest last: until then this function can be called again
+        place.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # moved already
-            os.replace(staged / name, folder / name)
+            os.replace(staged / name, place)
     sync(folder)
     shutil.rmtree(staged, ignore_errors=True)
 
@@ -218,17 +254,47 @@ def number(folder):
 
 
 def list_checkpoints(output_dir):
-    """The checkpoint folders in `output_dir`, newest first: by the time when they were written, because a run that goes
-    on from an older one writes smaller numbers than those of the steps that it gave up. Then by number."""
-
-    def age(folder):
-        try:
-            return json.loads((folder / STATE).read_text()).get("saved", 0), number(folder)
-        except (OSError, ValueError, AttributeError):
-            return 0, number(folder)  # incomplete, damaged, or from before the time was saved
-
+    """The checkpoint folders in `output_dir`, newest first: by a counter, because clocks are set, and a run that goes
+    on from an older one writes smaller numbers than those of the steps that it gave up. Those from before the counter
+    was saved come after them, by their time. Then by number. Incomplete and damaged ones are the last."""
     found = [path for path in Path(output_dir).glob("checkpoint*") if number(path) is not None]
-    return sorted(found, key=age, reverse=True)
+    return sorted(found, key=lambda folder: (*age_of(folder), number(folder)), reverse=True)
+
+
+def age_of(folder):
+    """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 without a state
+    that can be read."""
+    try:
+        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
+        return state.get("counter", 0), state.get("saved", 0)
+    except (OSError, ValueError):
+        return -1, 0
+
+
+def next_count(output_dir):
+    """The counter of a checkpoint that is the newest in its folder."""
+    return 1 + max((age_of(folder)[0] for folder in list_checkpoints(output_dir)), default=0)
+
+
+def candidates(output_dir):
+    """The checkpoints in the order in which to look for a sound one: the newest first. Before them those whose state is
+    damaged, so that they are named: nothing says how new they are."""
+    folders = list_checkpoints(output_dir)
+    for folder in folders:
+        settle(folder)
+    return sorted(folders, key=lambda folder: not has_damaged_state(folder))
+
+
+def has_damaged_state(folder):
+    """Whether a checkpoint that was complete once lacks its state, or has another one than was written."""
+    try:
+        wanted = manifest_of(folder).get(STATE)
+    except DAMAGE:
+        return False
+    try:
+        return wanted is not None and not is_as_written(folder / STATE, wanted)
+    except OSError:
+        return True
 
 
 def unsound(folder, rank=0, processes=1):
@@ -236,18 +302,21 @@ def unsound(folder, rank=0, processes=1):
     processes each reads the files of its rank, and the first one those of no rank too."""
     try:
         settle(folder)
-        manifest = {name: hash_in(wanted) for name, wanted in json.loads((folder / MANIFEST).read_text()).items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        manifest = manifest_of(folder)
+    except names.Unsafe as error:
+        return f"its {MANIFEST} is none of ours: {error}"
+    except DAMAGE as error:
         return f"no readable {MANIFEST} ({type(error).__name__})"
-    if missing := sorted(name for name in manifest if not (folder / name).is_file()):
+    if missing := sorted(name for name in {*manifest, STATE} if not (folder / name).is_file()):
         return f"files {missing} are missing"
+    if STATE not in manifest:
+        return f"{STATE} is not in its {MANIFEST}"
     if rank < ranks_that_saved(folder) and f"rank{rank}.safetensors" not in manifest:
         return f"rank{rank}.safetensors is missing, it was written to another machine's disk"
     first = 0 if "rank0.safetensors" in manifest else rank  # reads the rest; on a disk without rank 0's file each does
-    for name, (size, kind, value) in manifest.items():
-        own = re.fullmatch(r"rank(\d+)\.safetensors", name)
-        reads = (int(own[1]) if own else first) % processes == rank
-        if (folder / name).stat().st_size != size or (reads and digest(folder / name, kind) != value):
+    for name, wanted in manifest.items():
+        own = RANKS_FILE.fullmatch(name)
+        if not is_as_written(folder / name, wanted, whole=(int(own[1]) if own else first) % processes == rank):
             return f"{name} is not what was written" + (f" by rank {own[1]}" if own else "")
     return None
 
@@ -255,10 +324,16 @@ def unsound(folder, rank=0, processes=1):
 def ranks_that_saved(folder):
     """The number of processes that wrote a file of the checkpoint; 0 if its state cannot be read."""
     try:
-        state = json.loads((folder / STATE).read_text())
+        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), RANKS)
         return 1 if state["alone"] else state["plan"]["num_processes"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         return 0
+
+
+def files_of_ranks(folder):
+    """{rank: file of its tensors} of a checkpoint that `unsound` has found sound, in the order of ranks."""
+    ranks = {int(own[1]): name for name in manifest_of(folder) if (own := RANKS_FILE.fullmatch(name))}
+    return {rank: folder / ranks[rank] for rank in sorted(ranks)}
 
 
 def find(accelerator, wanted, output_dir):
@@ -266,9 +341,9 @@ def find(accelerator, wanted, output_dir):
     in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged, or
     every one in output_dir that was complete once."""
     damaged = None  # the newest one, and why
-    candidates = list_checkpoints(output_dir) if wanted is None else [Path(wanted)]
-    [candidates] = broadcast_object_list([candidates])
-    for folder in candidates:
+    folders = candidates(output_dir) if wanted is None else [Path(wanted)]
+    [folders] = broadcast_object_list([folders])
+    for folder in folders:
         here = accelerator.process_index, accelerator.num_processes
         reason = None if is_accelerates(folder) else unsound(folder, *here)
         launcher.wait_for_all("verify the checkpoint")
@@ -298,18 +373,42 @@ def is_accelerates(folder):
 
 def read_state(folder):
     """`trainer_state.json` of a checkpoint that `find` has verified."""
+    file = folder / STATE
     try:
-        state = json.loads((folder / STATE).read_text())
-    except ValueError as error:
-        raise Refused(f"{folder / STATE} is not JSON ({error}): take another checkpoint") from None
+        state = readers.of_kind(file, readers.value_of(file), {})
+    except (OSError, ValueError) as error:
+        raise Refused(f"{error}: take another checkpoint") from None
     if state.get("format") not in READABLE:
         raise Refused(
             f"{folder} was written in format {state.get('format', 1)}, this version reads {READABLE[0]} and "
             f"{READABLE[1]}: resume it with the version that wrote it, or export its weights and start from them"
         )
-    return state
+    try:
+        return whole_state(file, state)
+    except ValueError as error:
+        raise Refused(f"{error}: take another checkpoint") from None
+
+
+def whole_state(file, state):
+    """`state` if it has all that this version writes, each value of its type and range. Raises Damaged."""
+    readers.of_kind(file, state, WHOLE)
+    processes = state["plan"]["num_processes"]
+    within = {
+        "keeper?": readers.count(0, processes - 1),
+        "replicas?": lambda n: type(n) is int and n in range(1, processes + 1),
+    }
+    return readers.of_kind(file, state, within)
+
+
+def cuts_of(file):
+    """{name: dimension along which tensor parallel has split it, or None} in a trainer_state.json. Raises Refused."""
+    try:
+        found = readers.of_kind(file, readers.value_of(file), {"cuts": dict})["cuts"]
+        return readers.of_kind(file, found, dict.fromkeys(found, lambda at: at is None or at in range(64)), "cuts")
+    except (OSError, ValueError) as error:
+        raise Refused(f"{error}: take another checkpoint") from None
 
 
 def tensors_of(folder, rank, prefix=""):
     """The tensors in one rank's file whose names begin with `prefix`."""
-    return tensor_files.TensorFile(folder / f"rank{rank}.safetensors", prefix)
+    return tensor_files.TensorFile(names.inside(folder, f"rank{rank}.safetensors"), prefix)

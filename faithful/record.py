@@ -25,7 +25,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from faithful import config, launcher, machine, plan
-from faithful.checkpoint import write_json
+from faithful.disk import names, readers
+from faithful.disk.replacing import write_json, write_text
 from faithful.errors import Refused
 
 LONGEST_CURVE = 1000  # points of the loss curve that run.json keeps
@@ -102,15 +103,22 @@ class Record:
         if not self.main:
             return
         if (file := config.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
-            Path(file).write_text(str(self.folder))
+            with contextlib.suppress(OSError):
+                Path(file).write_text(str(self.folder))
         with self.writing("run.json"):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.make_folder()
             self.claim()
             self.clear_leftovers()
             if not resumed:
                 self.set_aside()
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)
+
+    def make_folder(self):
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise Refused(f"nothing can be written to {self.shown}: it or a folder above it is a file") from None
 
     def clear_leftovers(self):
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
@@ -121,9 +129,12 @@ class Record:
 
     def begin_metrics(self, step):
         """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
-        rows = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
-        rows = [row for row in rows if row.endswith("}") and stays(json.loads(row), step)]
-        self.metrics_file.write_text("".join(row + "\n" for row in rows + self.early))
+        rows, damaged = readers.rows_of(self.metrics_file)
+        if damaged:
+            lines = "a line that is" if damaged == 1 else f"{damaged} lines that are"
+            self.note("damaged rows", f"{self.shown}/metrics.jsonl has {lines} damaged, as after a crash: left out")
+        lines = [line for line, row in rows if stays(row, step)]
+        write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
         self.early.clear()
 
     def set_aside(self):
@@ -132,7 +143,7 @@ class Record:
         if not files:
             return
         try:
-            earlier = json.loads((self.folder / "run.json").read_text())
+            earlier = readers.value_of(self.folder / "run.json")
             status, started = str(earlier["status"]), str(earlier["started"])
         except (OSError, ValueError, KeyError, TypeError):
             status, started = "of unknown state", ""
@@ -239,7 +250,7 @@ def errors_left(folder):
     errors = []
     for file in folder.glob("error-rank*.json"):
         with contextlib.suppress(OSError, ValueError):
-            errors.append(json.loads(file.read_text()))
+            errors.append(readers.of_kind(file, readers.value_of(file), {"rank": int, "error": str, "time": str}))
     errors.sort(key=lambda error: (error["time"], error["rank"]))
     return "; ".join(f"rank {error['rank']}: {error['error']}" for error in errors[:3]) or None
 
@@ -248,7 +259,7 @@ def end_for(folder, why):
     """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
     launcher knows."""
     with contextlib.suppress(OSError, ValueError):
-        record = json.loads((folder / "run.json").read_text())
+        record = readers.value_of(folder / "run.json")
         if record["status"] == "running":
             error = errors_left(folder) or why
             write_json(folder / "run.json", record | {"status": "failed", "error": error, "finished": now()})
@@ -256,13 +267,13 @@ def end_for(folder, why):
 
 def stays(row, step):
     """Whether to keep a row of metrics.jsonl: a run resumed at `step` does not write it again."""
-    at = row.get("step") if isinstance(row, dict) else None
+    at = row.get("step")
     return not isinstance(at, int | float) or at < step or (at == step and "loss" in row)
 
 
 def append(path, line):
     """Appends a line to a file: all of it or, on a full disk, nothing."""
-    with path.open("ab", buffering=0) as file:
+    with os.fdopen(names.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
         before, data = file.tell(), line.encode() + b"\n"
         try:
             whole = file.write(data) == len(data)

@@ -91,9 +91,9 @@ def load_state_dict(accelerator, folder):
     any_number = strategy.any_number_of_processes and backend.any_number_of_processes
     fixed = [key for key in PLANNED if key != "num_processes" or not any_number]
     differs = [
-        f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
+        f"{key} {state['plan'].get(key)} -> {getattr(plan, key)}"
         for key in fixed
-        if state["plan"][key] != getattr(plan, key)
+        if state["plan"].get(key) != getattr(plan, key)
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")

@@ -1,6 +1,5 @@
 """The files that save_model writes: `model.safetensors`, or in several files with an index."""
 
-import os
 import re
 import shutil
 import tempfile
@@ -13,7 +12,8 @@ from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_s
 from safetensors import SafetensorError
 
 from faithful import launcher, tensor_files
-from faithful.checkpoint import sync, write_json
+from faithful.disk import replacing
+from faithful.disk.replacing import sync, write_json
 from faithful.errors import NotSaved
 from faithful.tensors import local
 
@@ -79,10 +79,12 @@ def write_model(folder, write, names):
         temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder))
         write(temporary)
         new = sorted(path.name for path in temporary.iterdir())
+        mode = replacing.created(temporary / "mode")
         for name in new:
             sync(temporary / name)
+            replacing.check_target(folder / name)
         for name in new:
-            os.replace(temporary / name, folder / name)
+            replacing.move(temporary / name, folder / name, mode)
         sync(folder)
         for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
             if re.fullmatch(names, old.name) and old.name not in new:

@@ -8,6 +8,7 @@ and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` an
 import functools
 import itertools
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -107,7 +108,34 @@ def describe(accelerator, dataset):
     """Writes data.json into the run's folder, for predict and export. Returns the folder."""
     folder = Path(accelerator.project_dir or "runs/latest")
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
         description = about(dataset) | {"fingerprint": dataset.fingerprint()}
-        (folder / "data.json").write_text(json.dumps(description, indent=1) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder / "data.json", (json.dumps(description, indent=1) + "\n").encode())
+        except OSError as error:
+            raise Refused(f"nothing can be written to {folder} ({error.strerror or error}): choose another") from None
+        refuse_symlinks(folder)
     return folder
+
+
+def refuse_symlinks(folder):
+    """Raises Refused if the model of a run that is gone on with would be written elsewhere: the folder may be a
+    stranger's."""
+    for path in (folder / "model", *(folder / "model").glob("*")):
+        if path.is_symlink():
+            raise Refused(f"{path} is a symlink, and would be written through: remove it, or choose another folder")
+
+
+def write(path, content):
+    """Puts a file of these bytes in the place of another, or of nothing, in one step. A symlink goes, not the file that
+    it leads to. Raises OSError, also if the place is that of a folder, a pipe or a device."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

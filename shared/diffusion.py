@@ -4,6 +4,7 @@ A model learns the velocity on the straight way from noise, at time 0, to an ima
 (https://arxiv.org/abs/2210.02747). From noise it draws images by following its velocity.
 """
 
+import io
 import math
 
 import torch
@@ -14,6 +15,7 @@ from timm.models.vision_transformer import Attention
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from shared import data
 from shared.args import Refused
 from shared.data import about
 
@@ -181,7 +183,9 @@ def save_picture(images, file):
     """Writes images in [-1, 1] as a PNG, a row for each class; small ones are enlarged."""
     times = max(1, 32 // images.shape[-1])
     images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
-    torchvision.utils.save_image(images, file, nrow=EACH, normalize=True, value_range=(-1, 1))
+    picture = io.BytesIO()
+    torchvision.utils.save_image(images, picture, "png", nrow=EACH, normalize=True, value_range=(-1, 1))
+    data.write(file, picture.getvalue())
 
 
 @torch.no_grad()

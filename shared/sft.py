@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shared import hub, text
+from shared import data, hub, text
 from shared.args import Refused
 
 TEMPLATE = (  # for a tokenizer that has none
@@ -244,7 +244,8 @@ def merge(folder, scale):
         os.replace(f"{path}.tmp", path)
     listed = Path(folder, "model.safetensors.index.json")
     if listed.exists():
-        listed.write_text(json.dumps(json.loads(listed.read_text()) | {"weight_map": index}, indent=2) + "\n")
+        listing = json.loads(listed.read_text()) | {"weight_map": index}
+        data.write(listed, (json.dumps(listing, indent=2) + "\n").encode())
 
 
 def leave(accelerator, model, held_out, folder, scale):
@@ -259,6 +260,6 @@ def leave(accelerator, model, held_out, folder, scale):
     accelerator.print("".join(lines), flush=True)
     text.leave(accelerator, model, held_out, folder)
     if accelerator.is_main_process:
-        Path(folder, "answers.txt").write_text("".join(lines))
+        data.write(Path(folder, "answers.txt"), "".join(lines).encode(errors="replace"))
         if scale:
             merge(Path(folder, "model"), scale)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shared import hub
+from shared import data, hub
 from shared.args import Refused
 
 END = "<|endoftext|>"
@@ -300,6 +300,6 @@ def leave(accelerator, model, dataset, folder, prompt=None):
         accelerator.print(f"sample: {sample}", flush=True)
     if accelerator.is_main_process:
         if prompt:
-            Path(folder, "sample.txt").write_text(sample + "\n")
+            data.write(Path(folder, "sample.txt"), f"{sample}\n".encode(errors="replace"))
         accelerator.unwrap_model(model).config.save_pretrained(Path(folder, "model"))
         dataset.tokenizer.save_pretrained(Path(folder, "model"))

@@ -69,14 +69,14 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("diagnose", "single_fp8 -- vit --max_step 4", 2, UNKNOWN),
     ("diagnose", "single_fp8 -- benchmarks/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
     ("diagnose", "{tmp}/own", 2, "{tmp}/own was not launched with a config file: name config and recipe"),
-    ("diagnose", "{tmp}/damaged", 2, "{tmp}/damaged has no readable run.json (JSONDecodeError)"),
+    ("diagnose", "{tmp}/damaged", 2, "{tmp}/damaged is not the folder of a run: no readable run.json"),
     ("diagnose", "single_fp8 --output {tmp}/file/out -- vit", 2, "nothing can be written to {tmp}/file/out"),
     ("estimate", "single_bf16", 2, "which recipe? ./launch.sh estimate"),
     ("estimate", "single_bf17 -- vit", 2, "no config single_bf17: did you mean single_bf16?"),
     ("estimate", "single_bf16 --memory lots -- vit", 2, "--memory lots: write it as 80GB or 24GiB"),
     ("estimate", "--num_processes 0 -- vit", 2, "0 is not a whole number, 1 or more"),
     ("estimate", "single_bf16 -- vit --max_step 4", 2, UNKNOWN),
-    ("export", "{tmp}/nowhere", 2, "{tmp}/nowhere is not the folder of a run: no readable run.json (FileNotFoundError)"),
+    ("export", "{tmp}/nowhere", 2, "{tmp}/nowhere is not the folder of a run: no readable run.json (No such file"),
     ("export", "{tmp}/own --to onnx", 2, "{tmp}/own has no data.json, as the run of a script of your own"),
     ("export", "{tmp}/own --to pickle", 2, "argument --to: invalid choice: 'pickle'"),
     ("gpu_report", "", 2, "there is no GPU here: --rehearse"),
@@ -91,8 +91,8 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("predict", "{tmp}/gpt --prompt x --tokens 0", 2, "argument --tokens: 0 is not a whole number, 1 or more"),
     ("predict", "{tmp}/own --prompt x", 2, "{tmp}/own classifies images: give it image files or folders that hold some"),
     ("predict", "{tmp}/nowhere a.png", 2, "{tmp}/nowhere is not the folder of a run"),
-    ("show", "{tmp}/nowhere", 2, "show takes the folder of a run (with its run.json), got {tmp}/nowhere"),
-    ("show", "{tmp}/damaged", 2, "show takes the folder of a run (with its run.json), got {tmp}/damaged"),
+    ("show", "{tmp}/nowhere", 2, "{tmp}/nowhere is not the folder of a run: no readable run.json"),
+    ("show", "{tmp}/damaged", 2, "{tmp}/damaged is not the folder of a run: no readable run.json"),
 ]  # fmt: skip
 LAUNCH_SH = [  # (the script, its words, its exit code, the line)
     ("./launch.sh", "ddp_bf17 vit", 2, "no config ddp_bf17: did you mean ddp_bf16?"),
@@ -111,7 +111,7 @@ LAUNCH_SH = [  # (the script, its words, its exit code, the line)
     ("./launch.sh", "--bananas", 2, "unknown option"),
     ("./launch.sh", "ddp_bf16 --num_processes", 2, "needs a value"),
     ("./launch.sh", "setup fast", 2, "setup takes --extra"),
-    ("./launch.sh", "show /nowhere", 2, "show takes the folder of a run"),
+    ("./launch.sh", "show /nowhere", 2, "/nowhere is not the folder of a run"),
 ]  # fmt: skip
 RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process, the line)
     ("single_bf16", "--grad_scaler init_scale=8", 2, "a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out"),

@@ -6,6 +6,7 @@ import sys
 
 import faithful
 from faithful import launcher
+from faithful.disk import replacing
 from shared import args
 
 
@@ -51,6 +52,14 @@ def make_folder(folder):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise args.Refused(f"nothing can be written to {folder}: {error.strerror}") from None
+
+
+def write(path, text):
+    """Writes a file that a command leaves, in one step. Raises Refused if it cannot be written."""
+    try:
+        replacing.write_text(path, text)
+    except OSError as error:
+        raise args.Refused(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def columns(rows):

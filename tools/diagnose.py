@@ -29,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import Refused, config, files, launcher, machine  # noqa: E402
-from tools import cli, find, paired  # noqa: E402
+from faithful.disk import names  # noqa: E402
+from tools import cli, find, paired, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
@@ -181,12 +182,13 @@ def page_of(diagnosis):
 def of_run(folder):
     """The config's name and text, the recipe and its options, of a run's folder."""
     try:
-        record = json.loads((folder / "run.json").read_text())
+        record = records.record_of(folder)
         line, config = shlex.split(record["command"]), record["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{folder} has no readable run.json ({type(error).__name__})") from None
+        names.inside(folder, f"{config['name']}.yml")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{folder} has no readable run.json ({error})") from None
     scripts = [i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in Path(word).name]
-    if not config["name"] or not scripts:
+    if not config["name"] or not config.get("text") or "/" in config["name"] or not scripts:
         raise Refused(f"{folder} was not launched with a config file: name config and recipe")
     taken = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("output_dir", *LENGTH):  # diagnose sets them itself
@@ -268,7 +270,7 @@ def main(argv):
         name, stored, words = of_run(Path(args.config))
         cli.make_folder(out)
         args.config = f"{out / name}.yml"
-        Path(args.config).write_text(stored)
+        cli.write(Path(args.config), stored)
     file, mapping = find.sound_config(args.config)
     if not words:
         raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
@@ -288,8 +290,8 @@ def main(argv):
         return code or 1
     shutil.rmtree(out / "run", ignore_errors=True)  # the record of repeated steps describes no real run
     diagnosis = diagnosis_of(json.loads((out / "watched.json").read_text()), f"./launch.sh diagnose {shlex.join(argv)}")
-    (out / "diagnose.json").write_text(json.dumps(diagnosis, indent=1))
-    (out / "diagnose.html").write_text(page_of(diagnosis))
+    cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
+    cli.write(out / "diagnose.html", page_of(diagnosis))
     print(text(diagnosis))
     print(f"{out}/diagnose.html")
     return 0

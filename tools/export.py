@@ -26,9 +26,7 @@ it and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 """
 
 import contextlib
-import json
 import logging
-import os
 import re
 import sys
 from functools import partial
@@ -39,9 +37,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import checkpoint, places, tensor_files, weight_files  # noqa: E402
+from faithful.disk import names, replacing  # noqa: E402
 from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli  # noqa: E402
+from tools import cli, records  # noqa: E402
 
 # Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
@@ -68,13 +67,9 @@ def part_of(path):
 
 
 def record_of(run):
-    """The run.json of a run."""
-    try:
-        record = json.loads((run / "run.json").read_text())
-        record["status"], record["recipe"], record["plan"]["strategy"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{run} is not the folder of a run: no readable run.json ({type(error).__name__})") from None
-    return record
+    """The run.json of a run, with its data.json, if there is one, as "data"."""
+    record = records.record_of(run)
+    return record | {"data": records.data_of(run)} if (run / "data.json").exists() else record
 
 
 def source_of(run, step=None):
@@ -82,24 +77,30 @@ def source_of(run, step=None):
     record = record_of(run)
     status, strategy = record["status"], record["plan"]["strategy"]
     model = sorted((run / "model").glob("model*.safetensors"))  # in several files if it is large
+    try:
+        model = [names.inside(run, f"model/{path.name}") for path in model]
+    except names.Unsafe as error:
+        raise Refused(f"{run}: {error}; copy the folder with cp -rL") from None
     if step is None and status == "finished" and model:
         return model, "the finished model"
     if strategy not in READABLE:
         raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
-    folders = checkpoint.list_checkpoints(run)
+    folders = checkpoint.candidates(run)
     if step is not None:
         steps = [folder.name.removeprefix("checkpoint-") for folder in folders]
         if str(step) not in steps:
             raise Refused(f"{run} has no checkpoint-{step}: there are steps {', '.join(steps) or 'none'}")
         folders = [folders[steps.index(str(step))]]
     for folder in folders:
-        files = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.safetensors")}
-        elsewhere = set(range(checkpoint.ranks_that_saved(folder))) - files.keys()
-        if strategy in ("single", "ddp") and record["plan"].get("level") != "o3":
-            elsewhere = set()  # each process had the same weights
         reason = checkpoint.unsound(folder)
-        if reason is None and elsewhere:
-            reason = f"rank{min(elsewhere)}.safetensors is missing, copy it from the disk of the machine that wrote it"
+        files = {} if reason else checkpoint.files_of_ranks(folder)
+        missing = next((n for n in range(checkpoint.ranks_that_saved(folder)) if n not in files), None)
+        if strategy in ("single", "ddp") and record["plan"].get("level") != "o3":
+            missing = None  # each process had the same weights
+        if reason is None and missing is not None:
+            reason = f"rank{missing}.safetensors is missing, copy it from the disk of the machine that wrote it"
+        if reason is None and not files:
+            reason = "it has no file of tensors"
         if reason is None:
             files = [files[rank] for rank in sorted(files)]
             replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks holds the whole model
@@ -125,7 +126,7 @@ def plain_tensors(files):
         tensors = from_levels(parts)
     elif any(places.kind(name) == places.WEIGHT for name in parts[0]):
         state = files[0].with_name(checkpoint.STATE)
-        tensors = from_checkpoint(parts, json.loads(state.read_text())["cuts"] if state.is_file() else {})
+        tensors = from_checkpoint(parts, checkpoint.cuts_of(state) if state.is_file() else {})
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
@@ -208,18 +209,20 @@ def from_levels(parts):
 @contextlib.contextmanager
 def written_whole(output):
     """Yields the path of a temporary file that becomes `output` at the end: a reader sees all of it or nothing."""
-    temporary = output.with_name(output.name + ".tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        checkpoint.sync(temporary)
-        os.replace(temporary, output)
-        checkpoint.sync(output.parent)
+        with replacing.replaced(output) as temporary:
+            yield temporary
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+
+
+def refuse_other_than_a_file(output):
+    """Raises Refused before the work if the output is there and is no regular file."""
+    try:
+        replacing.check_target(output)
+    except OSError as error:
+        raise Refused(f"--output {error}") from None
 
 
 def export(run, output=None, step=None, max_shard_size="10GB"):
@@ -229,8 +232,7 @@ def export(run, output=None, step=None, max_shard_size="10GB"):
     output = output or run / "export.safetensors"
     if output.resolve().parent == files[0].resolve().parent:
         raise Refused(f"--output {output} is in the folder that is read, and would damage it: choose another")
-    if output.is_dir():
-        raise Refused(f"--output {output} cannot be written: it is a folder; name a file in it")
+    refuse_other_than_a_file(output)
     tensors = without_adapters(plain_tensors(files), record_of(run))
     shapes = {name: torch.empty_like(load(), device="meta") for name, load in tensors.items()}
     pattern = f"{output.stem}{{suffix}}{output.suffix}"
@@ -256,9 +258,8 @@ def load(run, step=None):
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     from shared import diffusion, models
 
-    record_of(run)
-    record = models.own_run(run)
-    if record is None:
+    record = record_of(run)
+    if "data" not in record:
         raise Refused(
             f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
             "alone. ./launch.sh export RUN writes the weights as safetensors"
@@ -328,8 +329,10 @@ def to_onnx(run, output=None, step=None, samples=16):
         import onnxscript  # noqa: F401  torch's exporter needs it
     except ImportError as error:
         raise Refused(f"ONNX needs the package {error.name}: ./launch.sh setup --extra onnx") from None
+    output = output or run / "export.onnx"
+    refuse_other_than_a_file(output)
     model, record, source = load(run, step)
-    output, inputs = output or run / "export.onnx", held_out(run, record, samples)
+    inputs = held_out(run, record, samples)
     sizes, shorter = {0: torch.export.Dim("batch")}, None
     if record["recipe"] in ("gpt", "sft", "bert"):
         model, length = Logits(model).eval(), inputs["input_ids"].shape[1]

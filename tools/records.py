@@ -1,10 +1,11 @@
 """Reads finished runs: why one cannot be used, and whether several differ in the config only."""
 
-import json
 import math
 import re
 from pathlib import Path
 
+from faithful.disk import readers
+from faithful.disk.readers import count, number
 from shared import args
 from shared.args import Refused
 
@@ -13,6 +14,68 @@ NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
 # Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
 FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
+
+
+def none_or(form):
+    return lambda value: value is None or form(value)
+
+
+def text(value):
+    return isinstance(value, str)
+
+
+def texts(value):
+    return isinstance(value, list) and all(map(text, value))
+
+
+NOTHING_OR_TEXT, NOTHING_OR_NUMBER, NOTHING_OR_OBJECT = none_or(text), none_or(number), (dict, type(None))
+PLAN = {"strategy": str, "precision?": str, "num_processes?": count(1, 10**6), "replicas?": count(1, 10**6)}
+# What run.json must hold to be shown, exported or compared. Keys with `?` are not in the records of all versions.
+RECORD = {
+    "status": str, "recipe": str, "plan": PLAN, "command?": str, "args?": NOTHING_OR_OBJECT, "seen?": NOTHING_OR_OBJECT,
+    "config?": {"name?": NOTHING_OR_TEXT, "text?": NOTHING_OR_TEXT, "sha256?": NOTHING_OR_TEXT},
+    "evidence?": NOTHING_OR_OBJECT, "notes?": texts, "versions?": dict, "device_name?": NOTHING_OR_TEXT,
+    "started?": str, "finished?": NOTHING_OR_TEXT, "throughput?": NOTHING_OR_OBJECT, "final?": NOTHING_OR_OBJECT,
+    "peak_memory_bytes?": NOTHING_OR_NUMBER, "error?": NOTHING_OR_TEXT, "code_sha256?": NOTHING_OR_TEXT,
+}  # fmt: skip
+SIZE = count(1, 100_000)
+# What data.json must hold to build the model and to prepare an input.
+DATA = {
+    "fingerprint?": NOTHING_OR_TEXT, "image_size?": none_or(SIZE), "in_chans?": count(1, 64), "num_classes?": SIZE,
+    "sequence_length?": SIZE, "vocab_size?": count(1, 10**7), "classes?": none_or(texts), "interpolation?": str,
+    "crop_pct?": number, "mean?": lambda value: numbers(value), "std?": lambda value: numbers(value),
+}  # fmt: skip
+
+
+def numbers(value):
+    return isinstance(value, list) and 0 < len(value) <= 64 and all(map(number, value))
+
+
+def record_of(folder):
+    """The run.json of a run. Raises Refused if there is none, or if it does not hold what a run writes."""
+    try:
+        return readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), RECORD)
+    except OSError as error:
+        why = error.strerror or error
+        raise Refused(f"{folder} is not the folder of a run: no readable run.json ({why})") from None
+    except readers.Damaged as error:
+        raise Refused(f"{folder} is not the folder of a run: no readable run.json ({error})") from None
+
+
+def data_of(folder):
+    """The data.json of a recipe's run. Raises Refused if it does not hold what a recipe writes."""
+    try:
+        return readers.of_kind(folder / "data.json", readers.value_of(folder / "data.json"), DATA)
+    except (OSError, readers.Damaged) as error:
+        raise Refused(f"{folder} has no readable data.json ({error})") from None
+
+
+def rows_of(folder):
+    """The rows of metrics.jsonl, without torn ones. Raises Refused if it is no file."""
+    try:
+        return [row for _, row in readers.rows_of(folder / "metrics.jsonl")[0]]
+    except OSError as error:
+        raise Refused(f"{folder}/metrics.jsonl cannot be read: {error}") from None
 
 
 def read(folder, seed=None):
@@ -24,13 +87,10 @@ def read(folder, seed=None):
     run = {"folder": folder, "record": None, "metrics": [], "seed": int(named[1]) if named else None}
     run["seed"] = run["seed"] if seed is None else seed
     try:
-        record = json.loads((folder / "run.json").read_text())
-        data = json.loads((folder / "data.json").read_text()) if (folder / "data.json").exists() else {}
-        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-        metrics = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
+        record, metrics = record_of(folder), rows_of(folder)
+        record["data"] = data_of(folder) if (folder / "data.json").exists() else {}
+    except Refused as error:
         return run | {"problem": f"no record: {error}"}
-    record["data"] = data
     run["seed"] = (record.get("args") or {}).get("seed", run["seed"]) if seed is None else seed
     return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
 

@@ -5,10 +5,11 @@ first, with one line per config. tools/drawings.py adds the pictures.
 """
 
 import csv
+import io
 import json
 from pathlib import Path
 
-from tools import paired
+from tools import cli, paired
 from tools.judge import COSTS
 
 CLASSES = ("weight", "gradient", "master", "optimizer")
@@ -287,9 +288,10 @@ def write(comparison, folder):
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(comparison, indent=1) + "\n")
-    (folder / "report.md").write_text(markdown(comparison))
-    (folder / "report.html").write_text(drawings.whole_page(comparison))
-    with (folder / "report.csv").open("w", newline="") as file:
-        spreadsheet(comparison, file)
+    table = io.StringIO(newline="")
+    spreadsheet(comparison, table)
+    cli.write(folder / "report.json", json.dumps(comparison, indent=1) + "\n")
+    cli.write(folder / "report.md", markdown(comparison))
+    cli.write(folder / "report.html", drawings.whole_page(comparison))
+    cli.write(folder / "report.csv", table.getvalue())
     print(text(comparison))

@@ -4,13 +4,11 @@
 ./launch.sh show runs/demo-... --html    as a page, run.html in the run's folder: curves, memory, layers in FP8
 """
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from shared.args import Refused  # noqa: E402
-from tools import cli  # noqa: E402
+from tools import cli, records  # noqa: E402
 
 
 def rows(record):
@@ -34,7 +32,7 @@ def rows(record):
 
 
 def text(folder):
-    table = [(name, str(value)) for name, value in rows(json.loads((folder / "run.json").read_text())) if value]
+    table = [(name, str(value)) for name, value in rows(records.record_of(folder)) if value]
     files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(files)}"))
     return "\n".join(f"  {line}" for line in cli.columns(table))
@@ -139,9 +137,8 @@ def in_words(record):
 def page_of(folder):
     from tools import page
 
-    record = json.loads((folder / "run.json").read_text())
-    file, evidence = folder / "metrics.jsonl", record["evidence"]
-    logged = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    record, logged = records.record_of(folder), records.rows_of(folder)
+    evidence = record["evidence"]
     table = {name: str(value) for name, value in rows(record) if value and name not in ("truth", "note")}
     parts = [*drawn_curves(curves(record, logged))]
     if evidence and evidence["bytes_per_parameter"]:  # counted after the first step
@@ -161,13 +158,8 @@ def main(argv):
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--html", action="store_true", help="write run.html into it")
     args = parser.parse_args(argv)
-    try:
-        json.loads((args.run / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        reason = type(error).__name__
-        raise Refused(f"show takes the folder of a run (with its run.json), got {args.run} ({reason})") from None
     if args.html:
-        (args.run / "run.html").write_text(page_of(args.run))
+        cli.write(args.run / "run.html", page_of(args.run))
         print(args.run / "run.html")
     else:
         print(text(args.run))

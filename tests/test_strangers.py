@@ -1,0 +1,397 @@
+"""Files that a stranger has made, or that are damaged: nothing outside their folder is read, moved, written or deleted,
+and what cannot be used is named in one line."""
+
+import json
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Ranks, train
+from safetensors.torch import save_file
+
+from faithful import checkpoint, weight_files
+from faithful.disk import names, readers, replacing
+from faithful.errors import NotSaved
+from tools import export, show
+
+STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1)
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A finished run with checkpoints of the steps 2 and 4."""
+    return train("single_fp32", tmp_path_factory.mktemp("made") / "run", *STEPS)
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "downloads" / "run")
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder of the user's, with files that nobody may touch."""
+    folder = tmp_path / "home"
+    (folder / "below").mkdir(parents=True)
+    for name in ("secret", ".bashrc", "below/secret"):
+        (folder / name).write_text("mine")
+    return folder
+
+
+def untouched(folder):
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return files == [".bashrc", "below/secret", "secret"] and all(
+        (folder / name).read_text() == "mine" for name in files
+    )
+
+
+def forge(folder, extra, also=()):
+    """Puts a complete checkpoint into `folder`/.checkpoint.tmp whose manifest has the names `extra`, too, as if its
+    writer had been killed; the manifest in the folder has the names `also`."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = {"bytes": 4, "xxh3_128": "0" * 32}
+    staged = folder / ".checkpoint.tmp"
+    staged.mkdir()
+    for name in manifest:
+        shutil.copy(folder / name, staged / name)
+    (staged / "manifest.json").write_text(json.dumps(manifest | dict.fromkeys(extra, entry)))
+    (folder / "manifest.json").write_text(json.dumps(manifest | dict.fromkeys(also, entry)))
+
+
+# ---- names ----
+
+NAMES = ["../../../home/secret", "/etc/../{}/secret", "{}/secret", "..", ".", "", "a//b", "a/../b", "a/./b", "a\\b",
+         "\x1b[2Jx", "x\ny", "\0", "a" * 300, "a/" * 400, "\ud800", "link", "door/secret", "pipe", "sub"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_a_name_in_a_file_is_no_way_out_of_its_folder(tmp_path, outside, name):
+    folder = tmp_path / "checkpoint-1"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "link").symlink_to(outside / "secret")
+    (folder / "door").symlink_to(outside)
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(names.Unsafe) as error:
+        names.inside(folder, name.format(outside))
+    assert str(error.value).isprintable() and len(str(error.value)) < 200
+    for plain in ("new.bin", "sub/new", "deep/er/new", "a file.json", "..x", "größe"):
+        assert names.inside(folder, plain) == folder / plain
+
+
+@pytest.mark.parametrize("name", ["../../../home/secret", "{}/.bashrc", "door/below/secret", "door/new", "pipe"])
+@pytest.mark.parametrize("use", ["export", "resume", "old manifest"])
+def test_a_manifest_that_names_files_elsewhere_moves_and_deletes_nothing(run, outside, use, name):
+    """Neither in the manifest of a checkpoint that is to be moved, nor in that of the one whose files go."""
+    folder, name = run / "checkpoint-4", name.format(outside)
+    (folder / "door").symlink_to(outside)
+    os.mkfifo(folder / "pipe")
+    forge(folder, *(([], [name]) if use == "old manifest" else ([name],)))
+    evil = folder / ".checkpoint.tmp" / name
+    if use != "old manifest" and name.startswith("door"):
+        evil.parent.mkdir(parents=True)
+        evil.write_text("evil")
+    shutil.rmtree(run / "model")
+    before = sorted(folder.rglob("*"))
+    if use == "resume":
+        train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST)
+    else:
+        export.source_of(run)
+    assert untouched(outside)
+    if use != "old manifest":
+        assert use == "resume" or sorted(folder.rglob("*")) == before
+
+
+def test_only_what_was_written_is_moved(run):
+    """A staged checkpoint with a damaged file stays where it is, and the one that was there is taken."""
+    folder = run / "checkpoint-4"
+    forge(folder, [])
+    staged = folder / ".checkpoint.tmp"
+    (staged / "rank0.safetensors").write_bytes(b"evil")
+    sound = checkpoint.digest(folder / "rank0.safetensors")
+    assert checkpoint.unsound(folder) is None and staged.exists()
+    assert checkpoint.digest(folder / "rank0.safetensors") == sound
+    shutil.copy(folder / "rank0.safetensors", staged)
+    assert checkpoint.unsound(folder) is None and not staged.exists()
+
+
+@pytest.mark.parametrize("file", ["rank0.safetensors", "trainer_state.json", "manifest.json"])
+@pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
+def test_a_file_of_a_checkpoint_that_is_none_is_named(run, tmp_path, file, kind):
+    path, elsewhere = run / "checkpoint-4" / file, tmp_path / "elsewhere"
+    shutil.move(path, elsewhere)
+    {"symlink": lambda: path.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    assert checkpoint.unsound(run / "checkpoint-4")
+    shutil.rmtree(run / "model")
+    assert export.source_of(run)[1] == "checkpoint-2"
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_exported(run):
+    save_file({"0:model/evil": torch.ones(2)}, run / "checkpoint-4" / "rank1.safetensors")
+    save_file({"0:model/evil": torch.ones(2)}, run / "checkpoint-4" / "rankx.safetensors")
+    shutil.rmtree(run / "model")
+    files, source = export.source_of(run)
+    assert source == "checkpoint-4" and [path.name for path in files] == ["rank0.safetensors"]
+
+
+def test_a_checkpoint_s_place_that_is_a_symlink_is_not_written_through(run, outside):
+    shutil.rmtree(run / "checkpoint-4")
+    (run / "checkpoint-4").symlink_to(outside)
+    train("single_fp32", run, *STEPS, "--max_steps", 4, "--resume_from_checkpoint", run / "checkpoint-2", code=2)
+    assert untouched(outside)
+    said = Path(f"{run}.log").read_text()
+    assert "is a symlink" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("keeper", ["../x", 7, -1, True, None, 10**30])
+def test_the_rank_in_a_state_is_a_number_of_its_run(run, keeper):
+    file = run / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text()) | {"keeper": keeper}
+    with pytest.raises(readers.Damaged, match=re.escape(f"{file}: keeper is ")):
+        checkpoint.whole_state(file, state)
+
+
+# ---- clocks, and states that are damaged ----
+
+
+def with_a_clock_that_is_wrong():
+    """What a rank runs: steps 1 and 2 are saved five hours ahead, then the clock is set right."""
+    import sys
+    import time
+
+    from accelerate.utils import ProjectConfiguration
+
+    from faithful import Accelerator
+
+    right, ahead = time.time, [5 * 3600]
+    time.time = lambda: right() + ahead[0]
+    accelerator = Accelerator(project_config=ProjectConfiguration(sys.argv[2], total_limit=2))
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(1, 7):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        ahead[0] = 5 * 3600 if step <= 2 else 0
+        accelerator.save_state()
+    accelerator.load_state()
+    assert accelerator.steps.taken == 6, accelerator.steps.taken
+    accelerator.load_state(Path(sys.argv[2]) / "checkpoint-5")
+    accelerator.save_state(Path(sys.argv[2]) / "checkpoint-3")
+    accelerator.load_state()
+    assert accelerator.steps.taken == 5, "a run that goes on from an older one takes its own newest"
+    accelerator.end_training()
+
+
+def test_a_clock_that_jumps_changes_neither_the_newest_nor_what_is_kept(tmp_path):
+    run = train("single_fp32", tmp_path / "run", script=with_a_clock_that_is_wrong)
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_checkpoints_from_before_the_counter_are_older_by_their_time(tmp_path):
+    states = {
+        1: {"saved": 9e9},
+        2: {"saved": 8e9},
+        3: {"saved": 1.0, "counter": 1},
+        4: {"saved": 0, "counter": 2},
+        5: {},
+    }
+    for step, state in states.items():
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"counter": "1000"}')
+    assert [checkpoint.number(path) for path in checkpoint.list_checkpoints(tmp_path)] == [4, 3, 1, 2, 5, 9]
+    assert checkpoint.next_count(tmp_path) == 3
+
+
+STATES = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"saved": "x"}',
+    '{"saved": NaN}',
+    "[" * 100_000,
+    None,
+    b"\xff\xfe",
+    '{"counter": -1}',
+]
+
+
+@pytest.mark.parametrize("text", STATES, ids=range(len(STATES)))
+def test_a_damaged_state_of_the_newest_checkpoint_is_named(run, text, capsys):
+    file = run / "checkpoint-4" / "trainer_state.json"
+    file.unlink() if text is None else file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    shutil.rmtree(run / "model")
+    assert export.source_of(run)[1] == "checkpoint-2"
+    assert f"skipping {run}/checkpoint-4: " in capsys.readouterr().err
+
+
+def test_it_is_named_by_a_run_that_goes_on(run):
+    (run / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    train("single_fp32", run, *STEPS, *LATEST)
+    said = Path(f"{run}.log").read_text()
+    assert f"skipping {run}/checkpoint-4: trainer_state.json is not what was written" in said
+    assert f"resumed from {run}/checkpoint-2 at step 2" in said and "Traceback" not in said
+
+
+# ---- what replaces a file ----
+
+
+def others(folder):
+    """{kind: path} of targets that nobody may replace."""
+    (folder / "mine").write_text("mine")
+    (folder / "link").symlink_to(folder / "mine")
+    (folder / "lost").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    return {name: folder / name for name in ("link", "lost", "pipe", "folder")}
+
+
+@pytest.mark.parametrize("kind", ["link", "lost", "pipe", "folder"])
+def test_only_a_file_is_replaced(run, tmp_path, kind):
+    target = others(tmp_path)[kind]
+    before = os.lstat(target)
+    for write in (
+        lambda: replacing.write_text(target, "x"),
+        lambda: replacing.write_json(target, {}),
+        lambda: export.export(run, target),
+        lambda: export.written_whole(target).__enter__(),
+        lambda: weight_files.write_model(tmp_path, lambda at: (at / kind).write_text("x"), "none"),
+    ):
+        with pytest.raises((OSError, export.Refused, NotSaved)) as error:
+            write()
+        assert len(str(error.value).splitlines()) == 1 and kind in str(error.value)
+    assert os.lstat(target).st_mode == before.st_mode and os.lstat(target).st_ino == before.st_ino
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "nowhere").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads", "folder", "link", "lost", "mine", "pipe"]
+
+
+def test_what_is_left_of_a_temporary_file_is_not_written_through(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "a.json.tmp").symlink_to(tmp_path / "mine")
+    replacing.write_json(tmp_path / "a.json", [1])
+    assert (tmp_path / "mine").read_text() == "mine" and json.loads((tmp_path / "a.json").read_text()) == [1]
+    assert not (tmp_path / "a.json.tmp").is_symlink()
+    with pytest.raises(ZeroDivisionError), replacing.replaced(tmp_path / "a.json") as temporary:
+        temporary.write_text("half")
+        raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "mine"]
+    assert json.loads((tmp_path / "a.json").read_text()) == [1]
+
+
+def test_the_mode_of_every_file_is_that_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        run = train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 1, "--eval_steps", 0)
+        export.export(run)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in run.rglob("*") if path.is_file()}
+    assert len(modes) > 6 and set(modes.values()) == {"0o640"}, modes
+
+
+# ---- rows of metrics ----
+
+TORN = [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0', b'{"step": 3}{"step": 4}', b"\xff\xfe}", b"[1]", b"3}", b"[" * 99_999,
+        b'"}', b"null"]  # fmt: skip
+
+
+@pytest.mark.parametrize("torn", TORN, ids=range(len(TORN)))
+def test_a_torn_row_of_metrics_ends_no_run(run, torn):
+    """What is whole is kept, with one note. The last line may lack its end, as after a crash."""
+    file = run / "metrics.jsonl"
+    before = [json.loads(line) for line in file.read_text().splitlines()]
+    first, *rest = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + torn + b"\n" + b"".join(rest) + torn)
+    assert show.main([str(run), "--html"]) == 0
+    assert [row for _, row in readers.rows_of(file)[0]] == before
+    train("single_fp32", run, *STEPS, "--max_steps", 4, "--resume_from_checkpoint", run / "checkpoint-2")
+    said = Path(f"{run}.log").read_text()
+    assert said.count("metrics.jsonl has 2 lines that are damaged, as after a crash: left out") == 1
+    after = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in after] == [row["step"] for row in before] and "Traceback" not in said
+
+
+def test_a_history_is_rewritten_in_one_step(run, monkeypatch):
+    """A kill in between leaves all of it."""
+    from faithful.record import Record
+
+    before = (run / "metrics.jsonl").read_bytes()
+    made = Record(None, run, run, True)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replacing.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made.begin_metrics(2)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "data.json", "run.html"])
+@pytest.mark.parametrize("kind", ["symlink", "pipe"])
+def test_what_a_run_writes_does_not_leave_its_folder(run, outside, name, kind):
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside / ".bashrc") if kind == "symlink" else os.mkfifo(run / name)
+    if name == "run.html":
+        with pytest.raises(export.Refused):
+            show.main([str(run), "--html"])
+    else:
+        code = 2 if (name, kind) == ("data.json", "pipe") else 0
+        train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST, code=code)
+        assert "Traceback" not in Path(f"{run}.log").read_text()
+    assert untouched(outside)
+
+
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_a_model_that_would_be_written_elsewhere_is_refused_at_the_start(run, outside, name):
+    shutil.rmtree(run / "model")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(outside / ("below" if name == "model" else ".bashrc"))
+    train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST, code=2)
+    assert untouched(outside) and "is a symlink" in Path(f"{run}.log").read_text()
+
+
+# ---- folders that cannot be written ----
+
+
+@pytest.mark.parametrize("how", ["a file", "below a file", "full", "read-only"])
+def test_a_folder_that_cannot_be_written_is_one_line_at_the_start(tmp_path, how):
+    folder = tmp_path / "run"
+    if how == "a file":
+        folder.touch()
+    elif how == "below a file":
+        (tmp_path / "file").touch()
+        folder = tmp_path / "file" / "run"
+
+    def before(rank):
+        import errno
+
+        if how in ("full", "read-only"):  # root may write everywhere
+            import shared.data
+
+            number = errno.ENOSPC if how == "full" else errno.EROFS
+            real = os.open
+
+            def fails(path, flags, *rest, **options):
+                if str(path).startswith(str(folder)) and flags & (os.O_WRONLY | os.O_RDWR):
+                    raise OSError(number, os.strerror(number), str(path))
+                return real(path, flags, *rest, **options)
+
+            def made(self, *_, **__):
+                raise OSError(number, os.strerror(number), str(self))
+
+            os.open = fails
+            shared.data.Path.mkdir = made
+
+    log = tmp_path / "log"
+    ranks = Ranks("single_fp32", ["--output_dir", str(log), *map(str, (*STEPS, "--output_dir", folder))], before=before)
+    assert ranks.wait() == [2], ranks.text()
+    said = ranks.text()
+    assert said.count("refused: nothing can be written to ") == 1, said
+    assert "Traceback" not in said and "goes on" not in said, said
