@@ -347,10 +347,14 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir=None, safe_serialization=True, **kwargs):
         """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. With `async_save` it is
         written while training goes on. If that fails, training goes on too, and the process exits with an error."""
+        others = {name: (value, None) for name, value in kwargs.items()}
+        arguments.without_effect(self, "save_state", safe_serialization=(safe_serialization, True), **others)
         return saving.save_state(self, output_dir)
 
     def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
         """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
+        others = {name: (value, {"strict": True}.get(name)) for name, value in kwargs.items()}
+        arguments.without_effect(self, "load_state", load_kwargs=(load_kwargs or None, None), **others)
         saving.load_state(self, input_dir)
 
     def newest_checkpoint(self):

@@ -22,6 +22,13 @@ from faithful.errors import Refused
 from faithful.plan import resolve, says_precision, timeout
 from faithful.record import default_folder
 
+NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
+    "safe_serialization": "a checkpoint is safetensors and JSON, never a pickle (save_model writes one)",
+    "load_kwargs": "nothing is unpickled, and no tensor is converted on its way",
+    "map_location": "values go into the tensors that are there, on their device",
+    "strict": "a checkpoint is loaded whole, and refused if its names or shapes differ",
+}
+CURES = {"client_state": ": accelerator.register_for_checkpointing keeps objects of the script's"}
 FP8_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
 SECTIONS = {"fsdp": "fsdp_config", "deepspeed": "deepspeed_config", "dynamo": "dynamo_config",
             "torch": "parallelism_config", "parallelism": "parallelism_config"}  # fmt: skip
@@ -160,6 +167,18 @@ def contradictions(plan, script):
         yield "gradient_accumulation_steps", both, "say it in one place"
 
 
+def without_effect(accelerator, method, **given):
+    """Notes once, or refuses, each argument of one of Accelerate's methods that this class has no use for and that is
+    not at its default. given: {name: (value, default)}."""
+    for name, (value, default) in given.items():
+        if value is default or value == default:
+            continue
+        said = f"{method}({name}={value!r})"[:200]
+        if name not in NEEDLESS:
+            raise Refused(f"{said}: it has no effect here, leave it out{CURES.get(name, '')}")
+        accelerator.record.note(f"{method} {name}", f"{said} has no effect: {NEEDLESS[name]}")
+
+
 def own_accumulation(script):
     """The steps of gradient accumulation that the script says, or None."""
     plugin = script.get("gradient_accumulation_plugin")
@@ -172,4 +191,13 @@ def as_planned(plan, plugin):
         return plan.compile or plugin.lower() == "no"
     if isinstance(plugin, TorchDynamoPlugin):
         return plan.compile or plugin.backend == DynamoBackend.NO
-    return plan.strategy == f"zero{getattr(plugin, 'zero_stage', None)}"
+    if plan.strategy != f"zero{getattr(plugin, 'zero_stage', None)}":
+        return False
+    return settings_of(plugin) == settings_of(type(plugin)())  # that of the launcher's environment
+
+
+def settings_of(plugin):
+    """What a DeepSpeedPlugin asks for, without the precision, which TrainingArguments fill in, and what is "auto"."""
+    settings = {key: value for key, value in plugin.deepspeed_config.items() if key not in ("fp16", "bf16")}
+    zero = {key: value for key, value in settings.pop("zero_optimization", {}).items() if value != "auto"}
+    return {key: value for key, value in settings.items() if value != "auto"} | {"zero": zero}
