@@ -37,11 +37,12 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(WIDTH, 5)  # its rows are not shared evenly
+        self.scale = nn.Parameter(torch.tensor(0.5))  # as CLIP's logit_scale
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) * self.scale.exp()
 
 
 class Case:
@@ -244,6 +245,18 @@ class Frozen(Case):
             model.blocks[1].requires_grad_(False)
 
 
+class ScaleClamped(Case):
+    """What CLIP does with its logit_scale."""
+
+    def backward(self, model, step):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def end(self, model, step):
+        with torch.no_grad():
+            model.scale.clamp_(0, 0.25)
+        assert model.scale.item() <= 0.25
+
+
 class InTurn(Case):
     """Each step trains another block."""
 
@@ -259,7 +272,7 @@ CASES = {
     for case in (
         HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
         PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, RowsWritten, Loaded,
-        GradientRows, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn,
+        GradientRows, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
     )
 }  # fmt: skip
 
