@@ -9,16 +9,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrapped(model):
-    """The model inside DDP's or DeepSpeed's wrapper. FSDP2 has none: it changes the model's class."""
-    while isinstance(model, DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine":
-        model = model.module
-    return model
+    """The model inside DDP's, DeepSpeed's and torch.compile's wrapper. FSDP2 has none: it changes the model's class."""
+    while True:
+        if isinstance(model, DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine":
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
 
 
 def named(pairs):
-    """Yields (name, value) with the names that an unwrapped model has without activation checkpointing."""
+    """Yields (name, value) with the names that an unwrapped model has without activation checkpointing, and before the
+    script has compiled it."""
     for name, value in pairs:
-        yield name.replace("_checkpoint_wrapped_module.", ""), value
+        yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), value
 
 
 def parameters_of(model, remove_duplicate=True):

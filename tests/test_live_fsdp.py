@@ -11,9 +11,11 @@ import pytest
 import torch
 from accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
 from conftest import train
+from safetensors.torch import load_file
 from torch import nn
 
-from faithful import Accelerator
+from faithful import Accelerator, checkpoint
+from faithful.tensors import local
 
 STEPS, ROWS, WIDTH = 4, 8, 10  # ROWS: of all processes together
 
@@ -35,11 +37,12 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Layer() for _ in range(3))
         self.head = nn.Linear(WIDTH, 5)  # its rows are not shared evenly
+        self.scale = nn.Parameter(torch.tensor(0.5))  # as CLIP's logit_scale
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) * self.scale.exp()
 
 
 class Case:
@@ -242,6 +245,18 @@ class Frozen(Case):
             model.blocks[1].requires_grad_(False)
 
 
+class ScaleClamped(Case):
+    """What CLIP does with its logit_scale."""
+
+    def backward(self, model, step):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def end(self, model, step):
+        with torch.no_grad():
+            model.scale.clamp_(0, 0.25)
+        assert model.scale.item() <= 0.25
+
+
 class InTurn(Case):
     """Each step trains another block."""
 
@@ -257,7 +272,7 @@ CASES = {
     for case in (
         HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
         PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, RowsWritten, Loaded,
-        GradientRows, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn,
+        GradientRows, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
     )
 }  # fmt: skip
 
@@ -376,3 +391,43 @@ def test_ddp_keeps_its_options_when_parameters_are_thawed(tmp_path, options):
     for found in json.loads((run / "found.json").read_text()).values():
         rounded = "comm_hook" in options  # gradients in bf16
         assert (1e-5 < found["apart"] < found["effect"] / 4) if rounded else found["apart"] < 1e-5
+
+
+def compiled(ways):
+    """What a rank runs: models that the script compiles itself."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    for way in ways:
+        model, optimizer = built(Case())
+        names = set(model.state_dict())
+        if way == "before":
+            model = torch.compile(model, backend="eager")
+        if way == "a layer":
+            model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if way == "after":
+            model = torch.compile(model, backend="eager")
+        if way == "in place":
+            model.compile(backend="eager")
+        accelerator.backward(loss_of(model, torch.randn(4, WIDTH + 5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = accelerator.get_state_dict(model)
+        assert not accelerator.is_main_process or weights.keys() == names
+        accelerator.save_model(model, f"{accelerator.project_dir}/{way}")
+        accelerator.save_state(f"{accelerator.project_dir}/checkpoint-{way}")
+        before = local(next(model.parameters())).clone()
+        with torch.no_grad():
+            next(model.parameters()).mul_(0)
+        accelerator.load_state(f"{accelerator.project_dir}/checkpoint-{way}")
+        assert torch.equal(local(next(model.parameters())), before)
+        accelerator.free_memory()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "fsdp_bf16"])
+def test_a_compiled_model_is_saved_with_its_own_names(tmp_path, config):
+    ways = ["before", "after", "in place", "a layer"]
+    run = train(config, tmp_path / "run", script=functools.partial(compiled, ways))
+    for way in ways:
+        assert load_file(run / way / "model.safetensors").keys() == Net().state_dict().keys()
+        assert not any("_orig_mod" in name for name in checkpoint.tensors_of(run / f"checkpoint-{way}", 0))

@@ -29,6 +29,7 @@ class FSDP(Strategy):
     fully_shards = True
     must_shard = True
     any_number_of_processes = True
+    mixes_dtensors = True  # parameters without dimensions are tensors
 
     def arguments(self, scaling):
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -81,6 +82,7 @@ class FSDP(Strategy):
         for at, argument in enumerate(args):
             if isinstance(argument, torch.optim.Optimizer) and not getattr(argument, "_is_accelerate_prepared", False):
                 follow(argument)
+                shards.step_in_turn(argument)
                 prepared[at] = accelerator.prepare_optimizer(argument)
                 prepared[at]._is_accelerate_prepared = True
         if rest:
@@ -89,6 +91,10 @@ class FSDP(Strategy):
             for at, other in zip(rest, others, strict=True):
                 prepared[at] = other
         return tuple(prepared)
+
+    def take_written(self, accelerator, model, optimizer):
+        """A root that stays gathered, as no backward pass has followed, would miss the update."""
+        reshard(model)
 
     def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
         return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
@@ -208,10 +214,11 @@ def shard(accelerator, accelerates, model, optimizers):
     # it with the last reference.
     if plan.ram_efficient:
         building.refuse_other_models(model)
-    before = building.weights_of(model) if plan.ram_efficient else {}
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     hooks = {name: gathered.hooks_of(parameter) for name, parameter in parameters_of(model)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
+    scalars = gathered.taken_out(model)
+    before = building.weights_of(model) if plan.ram_efficient else {}
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
     if plan.ram_efficient:
@@ -223,7 +230,8 @@ def shard(accelerator, accelerates, model, optimizers):
     accelerator._models[:] = [other for other in accelerator._models if other is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
     plugin.activation_checkpointing = checkpointing
-    gathered.watch(model)
+    gathered.put_back(scalars, accelerator.device, plan.ram_efficient)
+    gathered.watch(model, scalars)
     now = dict(parameters_of(model, remove_duplicate=False))
     for name in hooks:
         gathered.move_hooks(hooks[name], now[name])

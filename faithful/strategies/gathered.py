@@ -2,7 +2,7 @@
 
 A script sees them inside the model while it computes, and the shards outside. Autograd knows the gathered weights
 alone. So hooks that a script registers on a parameter are called for the gathered weight, and what it writes to a
-gathered weight goes into the shard.
+gathered weight goes into the shard. A parameter without dimensions, such as CLIP's logit_scale, is not sharded.
 """
 
 import contextlib
@@ -11,21 +11,65 @@ import weakref
 from collections import OrderedDict
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from faithful.errors import Refused
 
 
-def watch(model):
-    """Makes hooks and writes of the script count, in a model that has just been sharded."""
+def watch(model, scalars):
+    """Makes hooks and writes of the script count, in a model that has just been sharded. scalars: `taken_out` of it."""
     for state in {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}:
+        state.__class__ = State
         for group in state._fsdp_param_groups:
             group.__class__ = Group
             for fsdp_param in group.fsdp_params:
                 fsdp_param.__class__ = Param
+    model._get_fsdp_state()._state_ctx.scalars = list({id(p): p for _, _, p in scalars}.values())
+
+
+def taken_out(model):
+    """Takes the parameters without dimensions out of the model, as FSDP2 cannot shard them. Returns their places:
+    [(module, name, parameter)]."""
+    parameters = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    places = [(module, name, p) for module, name, p in parameters if p is not None and not p.dim()]
+    for module, name, _ in places:
+        module._parameters[name] = None
+    return places
+
+
+@torch.no_grad()
+def put_back(places, device, sent):
+    """Puts them back on `device`. sent: by process 0, as the others have no values."""
+    moved = {}
+    for at, (module, name, parameter) in enumerate(places):
+        if id(parameter) not in moved:
+            value = torch.empty((), dtype=parameter.dtype) if parameter.is_meta else parameter.data
+            value = value.to(device)
+            if sent:
+                dist.broadcast(value, 0)
+            if parameter.is_meta:
+                moved[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            else:
+                parameter.data, moved[id(parameter)] = value, parameter
+        places[at] = module, name, moved[id(parameter)]
+        module._parameters[name] = moved[id(parameter)]
+
+
+@torch.no_grad()
+def average(scalars):
+    """Averages their gradients over all processes. One that a process has not is zero there."""
+    trained = [parameter for parameter in scalars if parameter.requires_grad]
+    if not trained:
+        return
+    gradients = torch.stack([(p.new_zeros(()) if p.grad is None else p.grad).double() for p in trained])
+    dist.all_reduce(gradients)
+    for parameter, gradient in zip(trained, gradients / dist.get_world_size(), strict=True):
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 def hooks_of(parameter):
@@ -41,6 +85,15 @@ def move_hooks(hooks, parameter):
         parameter._backward_hooks = before
     if after:
         parameter._post_accumulate_grad_hooks = after
+
+
+class State(FSDPState):
+    """A module that FSDP2 gathers as one. The first one that a backward pass reaches is called at its end."""
+
+    def _root_post_backward_final_callback(self):
+        super()._root_post_backward_final_callback()
+        if any(group.reduce_grads for state in self._state_ctx.all_states for group in state._fsdp_param_groups):
+            average(self._state_ctx.scalars)
 
 
 class Group(FSDPParamGroup):

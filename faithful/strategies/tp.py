@@ -85,27 +85,7 @@ def split(model, optimizer, mesh, device):
         if device.type == "cpu":
             group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
     if device.type != "cpu":
-        step_in_turn(optimizer)
-
-
-def step_in_turn(optimizer):
-    """Makes the optimizer step its DTensors and its tensors in turn, each with a kernel for lists, fused or foreach,
-    which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order."""
-    whole = []
-
-    def separate(*_):
-        whole[:] = optimizer.param_groups
-        optimizer.param_groups = []
-        for group in whole:
-            shards = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
-            others = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
-            optimizer.param_groups += [group | {"params": params} for params in (shards, others) if params]
-
-    def join(*_):
-        optimizer.param_groups = list(whole)
-
-    optimizer.register_step_pre_hook(separate)
-    optimizer.register_step_post_hook(join)
+        shards.step_in_turn(optimizer)
 
 
 def check(model, size):

@@ -94,3 +94,25 @@ def set_data(self, value):
         return torch.Tensor.data.__set__(self, value)
     same = isinstance(value, DTensor) and value.placements == self.placements
     write(self, value if same else whole_of(value))
+
+
+def step_in_turn(optimizer):
+    """Makes the optimizer step its DTensors and its tensors in turn, each with a kernel for lists, fused or foreach,
+    which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order."""
+    if len({isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]}) < 2:
+        return
+    whole = []
+
+    def separate(*_):
+        whole[:] = optimizer.param_groups
+        optimizer.param_groups = []
+        for group in whole:
+            shards = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+            others = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+            optimizer.param_groups += [group | {"params": params} for params in (shards, others) if params]
+
+    def join(*_):
+        optimizer.param_groups = list(whole)
+
+    optimizer.register_step_pre_hook(separate)
+    optimizer.register_step_post_hook(join)
