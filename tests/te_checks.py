@@ -167,6 +167,19 @@ def test_values_dtype_and_frozen_weights_are_kept(bias):
     assert [(n, p.shape) for n, p in model[0].named_parameters()] == [("weight", (32, 16)), ("bias", (32,))][: 1 + bias]
 
 
+def test_a_layer_keeps_its_hooks_and_its_mode():
+    model, seen = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), []
+    for layer in model.eval():
+        handle = layer.register_forward_hook(lambda *call: seen.append(call[0]))
+    ours.TransformerEngine(plan()).convert(None, model, None)
+    assert not model[0].training and not model[1].training
+    model.to("cuda")(seeded(16, 16).to("cuda"))
+    assert seen == list(model)
+    handle.remove()
+    model(seeded(16, 16).to("cuda"))
+    assert seen == [*model, model[0]]
+
+
 # What it computes
 
 

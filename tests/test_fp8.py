@@ -15,6 +15,7 @@ from conftest import CONFIGS, distance, edited, launched, metrics, record, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, prune
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from amp8 import emulate
@@ -383,6 +384,32 @@ def test_a_frozen_layer_in_eval_computes_in_fp8_where_a_gradient_goes_through_it
     moved = {key for key in start if "fp8_" not in key and not torch.equal(after[key], start[key])}
     trained = (0, 2, 3) if behind else (2, 3)
     assert moved == {f"{layer}.{key}" for layer in trained for key in ("weight", "bias")}
+
+
+COMPUTED = {
+    "weight_norm, by a hook": torch.nn.utils.weight_norm,
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm, by a hook": torch.nn.utils.spectral_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("name", ["single_fp8", "single_fp8_te", "single_fp8_msamp_o2", "single_fp8_msamp_o3"])
+@pytest.mark.parametrize("how", COMPUTED)
+def test_a_weight_that_is_computed_stays_in_high_precision_and_trains(name, how):
+    """DINO's head, HiFi-GAN and wav2vec2 have such layers."""
+    torch.manual_seed(0)
+    model, planned = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), resolved(name)
+    COMPUTED[how](model[1])
+    trained = [key for key, parameter in model[1].named_parameters() if parameter.requires_grad]
+    skipped = dict(backends.of(planned).convert(None, model, torch.optim.AdamW(model.parameters())))
+    assert skipped["1"] in ("its weight is computed from other parameters", "its weight is not an ordinary parameter")
+    model(torch.randn(16, 32)).square().sum().backward()
+    own = dict(model[1].named_parameters())
+    assert trained and all(own[key].grad is not None and own[key].grad.any() for key in trained)
 
 
 @pytest.mark.parametrize("name", FP8)

@@ -99,7 +99,7 @@ def refuse_a_derivative(gradient):
 
 def left_alone(model, skip=(), multiple=16):
     """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
-    cannot convert: wrong size, a subclass, a shared weight. multiple: of the sizes."""
+    cannot convert: wrong size, a subclass, a weight that is shared or computed. multiple: of the sizes."""
     users, listed = {}, asked_to_skip(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name.rpartition(".")[0])
@@ -108,9 +108,13 @@ def left_alone(model, skip=(), multiple=16):
         if not is_linear(module):
             continue
         odd = [size for size in module.weight.shape if size % multiple]
-        others = [user for user in users[module.weight] if user != name]
+        # weight_norm, spectral_norm, pruning: a weight or bias that is computed in each forward pass is no parameter.
+        computed = [entry for entry in ("weight", "bias") if entry not in module._parameters]
+        others = [] if computed else [user for user in users[module.weight] if user != name]
         if listed.get(name) == "skip":
             skipped.append((name, "skip"))
+        elif computed:
+            skipped.append((name, f"its {computed[0]} is computed from other parameters"))
         elif type(module) is not nn.Linear:  # a subclass has its own forward, which would be lost
             skipped.append((name, f"a {type(module).__name__}, not torch's own Linear"))
         elif odd:

@@ -117,9 +117,14 @@ def last_dimension_norm(module):
 
 
 def adopt(parent, name, old, new):
+    """Puts `new` in the place of `old`, with its parameters, its hooks and its mode."""
     for key, parameter in old.named_parameters():
         setattr(new, key, parameter)
-    setattr(parent, name, new)
+    for key, value in vars(old).items():
+        if "hooks" in key and isinstance(value, dict) and isinstance(vars(new).get(key), dict):
+            value.update(vars(new)[key])
+            vars(new)[key] = value  # itself, from which handles remove hooks
+    setattr(parent, name, new.train(old.training))
 
 
 def recipe(plan):
