@@ -46,7 +46,7 @@ from faithful.training import dtypes
 
 
 class Accelerator(accelerate.Accelerator):
-    current = None  # the newest one; faithful/process.py closes its record at exit
+    current = ending.Newest()  # faithful/process.py closes its record at exit
     async_save = True  # see saving.py
 
     # ---- the launch ----
@@ -88,16 +88,23 @@ class Accelerator(accelerate.Accelerator):
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
-        self.before = Accelerator.current
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
         for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
             self.note(line)
-        Accelerator.current = self
+        ending.begin(self)
 
     def __getstate__(self):
-        """What is pickled and copied: not the Accelerators that this process made earlier."""
-        return self.__dict__ | {"before": None, "saving": None}
+        """What is pickled and copied: a copy has no record of its own."""
+        return self.__dict__ | {"number": None, "saving": None}
+
+    def __del__(self, leave=ending.leave):
+        leave(self)
+
+    @property
+    def before(self):
+        """The Accelerator that this process has made before this one, or None."""
+        return ending.newest(self.number or 0)
 
     def project_folder(self, merged):
         """Returns (project folder, folder of the record)."""

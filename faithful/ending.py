@@ -1,13 +1,51 @@
 """How a run ends: stopped by a signal, finished by the script, or with an error. The record says which."""
 
 import os
+import sys
+import weakref
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
 
-from faithful import checkpoint, launcher, process, saving, whereabouts
+from faithful import backends, checkpoint, launcher, patches, process, saving, strategies, whereabouts
 from faithful.errors import Stopped
 from faithful.record import errors_left, leave_error, now
+
+made = []  # for each Accelerator of this process, the oldest first, what returns it, or what is left of it
+KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_folder", "named_folder", "resumed",
+        "stopping", "closed", "saving", "newest", "record", "steps", "memory", "peak")  # fmt: skip
+
+
+class Newest:
+    """A class attribute: the newest Accelerator of this process, or None."""
+
+    def __get__(self, *_):
+        return newest(len(made))
+
+
+def newest(before):
+    """The newest of the first `before` Accelerators of this process, or None."""
+    return next((run for get in made[:before][::-1] if (run := get()) is not None), None)
+
+
+def begin(accelerator):
+    """Takes note of an Accelerator, without keeping it alive: it holds models, optimizers and loaders."""
+    accelerator.number = len(made)
+    made.append(weakref.ref(accelerator))
+
+
+def leave(accelerator, at_exit=sys.is_finalizing):  # which modules do not have any more then
+    """Keeps of an Accelerator that the script has dropped what writes its record at exit."""
+    if at_exit() or "record" not in vars(accelerator) or accelerator.number is None:
+        return  # refused, a copy, or the end of the process
+    left = type(accelerator).__new__(type(accelerator))
+    left.__dict__ |= {name: vars(accelerator)[name] for name in KEPT if name in vars(accelerator)}
+    left.strategy, left.backend = strategies.of(left.plan), backends.of(left.plan)
+    left.freed, left.models = accelerator.freed + [evidence.record for evidence in accelerator.evidence], []
+    left.steps.losses.clear()
+    made[left.number] = lambda: left
+    if id(accelerator) in patches.users:
+        patches.users ^= {id(accelerator), id(left)}
 
 
 def stop(accelerator):

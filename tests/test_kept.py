@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -53,6 +54,7 @@ def test_a_folder_that_is_saved_to_keeps_its_files(tmp_path):
     """Also the project's folder itself, with its checkpoints and its record, and the working directory."""
     run(tmp_path, """
 import os
+import re
 accelerator = Accelerator(project_dir=folder)
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
@@ -542,3 +544,46 @@ accelerator.end_training()
     made = record(tmp_path / "run")
     assert made["status"] == "finished" and len(made["evidence_of_other_models"]) == 2
     assert made["evidence"]["optimizer_owns_all"] and len(made["seen"]["loss_curve"]) > 1
+
+
+TRAININGS = """
+import gc, json, tempfile, weakref
+
+
+def train(ends):
+    global accelerator
+    accelerator = Accelerator(project_dir=tempfile.mkdtemp(dir=folder.parent))
+    model = torch.nn.Sequential(linear(), linear())
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(torch.randn(8, 16), 2)
+    )
+    for _ in range(2):
+        step(model, optimizer)
+    if ends:
+        accelerator.end_training()
+    refs = [weakref.ref(one) for one in (accelerator, accelerator.unwrap_model(model), optimizer.optimizer, loader)]
+    accelerator = None
+    return refs
+
+
+old = []
+for number in range(3):
+    old += train(ends=number == 1 and not torch.distributed.is_initialized())  # it would end the process group
+    gc.collect()
+print("alive:", [type(one()).__name__ for one in old if one() is not None], flush=True)
+"""
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "single_fp8_msamp_o2", "ddp_bf16", "fsdp_bf16"])
+def test_a_training_that_the_script_has_dropped_is_freed_and_its_record_closed(tmp_path, config):
+    log = run(tmp_path, TRAININGS, config=config)
+    assert set(re.findall("alive: .*", log)) == {"alive: []"}, log
+    made = [record(file.parent) for file in tmp_path.glob("*/run.json")]
+    assert [one["status"] for one in made] == ["finished"] * 3
+    assert all(one["evidence"]["truth"] and len(one["seen"]["loss_curve"]) == 2 and one["finished"] for one in made)
+
+
+def test_the_record_of_a_dropped_training_says_how_the_script_failed(tmp_path):
+    run(tmp_path, TRAININGS + "raise ValueError('later')", code=1)
+    made = [record(file.parent) for file in tmp_path.glob("*/run.json")]
+    assert sorted(one["status"] for one in made) == ["failed", "failed", "finished"]  # one of them had ended

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import weakref
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import asked_to_skip, in_bf16, in_fp8, ours
@@ -63,7 +64,8 @@ class MSAMP(GradientsElsewhere, Backend):
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
         with refusals():
             optimizer.optimizer = ours("amp8").optimizer_of(model, torch_optimizer(optimizer))
-        ours("amp8").attach(model, last_micro_batch=lambda: accelerator.sync_gradients)
+        run = weakref.ref(accelerator)  # amp8 keeps what it calls as long as the model
+        ours("amp8").attach(model, last_micro_batch=lambda: run() is None or run().sync_gradients)
         return skipped
 
     def another_optimizer(self, model, optimizer):
