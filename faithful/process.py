@@ -131,6 +131,8 @@ def show(accelerators, before, kind, problem, trace):
     """The sys.excepthook. before: the previous one, which prints what has no message of one line."""
     if interactive():  # the session goes on
         return before(kind, problem, trace)
+    if issubclass(kind, KeyboardInterrupt):
+        ignore_ctrl_c()
     code = leave(problem, accelerators.current, lambda problem: show_whole(before, kind, problem, trace))
     if several_processes():
         # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
@@ -214,6 +216,22 @@ def leave(problem, run, print_error=traceback.print_exception):
     print_error: prints what has no message of one line; None: the message was printed before."""
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
+    if isinstance(problem, KeyboardInterrupt):
+        ignore_ctrl_c()
+    try:
+        return last_words(problem, run, print_error)
+    except KeyboardInterrupt as second:  # Ctrl-C while the process ends
+        ignore_ctrl_c()
+        return last_words(second, run, print_error)
+
+
+def ignore_ctrl_c():
+    """The process ends already, and the launcher sends Ctrl-C on, too."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def last_words(problem, run, print_error):
     problem = explained(problem, run)
     error, code = outcome(problem, run)
     say(problem, error, run, print_error)
@@ -265,8 +283,8 @@ def say(problem, error, run, print_error):
             for line in error.splitlines():
                 print(f"{'refused' if problem.exit_code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
     elif isinstance(problem, KeyboardInterrupt) or interrupted:
-        if print_error and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second SIGINT
+        if print_error:
+            ignore_ctrl_c()
         if config.rank() == 0 and not (run and run.stopping):
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
     elif error.startswith((ENDED, SILENT)):

@@ -10,9 +10,10 @@ import time
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, Ranks, alive, fake_accelerate, free_port, launched, record
 
-from faithful import checkpoint
+from faithful import checkpoint, process
 from faithful.launcher import launches
 
 # Stands for the recipe. Its rank 1 stops for good at one point; rank 0 then waits for it, in C++ mostly.
@@ -389,3 +390,42 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
     [row] = json.loads((tmp_path / "kills.json").read_text())["rows"]
     assert row["kills"] == sum(row["killed"].values()) == 8 and len(row["phase"]) > 1, row
     assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
+
+
+@pytest.mark.parametrize("where", ["explained", "closed", "finished"])
+def test_a_second_ctrl_c_while_the_process_ends(tmp_path, where):
+    """It ends with 130 and its line, whatever it is doing at that moment."""
+
+    def script():
+        from faithful import Accelerator
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell has started pytest with `&`
+        accelerator = Accelerator(project_dir=sys.argv[2])
+        once = iter([True])
+        name = "explained" if where == "explained" else "closed"
+        does = getattr(process, name)
+
+        def interrupted(*what):
+            if next(once, False):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            return does(*what)
+
+        setattr(process, name, interrupted)
+        model = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        if where != "finished":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    ranks = Ranks("single_fp32", ["--output_dir", str(tmp_path / "run")], script=script)
+    assert ranks.wait(60) == [130], ranks.text()
+    assert "Traceback" not in ranks.text() and ranks.text().count("interrupted: ") >= 1, ranks.text()
+
+
+def test_a_signal_after_the_workers_have_ended_is_none_of_the_launcher_s():
+    text = (
+        "import os, signal; from tools import accelerate_launch as ours; ours.launch.main = lambda: None; ours.run(); "
+        "[os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)]; print('goes on')"
+    )
+    done = launched(sys.executable, "-c", text)
+    assert done.returncode == 0 and done.stdout == "goes on\n", done.stderr

@@ -67,6 +67,9 @@ def run():
         if hasattr(problem, "sigval"):  # torch's SignalException
             return 128 + problem.sigval, f"the launcher was told to end by {signal.Signals(problem.sigval).name}"
         raise
+    finally:  # the workers have ended: a second signal would find torch's handler, which raises
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def what_next(folder):
