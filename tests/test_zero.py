@@ -11,6 +11,7 @@ import signal
 import textwrap
 from types import SimpleNamespace
 
+import of_matrices as own
 import pytest
 import torch
 import yaml
@@ -18,9 +19,10 @@ from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, 
 from safetensors.torch import load_file
 from test_run import poison
 
-from faithful import checkpoint, rules
+from faithful import Accelerator, checkpoint, rules
 from faithful.config import to_env
 from faithful.strategies import zero as zero_strategy
+from faithful.training import elementwise
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # once, not once in every forked rank
@@ -254,3 +256,121 @@ def test_what_is_offloaded_from_a_gpu_is_in_pinned_memory(monkeypatch):
         made = zero_strategy.ZeRO(plan).arguments(None)["deepspeed_plugin"].deepspeed_config["zero_optimization"]
         assert made["offload_optimizer"] == made["offload_param"]
         assert made["offload_optimizer"].get("pin_memory") is pinned and made["offload_param"]["device"] == "cpu"
+
+
+def parameters(at_least=0):
+    shapes = [(12, 16), (12,), (4, 3, 2, 2)]
+    return [torch.nn.Parameter(torch.ones(shape)) for shape in shapes if len(shape) >= at_least]
+
+
+def warmed_up(optimizer):
+    """A schedule that begins with 0, and that replaces the optimizer's `step` by a function that counts."""
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > 0))
+    return optimizer
+
+
+def transformers_adafactor():
+    from transformers import Adafactor
+
+    return Adafactor(parameters(), lr=1e-3, scale_parameter=False, relative_step=False)
+
+
+def by_timm(name, **options):
+    import timm.optim
+
+    return timm.optim.create_optimizer_v2(parameters(), name, lr=0.1, **options)
+
+
+def around_timms(make):
+    import timm.optim
+
+    return timm.optim.Lookahead(make(parameters(), 0.1))
+
+
+ELEMENTWISE = {
+    **{name: lambda name=name: getattr(torch.optim, name)(parameters(), lr=0.1) for name in
+       ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")},
+    "momentum": lambda: torch.optim.SGD(parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "fused": lambda: torch.optim.AdamW(parameters(), 0.1, amsgrad=True, fused=True),
+    "lion": lambda: by_timm("lion"),
+    "adan": lambda: by_timm("adan"),
+    "lamb that adapts nothing": lambda: by_timm("lamb", weight_decay=0.0, max_grad_norm=None),
+    "a warm-up": lambda: warmed_up(torch.optim.RMSprop(parameters(), 0.1)),
+    "averaged": lambda: around_timms(torch.optim.AdamW),
+    "wrapped": lambda: own.Around(torch.optim.RMSprop(parameters(), 0.1)),
+    "no schedule": lambda: own.ScheduleFree(parameters()),
+}  # fmt: skip
+OF_MATRICES = {
+    "Adafactor": lambda: torch.optim.Adafactor(parameters()),
+    "Muon": lambda: torch.optim.Muon(parameters()[:1]),
+    "transformers' Adafactor": transformers_adafactor,
+    **{name: lambda name=name: by_timm(name, weight_decay=0.1) for name in
+       ("muon", "lamb", "lars", "adafactor", "adafactorbv", "adamp", "sgdp", "novograd", "kron", "cadamw", "mars")},
+    "own LARS": lambda: own.Lars(parameters()),
+    "clipped by layer": lambda: own.ClippedByLayer(parameters(), 0.1),
+    "own rate": lambda: own.OwnRate(parameters()),
+    "a warm-up": lambda: warmed_up(own.Lars(parameters())),
+    "averaged": lambda: around_timms(own.Lars),
+    "wrapped": lambda: own.Around(own.Lars(parameters())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_of_single_elements_shows_that_parts_are_enough(name, stage):
+    optimizer, before = ELEMENTWISE[name](), torch.get_rng_state()
+    described = str(optimizer.param_groups), str(dict(optimizer.state))
+    assert not elementwise.differs(optimizer, torch.device("cpu"), 2, stage)
+    assert (str(optimizer.param_groups), str(dict(optimizer.state))) == described
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_an_optimizer_of_matrices_shows_that_parts_are_not_enough(name):
+    assert elementwise.differs(OF_MATRICES[name](), torch.device("cpu"), 2)
+
+
+def test_stage_3_calls_the_step_once_for_each_group():
+    groups = [{"params": part} for part in (parameters()[:1], parameters()[:1])]
+    assert not elementwise.differs(own.ScheduleFree(groups), torch.device("cpu"), 2, stage=2)
+    assert elementwise.differs(own.ScheduleFree(groups), torch.device("cpu"), 2, stage=3)
+    one = own.ScheduleFree(groups[0]["params"])
+    assert not elementwise.differs(one, torch.device("cpu"), 2, stage=3)
+    assert elementwise.differs(one, torch.device("cpu"), 2, stage=3, large={0})
+
+
+def with_optimizer(make, closure=None, hook=False):
+    """What a rank runs: two steps with the optimizer that `make` makes of the parameters."""
+    accelerator = Accelerator()
+    model = torch.nn.Linear(16, 16)
+    optimizer = make(model.parameters())
+    if hook:
+        optimizer.register_step_post_hook(lambda *_: None)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(4, 16)).float().square().mean())
+        optimizer.step(closure)
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (functools.partial(with_optimizer, own.Lars), "Lars updates parts otherwise than a whole matrix or model"),
+        (functools.partial(with_optimizer, torch.optim.LBFGS), "cannot show whether it may (TypeError: LBFGS.step() mi"),
+        (functools.partial(with_optimizer, torch.optim.AdamW, hook=True), "which a hook of AdamW's step would see"),
+        (functools.partial(with_optimizer, torch.optim.AdamW, sum), "DeepSpeed calls no closure of optimizer.step"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_needs_more_than_flat_parts_is_refused(tmp_path, script, says):
+    train("zero2_bf16", tmp_path / "run", script=script, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: ") == 1 and says in log and "use a ddp or fsdp config" in log
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_recipes_muon_is_refused(tmp_path, stage):
+    train(f"zero{stage}_bf16", tmp_path / "run", *STEPS, "--optimizer", "muon", code=2)
+    says = f"under zero{stage} each process updates a flat part of the weights, and Muon updates parts otherwise"
+    assert says in (tmp_path / "run.log").read_text()

@@ -38,8 +38,10 @@ from faithful.strategies.engine import (
     zero_of,
 )
 from faithful.tensors import parameters_of, unwrapped
+from faithful.training import elementwise
 
 BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of torch.optim.Optimizer
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
 
 
@@ -89,6 +91,7 @@ class ZeRO(GradientsElsewhere, Strategy):
     def before_prepare(self, accelerator, model, optimizer):
         plan = self.plan
         self.need_both(optimizer)
+        self.refuse_optimizers_of_matrices(optimizer, accelerator.device)
         # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
         # Under fp32 it takes no others, not even frozen ones.
         needed = [] if self.keeps_masters else model.parameters()
@@ -100,6 +103,38 @@ class ZeRO(GradientsElsewhere, Strategy):
         if plan.precision != "fp32":
             batch_norm.in_fp32(model)
             cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
+
+    def refuse_optimizers_of_matrices(self, optimizer, device):
+        """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
+        class is one that DeepSpeed names."""
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        name = type(optimizer).__name__
+        flat = f"under {self.plan.strategy} each process updates a flat part of the weights"
+        if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
+            raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
+        if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
+            return
+        stage, most = int(self.plan.strategy[-1]), self.sub_group_size()
+        sizes = [sum(p.numel() for p in group["params"]) / self.plan.num_processes for group in optimizer.param_groups]
+        large = {at for at, size in enumerate(sizes) if size > most}
+        try:
+            other = elementwise.differs(optimizer, device, self.plan.num_processes, stage, large)
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise Refused(
+                f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
+                "or fsdp config"
+            ) from error
+        if other:
+            raise Refused(
+                f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
+            )
+
+    def sub_group_size(self):
+        """Elements for which stage 3 calls the optimizer's step once."""
+        size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
+        return size if isinstance(size, int | float) else 1e9
 
     def prepare(self, accelerator, accelerates, args, device_placement):
         """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if the
@@ -141,7 +176,9 @@ class ZeRO(GradientsElsewhere, Strategy):
             engine.set_gradient_accumulation_boundary(sync_gradients)
             engine.backward(loss, **kwargs)
 
-        def step(self, *_, **__):
+        def step(self, closure=None):
+            if closure is not None:
+                raise Refused("DeepSpeed calls no closure of optimizer.step: use a ddp or fsdp config")
             if accelerator.sync_gradients:
                 accelerator.before_update(optimizer)
                 engine.step()

@@ -1,0 +1,76 @@
+"""Optimizers of a script, of which some look at more than one element of the weights at a time."""
+
+import torch
+
+
+class Lars(torch.optim.Optimizer):
+    """The step of each matrix has the size of its weights."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm() / (p.grad.norm() + 1e-12)))
+
+
+class ClippedByLayer(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_((1 / (p.grad.norm() + 1e-6)).clamp(max=1))
+        return super().step(closure)
+
+
+class OwnRate(torch.optim.Optimizer):
+    """As Prodigy it finds its rate from all weights, after the first step."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr, "d": 1e-6, "above": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, group in pairs:
+            start = self.state[p].setdefault("start", p.clone())
+            group["above"] += float((p.grad * (start - p)).sum())
+        d = max(group["d"] * 2 + max(group["above"], 0.0) for group in self.param_groups)
+        for p, group in pairs:
+            group["d"] = d
+            p.sub_(p.grad.sign() * (d * group["lr"]))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Counts its steps in its groups, and wants to be told that it trains."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
+
+    def train(self):
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() first")
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    z.sub_(p.grad, alpha=group["lr"])
+                    p.lerp_(z, 1 / group["k"])
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that shares the groups of the optimizer inside."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step(closure)
