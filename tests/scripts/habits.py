@@ -233,7 +233,9 @@ ROWS = {
     "a penalty over model.parameters()": penalty,
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward"}  # rows for Net alone
-READS = {"nothing", "p.grad is read"}
+WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
+    "nothing", "p.grad is read", "model.eval()", "a block in eval()", "model.bfloat16() before prepare",
+}  # fmt: skip
 
 
 def trained(row, accelerator=None, dtype=torch.float32, make=Net, lr=1e-2):
