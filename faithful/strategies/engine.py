@@ -5,12 +5,18 @@ group (stage 3: per sub-group). Each parameter has a fragment in them, which may
 DeepSpeed's ZeRO optimizer (`zero_of`).
 """
 
+import collections
+import contextlib
 import math
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from faithful import places
+from faithful.strategies.base import filled
+
+PIECE = 1 << 25  # elements that `take_weights` compares at once, to save memory
 
 
 def zero_of(optimizer):
@@ -86,54 +92,229 @@ def shape(parameter):
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def fragment(zero, parameter, flats):
-    """This process's fragment of a parameter in `flats`, laid out like `masters`: a 1-D view, which may be empty.
-
-    The fragments of all processes, concatenated by rank, are the flattened parameter.
-    """
+def position(zero, parameter):
+    """(the number of the flat master, where this process's fragment of a parameter begins in it, its elements or 0)"""
     # Stage 3 splits every parameter over all processes. Stages 1 and 2 split the flattened group, so a parameter may be
     # on one process, on several, or not on this one.
     if stage(zero) == 3:
         group, start, length = zero.grad_position[zero.get_param_id(parameter)]
         before = dist.get_rank() * length  # the last partitions are padded
-        return flats[group].narrow(0, start, max(0, min(length, parameter.ds_numel - before)))
+        return group, start, max(0, min(length, parameter.ds_numel - before))
     mapping = parameter._hp_mapping
     if mapping is None:
-        return flats[0].narrow(0, 0, 0)
-    address = mapping.hp_fragment_address
-    return flats[mapping.param_group_index].narrow(0, address.start, address.numel)
+        return 0, 0, 0
+    return mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
 
 
-def states(zero):
-    """{key: [tensor per flat master]} of torch's optimizer state, with its step counters, which have no fragments."""
-    each = [zero.optimizer.state.get(flat, {}) for flat in masters(zero)]
-    keys = dict.fromkeys(key for state in each for key, value in state.items() if torch.is_tensor(value))
-    return {key: [state[key] for state in each] for key in keys}
+def fragment(zero, parameter, flats):
+    """This process's fragment of a parameter in `flats`, laid out like `masters`: a 1-D view, which may be empty.
+
+    The fragments of all processes, concatenated by rank, are the flattened parameter.
+    """
+    flat, start, length = position(zero, parameter)
+    return flats[flat].narrow(0, start, length)
 
 
-def restore_engine(zero, parameters, parts):
+def cut(zero, parameter, whole):
+    """This process's fragment of `whole`, which has the parameter's shape: a 1-D view of a contiguous tensor."""
+    length = position(zero, parameter)[2]
+    if stage(zero) == 3:
+        begin = dist.get_rank() * zero.grad_position[zero.get_param_id(parameter)][2]
+    else:
+        begin = parameter._hp_mapping.lp_fragment_address.start if length else 0
+    return whole.reshape(-1).narrow(0, begin if length else 0, length)
+
+
+# ---- what the script writes ----
+
+
+@torch.no_grad()
+def take_weights(zero):
+    """Makes this process's masters what the script sees: where the model's weight is not its master, rounded, the
+    script has written it. Three kernels over 1/N of the weights, for each PIECE of them; nothing waits."""
+    for live, master in zip(live_parts(zero), masters(zero), strict=True):
+        if live is None:
+            continue
+        for seen, kept in zip(live.split(PIECE), master.detach().split(PIECE), strict=True):
+            seen = seen.to(kept.device)
+            kept.copy_(seen if seen.dtype == kept.dtype else torch.where(seen == kept.to(seen.dtype), kept, seen))
+
+
+def live_parts(zero):
+    """This process's flat parts of the model's weights, laid out like `masters`; None where they are on a disk."""
+    if stage(zero) == 3:
+        return zero.fp16_partitioned_groups_flat
+    ranks = [dist.get_rank(group) for group in zero.real_dp_process_group]
+    return [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
+
+
+@torch.no_grad()
+def write_shards(parameters):
+    """Writes whole parameters of stage 3 into this process's shards of them."""
+    shards, parts = [], []
+    for parameter in parameters:
+        length = parameter.ds_tensor.numel()  # 0 on a disk
+        begin = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
+        parts.append(parameter.data.reshape(-1).narrow(0, begin, min(length, parameter.ds_numel - begin)))
+        shards.append(parameter.ds_tensor.narrow(0, 0, len(parts[-1])))
+    if shards:
+        torch._foreach_copy_(shards, parts)
+
+
+def gradient_part(zero, parameter):
+    """This process's fragment of the averaged gradient, a view of what the engine's step uses. It is not empty."""
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+        return fragment(zero, parameter, [flat.grad for flat in masters(zero)])
+    if stage(zero) == 3:
+        group = zero.grad_position[zero.get_param_id(parameter)][0]
+        [at] = [at for at, each in enumerate(zero.fp16_groups[group]) if each is parameter]
+        return zero.averaged_gradients[group][at].view(-1).narrow(0, 0, position(zero, parameter)[2])
+    group = parameter._hp_mapping.param_group_index
+    [at] = [at for at, each in enumerate(zero.params_in_partition[group]) if each is parameter]
+    kept = [part for part in zero.averaged_gradients[group] if not hasattr(part, "_zero_padding")]
+    return kept[at].view(-1)
+
+
+@torch.no_grad()
+def put_together(zero, parameter, part):
+    """The whole fp32 tensor of the fragments of all processes. Every process calls it."""
+    whole = torch.zeros(shape(parameter), dtype=torch.float32, device=parameter.device)
+    mine = cut(zero, parameter, whole)
+    mine.copy_(part[: len(mine)])
+    dist.all_reduce(whole)
+    return whole
+
+
+def whole_gradient(zero, parameter):
+    """The averaged gradient in fp32. Every process calls it."""
+    empty = not position(zero, parameter)[2]
+    return put_together(zero, parameter, torch.zeros(0) if empty else gradient_part(zero, parameter))
+
+
+def whole_master(zero, parameter):
+    """The fp32 weight. Every process calls it."""
+    return put_together(zero, parameter, fragment(zero, parameter, masters(zero)))
+
+
+@torch.no_grad()
+def set_gradient(zero, parameter, whole):
+    """Makes the averaged gradient `whole`, or zero if that is None."""
+    if not position(zero, parameter)[2]:
+        return
+    part = gradient_part(zero, parameter)
+    part.zero_() if whole is None else part.copy_(cut(zero, parameter, whole))
+    norms = getattr(zero, "norm_for_param_grads", None)  # where gradients are offloaded
+    if norms is not None and zero.get_param_id(parameter) in norms:
+        norms[zero.get_param_id(parameter)] = part.float().norm(2)
+
+
+# ---- torch's optimizer ----
+
+
+class Fragments:
+    """Lets torch's optimizer update this process's fragment of each parameter, in place of the flat masters: those with
+    a gradient, as in plain torch. Each fragment has its own state and step counter.
+
+    held: has `reached`, the ids of the parameters with a gradient. `views`: {id of a parameter: its fragment of the
+    masters}, some of which are empty.
+    """
+
+    def __init__(self, zero, held):
+        self.zero, self.held, self.optimizer, self.flats = zero, held, zero.optimizer, []
+        parts = {id(p): fragment(zero, p, masters(zero)) for group in groups(zero) for p in group}
+        self.views = {key: nn.Parameter(part.detach()) for key, part in parts.items()}
+        self.split()
+        self.optimizer.register_step_pre_hook(self.apart)
+        self.optimizer.register_step_post_hook(self.together)
+
+    def apart(self, *_):
+        """Before a step of torch's optimizer, which DeepSpeed calls for each flat master."""
+        self.flats = [group["params"] for group in self.optimizer.param_groups]
+        grads = [flat.grad for flat in masters(self.zero)]
+        for group in self.optimizer.param_groups:
+            group["params"] = [view for flat in group["params"] for view in self.with_gradients(flat, grads)]
+
+    def with_gradients(self, flat, grads):
+        [at] = [at for at, master in enumerate(masters(self.zero)) if master is flat]
+        for parameter in groups(self.zero)[at]:
+            if id(parameter) in self.held.reached:
+                view = self.views[id(parameter)]
+                view.grad = fragment(self.zero, parameter, grads) if len(view) else torch.zeros_like(view)
+                yield view
+
+    def together(self, *_):
+        for group, flats in zip(self.optimizer.param_groups, self.flats, strict=True):
+            for view in group["params"]:
+                view.grad = None
+            group["params"] = flats
+
+    def split(self):
+        """Makes states of the fragments out of those of the flat masters, which DeepSpeed may have made or loaded."""
+        for flat, group in zip(masters(self.zero), groups(self.zero), strict=True):
+            state = self.optimizer.state.pop(flat, {})
+            for parameter in group if state else ():
+                _, at, length = position(self.zero, parameter)
+                self.optimizer.state[self.views[id(parameter)]] = {
+                    key: value.narrow(0, at, length).clone() if value.shape == flat.shape else value.clone()
+                    for key, value in state.items()
+                    if torch.is_tensor(value)
+                }
+
+    @contextlib.contextmanager
+    def joined(self):
+        """States of the flat masters, for DeepSpeed's own checkpoints. The step counter is the largest one."""
+        for flat, group in zip(masters(self.zero), groups(self.zero), strict=True):
+            for parameter in group:
+                view, state = self.views[id(parameter)], self.optimizer.state[flat]
+                _, at, _ = position(self.zero, parameter)
+                for key, value in self.optimizer.state.get(view, {}).items():
+                    if torch.is_tensor(value) and value.shape == view.shape:
+                        state.setdefault(key, torch.zeros_like(flat.detach())).narrow(0, at, len(view)).copy_(value)
+                    elif torch.is_tensor(value):
+                        state[key] = torch.maximum(state[key], value) if key in state else value.clone()
+        yield
+        for flat in masters(self.zero):
+            self.optimizer.state.pop(flat, None)
+
+    def state(self, parameter):
+        """{key: tensor} of this process's fragment of the parameter."""
+        state = self.optimizer.state.get(self.views[id(parameter)], {})
+        return {key: value for key, value in state.items() if torch.is_tensor(value)}
+
+    def restore(self, names, parts):
+        """Fills the states with those of a checkpoint, and deletes others. names: {id of a parameter: name}."""
+        saved = collections.defaultdict(dict)
+        for place in parts:
+            if places.kind(place) == places.OPTIMIZER:
+                _, name, key = places.parsed(place)
+                saved[name][key] = place
+        fused = self.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
+        for at, group in enumerate(groups(self.zero)):
+            earlier = saved.get(f"group{at}", {})  # checkpoints had one counter for each flat master once
+            for parameter in group:
+                view, own = self.views[id(parameter)], saved.get(names[id(parameter)], {})
+                held, state = self.optimizer.state.pop(view, {}), {}
+                for key, place in (earlier | own if own else {}).items():
+                    value = parts[place]
+                    where = view.device if value.dim() or fused else "cpu"
+                    state[key] = filled(held.get(key), value.to(where))
+                if state:
+                    self.optimizer.state[view] = state
+
+
+def restore_engine(zero, held, parameters, parts):
     from deepspeed.runtime.zero import GatheredParameters
 
-    keys = {places.parsed(place)[2] for place in parts if places.kind(place) == places.OPTIMIZER}
-    fused = zero.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
-    for i, flat in enumerate(masters(zero)):
-        for key in keys:
-            counter = parts.get(places.counter(i, key))
-            if counter is not None:
-                zero.optimizer.state[flat][key] = counter.to(flat.device if fused else "cpu", copy=True)
-            elif getattr(zero.optimizer.state[flat].get(key), "shape", None) != flat.shape:  # filled below
-                zero.optimizer.state[flat][key] = torch.zeros_like(flat)
+    held.give_back()
     for name, parameter in parameters:
-        if not parameter.requires_grad:
-            with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
-                if dist.get_rank() == 0:
-                    parameter.copy_(parts[places.weight(name)].view_as(parameter))
-                dist.broadcast(parameter.data, 0)
+        if held.has(parameter):
+            fragment(zero, parameter, masters(zero)).copy_(parts[places.weight(name)])
             continue
-        fragment(zero, parameter, masters(zero)).copy_(parts[places.weight(name)])
-        for key, flats in states(zero).items():
-            if flats[0].dim():
-                fragment(zero, parameter, flats).copy_(parts[places.state(name, key)])
+        with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
+            if dist.get_rank() == 0:
+                parameter.copy_(parts[places.weight(name)].view_as(parameter))
+            dist.broadcast(parameter.data, 0)
+    held.fragments.restore({id(parameter): name for name, parameter in parameters}, parts)
     # The engine makes 16-bit weights from the masters only in a step. What follows is the end of such a step, in which
     # each process rounds its own masters and gets the weights of the others.
     if stage(zero) < 3:

@@ -6,6 +6,7 @@ stage  partitioned                              parameters
 3      also parameters, gathered when used      as in stage 1; those up to PERSISTENT elements stay gathered
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -24,6 +25,7 @@ from faithful.errors import Refused
 from faithful.strategies import rows
 from faithful.strategies.base import Shard, Strategy, buffers_by_place, needs_whole_model, refuse_other_model
 from faithful.strategies.engine import (
+    Fragments,
     Scaler,
     count_gradients,
     fragment,
@@ -34,9 +36,10 @@ from faithful.strategies.engine import (
     restore_engine,
     shape,
     stage,
-    states,
+    whole_master,
     zero_of,
 )
+from faithful.strategies.seen import Held
 from faithful.tensors import parameters_of, unwrapped
 from faithful.training import elementwise
 
@@ -163,7 +166,8 @@ class ZeRO(GradientsElsewhere, Strategy):
                 building.read_partitions(model, accelerator.device)
         if models and config.get(key) == "auto" and not any(hasattr(argument, "batch_size") for argument in args):
             config[key], plugin.batch_size_is_ours = 1, True
-        return super().prepare(accelerator, accelerates, args, device_placement)
+        with masters_for_all(accelerator, args):
+            return super().prepare(accelerator, accelerates, args, device_placement)
 
     def after_prepare(self, accelerator, model, optimizer):
         """Moves the optimizer step from `accelerator.backward`, where Accelerate has it, to `optimizer.step`.
@@ -171,10 +175,18 @@ class ZeRO(GradientsElsewhere, Strategy):
         This way the gradient norm is checked before the update.
         """
         engine, zero = model, zero_of(optimizer)
+        count_gradients(zero, model)
+        held = zero.held = Held(zero, model.module)
+        held.fragments = Fragments(zero, held)
+        clip_as_configured(zero)
+        zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
+        with_checkpoints_of_its_own(engine, held)
+        model.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
 
         def backward(loss, sync_gradients=True, **kwargs):
             engine.set_gradient_accumulation_boundary(sync_gradients)
             engine.backward(loss, **kwargs)
+            held.after_backward(sync_gradients)
 
         def step(self, closure=None):
             if closure is not None:
@@ -182,6 +194,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             if accelerator.sync_gradients:
                 accelerator.before_update(optimizer)
                 engine.step()
+                held.updated()
+                clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
                 accelerator.after_update(optimizer)
 
         accelerator.deepspeed_engine_wrapped.backward = backward
@@ -190,7 +204,12 @@ class ZeRO(GradientsElsewhere, Strategy):
         optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
         if zero.dtype == torch.float16:
             accelerator.scaler = Scaler(zero)
-        count_gradients(zero, model)
+
+    def take_written(self, accelerator, model, optimizer):
+        held = zero_of(optimizer).held
+        held.take_gradients()
+        held.give_back()
+        held.take_weights()
 
     def free(self, accelerator):
         # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
@@ -200,7 +219,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         """Makes the engine clip in its step. Returns the gradient norm over all processes."""
         plan, optimizer = self.plan, accelerator._optimizers[0]
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if given != self.parameter_ids(optimizer):
+        if given != {id(p) for group in groups(zero_of(optimizer)) for p in group if p.requires_grad}:
             raise Refused(
                 f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one "
                 "norm: pass model.parameters()"
@@ -213,13 +232,12 @@ class ZeRO(GradientsElsewhere, Strategy):
                 f"the script clips gradients at {max_norm}, gradient_clipping in the config at {configured}: "
                 "say it in one place"
             )
-        zero = zero_of(optimizer)
-        zero.clip_grad = max_norm
-        return gradient_norm(zero)
+        zero_of(optimizer).clip_grad = max_norm
+        return self.norm_of(optimizer)
 
     def norm_of(self, optimizer):
         zero = zero_of(optimizer)
-        zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping  # not the norm of an earlier step's call
+        zero.held.take_gradients()
         return gradient_norm(zero)
 
     def schedulers(self, accelerator):
@@ -262,41 +280,39 @@ class ZeRO(GradientsElsewhere, Strategy):
         return dict(zero_of(optimizer).seen_gradients)
 
     def shards(self, parameters, optimizer):
-        """As in Strategy, without padding. The engine's step counters belong to no parameter and are not among them."""
+        """As in Strategy, without padding."""
         if optimizer is None:  # a model that DeepSpeed does not train, and each process holds whole
             yield from super().shards(parameters, None)
             return
         zero = zero_of(optimizer)
-        flat_states = {key: flats for key, flats in states(zero).items() if flats[0].dim()}
         for name, parameter in parameters.items():
             if stage(zero) < 3:
                 yield Shard("weight", name, None, parameter)
-            elif parameter.requires_grad:
+            elif zero.held.has(parameter):
                 length = fragment(zero, parameter, masters(zero)).numel()
                 yield Shard("weight", name, None, parameter.ds_tensor.narrow(0, 0, length))
             # A parameter that stage 3 has released is an empty tensor.
             if stage(zero) == 3 and parameter.numel():
                 yield Shard("gathered", name, None, parameter)
-            if parameter.requires_grad:
+            if zero.held.has(parameter):
                 yield Shard("master", name, None, fragment(zero, parameter, masters(zero)))
-                for key, flats in flat_states.items():
-                    yield Shard("optimizer", name, key, fragment(zero, parameter, flats))
+                for key, state in zero.held.fragments.state(parameter).items():
+                    yield Shard("optimizer" if state.dim() else "counter", name, key, state)
 
     def tensors(self, model, optimizer):
         """{name: this process's fragment}: fp32 masters, optimizer state, full shapes, buffers."""
         if optimizer is None:
             return super().tensors(model, None)
         zero, parts, parameters = zero_of(optimizer), buffers_by_place(model), dict(parameters_of(model))
+        zero.held.take_weights()
         for name, parameter in parameters.items():
             parts[places.shape(name)] = torch.tensor(shape(parameter), dtype=torch.int64)
-            if not parameter.requires_grad:
+            if not zero.held.has(parameter):
                 whole = gathered(parameter).flatten()
                 parts[places.weight(name)] = whole if dist.get_rank() == 0 else whole[:0]
         for shard in self.shards(parameters, optimizer):
-            if shard.kind in ("master", "optimizer"):
+            if shard.kind in ("master", "optimizer", "counter"):
                 parts[shard.place] = shard.tensor
-        for key, values in states(zero).items():
-            parts |= {places.counter(i, key): value for i, value in enumerate(values) if not value.dim()}
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
@@ -310,7 +326,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             parts = rows.Rows(parts, rows.of_fragments(gather_object([lengths]), dist.get_rank()))
         of_model = {place: part for place, part in live.items() if places.kind(place) != places.OPTIMIZER}
         refuse_other_model(of_model, parts)
-        restore_engine(zero_of(optimizer), list(parameters_of(model)), parts)
+        zero = zero_of(optimizer)
+        restore_engine(zero, zero.held, list(parameters_of(model)), parts)
         for place, buffer in buffers_by_place(model).items():
             buffer.copy_(parts[place])
 
@@ -325,17 +342,18 @@ class ZeRO(GradientsElsewhere, Strategy):
         return state
 
     def pieces(self, accelerator, model):
-        from deepspeed.utils import safe_get_full_fp32_param
-
         if unwrapped(model) is model:
             return None
 
+        held = model.optimizer.held
+        held.take_weights()
+
         def whole(parameter):
-            return safe_get_full_fp32_param(parameter) if parameter.requires_grad else gathered(parameter)
+            return whole_master(model.optimizer, parameter) if held.has(parameter) else gathered(parameter)
 
         pieces = {}
         for name, parameter in model.module.named_parameters():
-            dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+            dtype = torch.float32 if held.has(parameter) else parameter.dtype
             like = torch.empty(shape(parameter), dtype=dtype, device="meta")
             pieces[name] = like, functools.partial(whole, parameter)
         buffers = model.module.state_dict().keys() - pieces.keys()
@@ -416,6 +434,53 @@ def cast_inputs(model, dtype):
         return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
 
     model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+@contextlib.contextmanager
+def masters_for_all(accelerator, args):
+    """Frozen parameters in an optimizer of `args` get masters too, as the script may thaw them."""
+    groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+    every = [p for group in groups for p in group["params"] if p.is_floating_point() and not p.requires_grad]
+    if every:
+        accelerator.note(
+            f"{sum(map(torch.numel, every)):,} parameters in the optimizer are frozen: they cost memory as the others "
+            "do, as they may be thawed. Leave them out of the optimizer if they stay frozen"
+        )
+    for parameter in every:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in every:
+            parameter.requires_grad_(False)
+
+
+def with_checkpoints_of_its_own(engine, held):
+    """Makes DeepSpeed's own checkpoints hold the optimizer's state, which it looks for beside its flat masters."""
+    saves, loads = engine.save_checkpoint, engine.load_checkpoint
+
+    def save_checkpoint(*args, **kwargs):
+        held.take_weights()
+        with held.fragments.joined():
+            return saves(*args, **kwargs)
+
+    def load_checkpoint(*args, **kwargs):
+        loaded = loads(*args, **kwargs)
+        held.fragments.split()
+        return loaded
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def clip_as_configured(zero):
+    zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping
+
+
+def refuse_new_group(*_):
+    raise Refused(
+        "add_param_group after prepare: under ZeRO the optimizer's parameters are fixed in prepare. Give it all of "
+        "them before, frozen ones too, and set requires_grad when they are to be trained"
+    )
 
 
 def refuse_no_sync():
