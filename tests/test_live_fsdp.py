@@ -17,7 +17,7 @@ from torch import nn
 from faithful import Accelerator, checkpoint
 from faithful.tensors import local
 
-STEPS, ROWS, WIDTH = 4, 8, 10  # ROWS: of all processes together
+STEPS, ROWS, WIDTH = 4, 8, 16  # ROWS: of all processes together
 
 
 class Layer(nn.Module):
@@ -431,3 +431,61 @@ def test_a_compiled_model_is_saved_with_its_own_names(tmp_path, config):
     for way in ways:
         assert load_file(run / way / "model.safetensors").keys() == Net().state_dict().keys()
         assert not any("_orig_mod" in name for name in checkpoint.tensors_of(run / f"checkpoint-{way}", 0))
+
+
+def step(accelerator, model, optimizer, rows):
+    for _ in range(3):
+        accelerator.backward(loss_of(model, rows))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluates_first():
+    """What a rank runs: an evaluation, a step, a checkpoint, which it loads again."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, _ = built(Case())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = torch.randn(8, WIDTH + 5)
+    with torch.inference_mode():
+        first = loss_of(model, rows).item()
+    step(accelerator, model, optimizer, rows)
+    with torch.inference_mode():
+        last = loss_of(model, rows).item()
+    assert last < 0.9 * first
+    accelerator.save_state(f"{accelerator.project_dir}/checkpoint-3")
+    step(accelerator, model, optimizer, rows)
+    accelerator.load_state(f"{accelerator.project_dir}/checkpoint-3")
+    with torch.inference_mode():
+        assert loss_of(model, rows).item() == last
+    accelerator.save_model(model, f"{accelerator.project_dir}/model")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "fsdp_bf16_offload", "fsdp_fp8_msamp_o2", "hsdp_bf16"])
+def test_the_first_pass_may_be_an_evaluation_in_inference_mode(tmp_path, config):
+    run = train(config, tmp_path / "run", script=evaluates_first)
+    saved = load_file(run / "model" / "model.safetensors")
+    assert {name: value.shape for name, value in saved.items()} == {n: v.shape for n, v in Net().state_dict().items()}
+
+
+def hooked():
+    """What a rank runs: hooks that set the gradients of two layers to zero."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, _ = built(Case())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    model.blocks[0].fc.weight.register_hook(torch.zeros_like)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.unwrap_model(model).blocks[1].fc.weight.register_hook(torch.zeros_like)
+    names = [f"blocks.{at}.fc.weight" for at in range(3)]
+    before = accelerator.get_state_dict(model)
+    step(accelerator, model, optimizer, torch.randn(8, WIDTH + 5))
+    after = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert [torch.equal(before[name], after[name]) for name in names] == [True, True, False]
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_fp8_msamp_o2", "fsdp_fp8_msamp_o2", "fsdp_bf16_noreshard"])
+def test_hooks_of_weights_are_called_for_other_gradients_too(tmp_path, config):
+    train(config, tmp_path / "run", script=hooked)
