@@ -6,6 +6,7 @@ Each case is a small training. It runs under a config, and by torch alone on the
 import functools
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -489,3 +490,50 @@ def hooked():
 @pytest.mark.parametrize("config", ["ddp_fp8_msamp_o2", "fsdp_fp8_msamp_o2", "fsdp_bf16_noreshard"])
 def test_hooks_of_weights_are_called_for_other_gradients_too(tmp_path, config):
     train(config, tmp_path / "run", script=hooked)
+
+
+def split():
+    """What a rank runs under tensor parallel."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=4, tie_word_embeddings=False, **sizes))
+    weights = [layer.mlp.up_proj.weight for layer in model.model.layers]
+    names = [name for name, parameter in model.named_parameters() if any(parameter is weight for weight in weights)]
+    model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    model.model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    layers = accelerator.unwrap_model(model).model.layers
+    layers[2].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    whole = [accelerator.get_state_dict(model)]
+    for step in range(3):
+        tokens = torch.arange(32).view(2, 16)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        if step == 1:
+            layers[3].mlp.up_proj.weight.grad[:40] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            layers[1].requires_grad_(True)
+        if step == 2:
+            layers[0].mlp.up_proj.weight.data = layers[0].mlp.up_proj.weight.data * 0
+        whole.append(accelerator.get_state_dict(model))
+    if accelerator.is_main_process:
+        moved = [
+            [(after[name] - before[name]).abs().amax(1) > 0 for before, after in pairwise(whole)] for name in names
+        ]
+        assert [[bool(rows.any()) for rows in steps] for steps in moved[:3]] == [
+            [False, False, True],
+            [False, False, True],
+            [False, False, False],
+        ]
+        assert not whole[-1][names[0]].any()
+        assert moved[3][0].all() and not moved[3][1][:40].any() and moved[3][1][40:].all()
+    accelerator.end_training()
+
+
+def test_under_tensor_parallel(tmp_path):
+    train("tp_bf16", tmp_path / "run", script=split)

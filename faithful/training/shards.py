@@ -96,6 +96,21 @@ def set_data(self, value):
     write(self, value if same else whole_of(value))
 
 
+def hooks_of(parameter):
+    """Those that a script has registered on a parameter: (before, after) its gradient is accumulated. Dicts, or None;
+    the script's handles remove hooks from them."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def move_hooks(hooks, parameter):
+    """Registers `hooks_of` another parameter on this one."""
+    before, after = hooks
+    if before:
+        parameter._backward_hooks = before
+    if after:
+        parameter._post_accumulate_grad_hooks = after
+
+
 def step_in_turn(optimizer):
     """Makes the optimizer step its DTensors and its tensors in turn, each with a kernel for lists, fused or foreach,
     which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order."""
