@@ -537,3 +537,42 @@ def split():
 
 def test_under_tensor_parallel(tmp_path):
     train("tp_bf16", tmp_path / "run", script=split)
+
+
+def against_each_other(accelerator=None):
+    """A generator and a discriminator, which is frozen while the generator trains. Returns the weights of both."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    share, backward = slice(None), torch.Tensor.backward
+    if accelerator:
+        *models, optimizers[0], optimizers[1] = accelerator.prepare(*models, *optimizers)
+        share, backward = slice(accelerator.process_index, None, accelerator.num_processes), accelerator.backward
+    (generator, discriminator), noise = models, torch.randn(STEPS, ROWS, WIDTH)
+    for rows in noise:
+        rows = rows[share]
+        made = generator(rows) @ torch.ones(5, WIDTH)
+        discriminator.requires_grad_(True)
+        backward((discriminator(made.detach()) - 1).square().mean() + discriminator(rows).square().mean())
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        discriminator.requires_grad_(False)
+        backward(discriminator(made).square().mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    get = accelerator.get_state_dict if accelerator else nn.Module.state_dict
+    return [{name: value.clone() for name, value in get(model).items()} for model in models]
+
+
+def game():
+    """What a rank runs."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    found = against_each_other(accelerator)
+    if accelerator.is_main_process:
+        assert max(map(apart, found, against_each_other())) < 1e-5
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_fp32"])
+def test_a_discriminator_is_frozen_and_thawed_in_each_step(tmp_path, config):
+    train(config, tmp_path / "run", script=game)
