@@ -202,6 +202,21 @@ class GradientRows(Case):
         model.blocks[1].fc.weight.grad[2].mul_(3)
 
 
+class Masked(Case):
+    """By whole tensors, as pruning does."""
+
+    def backward(self, model, step):
+        mask = (torch.arange(WIDTH) > WIDTH // 2).float()[:, None]
+        model.blocks[0].fc.weight.grad.mul_(mask)
+        model.blocks[1].fc.weight.grad *= mask
+        model.head.weight.grad.masked_fill_(torch.arange(5)[:, None] > 2, 0)
+
+    def end(self, model, step):
+        with torch.no_grad():
+            model.blocks[2].fc.weight.data.mul_(torch.arange(WIDTH) % 2)
+            model.blocks[2].fc.bias.copy_(torch.arange(WIDTH) / WIDTH)
+
+
 class GradientScaled(Case):
     accumulates = 2
 
@@ -273,7 +288,7 @@ CASES = {
     for case in (
         HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
         PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, RowsWritten, Loaded,
-        GradientRows, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
+        GradientRows, Masked, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
     )
 }  # fmt: skip
 
