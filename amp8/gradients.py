@@ -111,12 +111,9 @@ class WeightGradient:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new, port.grad = port.grad, None
         self.linear.replaced = None  # training goes on with the weight as it is
-        if self.sharding is not None and self.linear.parameter._backward_hooks:
-            raise CodesRead(
-                f"{self.linear.name}.weight has a hook (register_hook), which is never called under "
-                "fully_shard: use register_post_accumulate_grad_hook, or a hook of the module"
-            )
         before, after = hooks_of(self.linear.weight)
+        if self.sharding is not None:  # FSDP2 calls the others for the shard
+            before = tuple((self.linear.parameter._backward_hooks or {}).values())
         for hook in before:
             changed = hook(new)
             new = new if changed is None else changed.float()

@@ -6,6 +6,7 @@ Each case is a small training. It runs under a config, and by torch alone on the
 import functools
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from faithful import Accelerator, checkpoint
 from faithful.tensors import local
 
-STEPS, ROWS, WIDTH = 4, 8, 10  # ROWS: of all processes together
+STEPS, ROWS, WIDTH = 4, 8, 16  # ROWS: of all processes together
 
 
 class Layer(nn.Module):
@@ -201,6 +202,21 @@ class GradientRows(Case):
         model.blocks[1].fc.weight.grad[2].mul_(3)
 
 
+class Masked(Case):
+    """By whole tensors, as pruning does."""
+
+    def backward(self, model, step):
+        mask = (torch.arange(WIDTH) > WIDTH // 2).float()[:, None]
+        model.blocks[0].fc.weight.grad.mul_(mask)
+        model.blocks[1].fc.weight.grad *= mask
+        model.head.weight.grad.masked_fill_(torch.arange(5)[:, None] > 2, 0)
+
+    def end(self, model, step):
+        with torch.no_grad():
+            model.blocks[2].fc.weight.data.mul_(torch.arange(WIDTH) % 2)
+            model.blocks[2].fc.bias.copy_(torch.arange(WIDTH) / WIDTH)
+
+
 class GradientScaled(Case):
     accumulates = 2
 
@@ -272,7 +288,7 @@ CASES = {
     for case in (
         HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
         PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, RowsWritten, Loaded,
-        GradientRows, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
+        GradientRows, Masked, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
     )
 }  # fmt: skip
 
@@ -431,3 +447,147 @@ def test_a_compiled_model_is_saved_with_its_own_names(tmp_path, config):
     for way in ways:
         assert load_file(run / way / "model.safetensors").keys() == Net().state_dict().keys()
         assert not any("_orig_mod" in name for name in checkpoint.tensors_of(run / f"checkpoint-{way}", 0))
+
+
+def step(accelerator, model, optimizer, rows):
+    for _ in range(3):
+        accelerator.backward(loss_of(model, rows))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluates_first():
+    """What a rank runs: an evaluation, a step, a checkpoint, which it loads again."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, _ = built(Case())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = torch.randn(8, WIDTH + 5)
+    with torch.inference_mode():
+        first = loss_of(model, rows).item()
+    step(accelerator, model, optimizer, rows)
+    with torch.inference_mode():
+        last = loss_of(model, rows).item()
+    assert last < 0.9 * first
+    accelerator.save_state(f"{accelerator.project_dir}/checkpoint-3")
+    step(accelerator, model, optimizer, rows)
+    accelerator.load_state(f"{accelerator.project_dir}/checkpoint-3")
+    with torch.inference_mode():
+        assert loss_of(model, rows).item() == last
+    accelerator.save_model(model, f"{accelerator.project_dir}/model")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "fsdp_bf16_offload", "fsdp_fp8_msamp_o2", "hsdp_bf16"])
+def test_the_first_pass_may_be_an_evaluation_in_inference_mode(tmp_path, config):
+    run = train(config, tmp_path / "run", script=evaluates_first)
+    saved = load_file(run / "model" / "model.safetensors")
+    assert {name: value.shape for name, value in saved.items()} == {n: v.shape for n, v in Net().state_dict().items()}
+
+
+def hooked():
+    """What a rank runs: hooks that set the gradients of two layers to zero."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, _ = built(Case())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    model.blocks[0].fc.weight.register_hook(torch.zeros_like)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.unwrap_model(model).blocks[1].fc.weight.register_hook(torch.zeros_like)
+    names = [f"blocks.{at}.fc.weight" for at in range(3)]
+    before = accelerator.get_state_dict(model)
+    step(accelerator, model, optimizer, torch.randn(8, WIDTH + 5))
+    after = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert [torch.equal(before[name], after[name]) for name in names] == [True, True, False]
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_fp8_msamp_o2", "fsdp_fp8_msamp_o2", "fsdp_bf16_noreshard"])
+def test_hooks_of_weights_are_called_for_other_gradients_too(tmp_path, config):
+    train(config, tmp_path / "run", script=hooked)
+
+
+def split():
+    """What a rank runs under tensor parallel."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=4, tie_word_embeddings=False, **sizes))
+    weights = [layer.mlp.up_proj.weight for layer in model.model.layers]
+    names = [name for name, parameter in model.named_parameters() if any(parameter is weight for weight in weights)]
+    model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    model.model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    layers = accelerator.unwrap_model(model).model.layers
+    layers[2].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    whole = [accelerator.get_state_dict(model)]
+    for step in range(3):
+        tokens = torch.arange(32).view(2, 16)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        if step == 1:
+            layers[3].mlp.up_proj.weight.grad[:40] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            layers[1].requires_grad_(True)
+        if step == 2:
+            layers[0].mlp.up_proj.weight.data = layers[0].mlp.up_proj.weight.data * 0
+        whole.append(accelerator.get_state_dict(model))
+    if accelerator.is_main_process:
+        moved = [
+            [(after[name] - before[name]).abs().amax(1) > 0 for before, after in pairwise(whole)] for name in names
+        ]
+        assert [[bool(rows.any()) for rows in steps] for steps in moved[:3]] == [
+            [False, False, True],
+            [False, False, True],
+            [False, False, False],
+        ]
+        assert not whole[-1][names[0]].any()
+        assert moved[3][0].all() and not moved[3][1][:40].any() and moved[3][1][40:].all()
+    accelerator.end_training()
+
+
+def test_under_tensor_parallel(tmp_path):
+    train("tp_bf16", tmp_path / "run", script=split)
+
+
+def against_each_other(accelerator=None):
+    """A generator and a discriminator, which is frozen while the generator trains. Returns the weights of both."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    share, backward = slice(None), torch.Tensor.backward
+    if accelerator:
+        *models, optimizers[0], optimizers[1] = accelerator.prepare(*models, *optimizers)
+        share, backward = slice(accelerator.process_index, None, accelerator.num_processes), accelerator.backward
+    (generator, discriminator), noise = models, torch.randn(STEPS, ROWS, WIDTH)
+    for rows in noise:
+        rows = rows[share]
+        made = generator(rows) @ torch.ones(5, WIDTH)
+        discriminator.requires_grad_(True)
+        backward((discriminator(made.detach()) - 1).square().mean() + discriminator(rows).square().mean())
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        discriminator.requires_grad_(False)
+        backward(discriminator(made).square().mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    get = accelerator.get_state_dict if accelerator else nn.Module.state_dict
+    return [{name: value.clone() for name, value in get(model).items()} for model in models]
+
+
+def game():
+    """What a rank runs."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    found = against_each_other(accelerator)
+    if accelerator.is_main_process:
+        assert max(map(apart, found, against_each_other())) < 1e-5
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_fp32"])
+def test_a_discriminator_is_frozen_and_thawed_in_each_step(tmp_path, config):
+    train(config, tmp_path / "run", script=game)

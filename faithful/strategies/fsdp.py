@@ -215,7 +215,7 @@ def shard(accelerator, accelerates, model, optimizers):
     if plan.ram_efficient:
         building.refuse_other_models(model)
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
-    hooks = {name: gathered.hooks_of(parameter) for name, parameter in parameters_of(model)}
+    hooks = {name: shards.hooks_of(parameter) for name, parameter in parameters_of(model)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     scalars = gathered.taken_out(model)
     before = building.weights_of(model) if plan.ram_efficient else {}
@@ -234,7 +234,7 @@ def shard(accelerator, accelerates, model, optimizers):
     gathered.watch(model, scalars)
     now = dict(parameters_of(model, remove_duplicate=False))
     for name in hooks:
-        gathered.move_hooks(hooks[name], now[name])
+        shards.move_hooks(hooks[name], now[name])
     for parameters, i, name in places:
         parameters[i] = now[name]
     for key in [key for key, pair in SHARDS.items() if any(reference() is None for reference in pair)]:

@@ -72,21 +72,6 @@ def average(scalars):
         parameter.grad = gradient.to(parameter.dtype)
 
 
-def hooks_of(parameter):
-    """Those that a script has registered on a parameter: (before, after) its gradient is accumulated. Dicts, or None;
-    the script's handles remove hooks from them."""
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-def move_hooks(hooks, parameter):
-    """Registers `hooks_of` another parameter on this one."""
-    before, after = hooks
-    if before:
-        parameter._backward_hooks = before
-    if after:
-        parameter._post_accumulate_grad_hooks = after
-
-
 class State(FSDPState):
     """A module that FSDP2 gathers as one. The first one that a backward pass reaches is called at its end."""
 

@@ -79,6 +79,9 @@ def split(model, optimizer, mesh, device):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
     model._tp_size = mesh.size()  # transformers sets it when it splits while loading; Accelerate reads it
+    for name, part in model.named_parameters():
+        if part is not whole[name]:
+            shards.move_hooks(shards.hooks_of(whole[name]), part)
     now = {id(whole[name]): part for name, part in model.named_parameters()}
     for group in optimizer.param_groups:
         group["params"] = [now[id(parameter)] for parameter in group["params"]]

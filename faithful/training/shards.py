@@ -1,26 +1,51 @@
 """Writes into sharded tensors (DTensor) as scripts make them: what torch would put into a copy goes into the shards.
 
 Where an index selects along the sharded dimension, torch gathers the tensor and indexes the copy. A write to the result
-would be lost without a word: `weight.grad[:24] = 0`, `weight.data[5].mul_(0)`. So would `weight.data = value`.
+would be lost without a word: `weight.grad[:24] = 0`, `weight.data[5].mul_(0)`. So would `weight.data = value`. And it
+refuses to change a DTensor by a whole tensor, `weight.grad.mul_(mask)`, of which each process takes its part here.
 """
 
+import functools
+
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from faithful import patches
 from faithful.averages import like
 
-ROW = "DTensor.__getitem__, __setitem__, data"
-OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
+ROW = "DTensor.__getitem__, __setitem__, data, methods that change it"
+METHODS = ("add_", "sub_", "mul_", "div_", "copy_", "masked_fill_", "lerp_", "addcmul_", "addcdiv_")
+ASSIGNMENTS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+OPERATORS = {"__setitem__", *ASSIGNMENTS, "__ifloordiv__", "__imod__", "__ipow__"}
 
 
 def take_writes():
     """Makes writes to DTensors count, until the run ends. Called when a model is sharded."""
     if isinstance(vars(DTensor).get("data"), property):
         return
-    for name, value in (("__getitem__", getitem), ("__setitem__", setitem), ("data", property(get_data, set_data))):
+    ours = {"__getitem__": getitem, "__setitem__": setitem, "data": property(get_data, set_data)}
+    for name, value in (ours | {name: by_whole_tensors(name) for name in METHODS + ASSIGNMENTS}).items():
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
+
+
+def by_whole_tensors(name):
+    """A method of DTensor that changes it and also takes whole tensors, the same on all processes."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        return method(self, *(split_as(self, arg) for arg in args), **kwargs)
+
+    return call
+
+
+def split_as(tensor, value):
+    """`value`, as a DTensor if it is a whole tensor that is not a number."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
+        return value
+    whole = value.to(tensor.device).expand(tensor.shape)
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 class Selected(DTensor):
@@ -94,6 +119,21 @@ def set_data(self, value):
         return torch.Tensor.data.__set__(self, value)
     same = isinstance(value, DTensor) and value.placements == self.placements
     write(self, value if same else whole_of(value))
+
+
+def hooks_of(parameter):
+    """Those that a script has registered on a parameter: (before, after) its gradient is accumulated. Dicts, or None;
+    the script's handles remove hooks from them."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def move_hooks(hooks, parameter):
+    """Registers `hooks_of` another parameter on this one."""
+    before, after = hooks
+    if before:
+        parameter._backward_hooks = before
+    if after:
+        parameter._post_accumulate_grad_hooks = after
 
 
 def step_in_turn(optimizer):
