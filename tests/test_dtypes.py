@@ -191,6 +191,26 @@ def test_the_launch_may_keep_the_dtype_where_it_says_fp32(tmp_path, config, code
     assert log.count("refused: FAITHFUL_KEEP_DTYPE=1, and 10 trainable parameters are in bfloat16") == (code > 0)
 
 
+def partly_frozen():
+    """The layers have no casts of their own."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)).to(HALF)
+    model[0].requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    accelerator.backward(model(torch.randn(8, 32, dtype=HALF)).float().square().mean())
+    optimizer.step()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("config", "keep", "code"), [("single_bf16", "0", 0), ("single_fp32", "0", 2), ("single_fp32", "1", 0)]
+)
+def test_frozen_16_bit_layers_need_autocast_beside_trained_ones(tmp_path, config, keep, code):
+    train(config, tmp_path / "run", code=code, script=partly_frozen, env={"FAITHFUL_KEEP_DTYPE": keep})
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: what is trained was put into fp32, and meets 16-bit tensors") == (code > 0)
+
+
 def thaw(loaded):
     accelerator = Accelerator(project_dir=sys.argv[2])
     model = model_of("adapters", False)

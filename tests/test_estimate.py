@@ -286,6 +286,12 @@ def test_a_script_of_ones_own_is_traced_as_it_is(tmp_path):
         assert states["single_fp8_msamp_o2"][ours] == pytest.approx(counted, rel=0.02), ours
 
 
+def test_a_script_that_loads_its_model_in_16_bit_trains_it_in_fp32(tmp_path):
+    mine, argv = tracing.load(SCRIPTS / "traced.py"), ["--output_dir", str(tmp_path / "run"), "256", "in 16 bit"]
+    states = of(mine, {}, "single_bf16", *argv)
+    assert states["weights"] == states["gradients"] == 4 * (64 * 256 + 256 + 256 * 256 + 256)
+
+
 def test_a_model_that_names_no_blocks_is_gathered_by_its_repeated_layers(tmp_path):
     """As training shards it; the next test compares with what FSDP2 holds."""
     named, unnamed = SCRIPTS / "blocks.py", tmp_path / "unnamed.py"

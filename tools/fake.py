@@ -11,6 +11,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from faithful import config
+from faithful.training import dtypes
+
 
 class Memory:
     """Counts the bytes of tensors that were made while a Watch is active and are still in use.
@@ -89,13 +92,15 @@ def without_storage():
 
 def make_fake(model, optimizer=None, dtype=None):
     """Replaces parameters on `meta` by fake tensors on the CPU, for which autocast and kernels choose as for real ones.
-    dtype: of the parameters, if not the model's own."""
+    dtype: of the parameters, if not the model's own, or the one in which `prepare` leaves what is trained."""
     mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and id(old) not in fakes:  # else it is tied to one that came before
                 with mode:
-                    fake = torch.empty_like(old, device="cpu", dtype=dtype or old.dtype)
+                    in_fp32 = dtypes.in_16_bit([old]) and not config.keeps_dtype()
+                    own = torch.float32 if in_fp32 else old.dtype
+                    fake = torch.empty_like(old, device="cpu", dtype=dtype or own)
                     fakes[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)
             module._parameters[name] = old if old is None else fakes[id(old)]
     for group in optimizer.param_groups if optimizer else ():

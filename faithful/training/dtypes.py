@@ -17,8 +17,9 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def of(parameters):
-    """The dtypes of a list of parameters, which is cheap: a few microseconds for a hundred."""
-    return [parameter.dtype for parameter in parameters]
+    """The dtypes of parameters, of MS-AMP's levels those of the codes, which is cheap: 6 microseconds for a hundred."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter.dtype for parameter in parameters]
 
 
 def in_16_bit(parameters):
@@ -123,10 +124,10 @@ def refuse_cast(accelerator, parameters, before):
 
 def explain(error):
     """A Refused for torch's error where weights that were put into fp32 meet 16-bit tensors, else None."""
-    mixed = r"to have the same dtype|expected dtype .* for `(end|weight)`|should be the same|mixed dtype|scalar type"
+    mixed = r"have the same dtype|expected dtype .* for `(end|weight)`|should be the same|mixed dtype|scalar type"
     if not re.search(mixed, error):
         return None
     return Refused(
         f"what is trained was put into fp32, and meets 16-bit tensors of the script, or frozen ones ({error}): load "
-        "all of the model in fp32, or use a bf16 config, which computes with both"
+        f"all of the model in fp32, or use a bf16 config, which computes with both, or set {config.KEEP}=1"
     )

@@ -22,7 +22,8 @@ class Live:
         model.register_forward_pre_hook(self.before_forward, prepend=True)
 
     def requires_grad(self):
-        return [parameter.requires_grad for parameter in self.parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # a weight of MS-AMP's levels would run Python for it
+            return [parameter.requires_grad for parameter in self.parameters]
 
     def takes_part(self, parameters):
         """Some parameters are trained from now on."""

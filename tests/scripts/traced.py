@@ -9,6 +9,8 @@ if __name__ == "__main__":
     width, fault = int(sys.argv[3]), sys.argv[4] if sys.argv[4:] else None
     accelerator = Accelerator(mixed_precision="no", project_dir=sys.argv[2])
     model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+    if fault == "in 16 bit":  # as from a file
+        model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     loader = torch.utils.data.DataLoader(torch.randn(64, 64), 8)
     if fault == "no optimizer":
