@@ -57,7 +57,8 @@ def fingerprint(model):
     process has no values of them (faithful/building.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in model.named_parameters() if p.numel()]
+    real = ((name, torch.view_as_real(p) if p.is_complex() else p) for name, p in model.named_parameters() if p.numel())
+    sums = [(name, torch.hash_tensor(p.detach()).item()) for name, p in real]
     return sha256(repr(sums).encode()).hexdigest()
 
 
