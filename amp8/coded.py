@@ -38,6 +38,24 @@ class CodesRead(RuntimeError):
     exit_code = 2  # a user's mistake; the message says what to do
 
 
+def innermost(tensor):
+    """The tensor that torch.func has wrapped, or the tensor itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def refuse_transformed(name, *tensors):
+    """Raises CodesRead in a transform of torch.func (grad, vmap, jvp), which takes codes for values, and for which FP8
+    products have no rule. tensors: what a layer computes with."""
+    if torch.compiler.is_compiling() or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        return
+    raise CodesRead(
+        f"{name} is called inside torch.func (grad, vmap, jvp), which has no rule for FP8: give functional_call "
+        "clones of the values, {k: v.detach().clone()}, leave the layer out (skip), or use a bf16 config"
+    )
+
+
 def refuse_a_derivative():
     """Called in the backward pass of FP8 products. Rounding has the derivative zero, so that of a gradient would be
     nothing like the unrounded one's."""

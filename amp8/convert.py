@@ -112,7 +112,12 @@ def initialize(
 def optimizer_of(model, optimizer):
     """Replaces `optimizer` by the Adam of a model that was converted without its optimizer."""
     check_optimizer(optimizer)
-    return Adam(optimizer, state_of(model))
+    state = state_of(model)
+    if state.fsdp_group is not None:
+        from . import fsdp
+
+        fsdp.check_optimizer(model, optimizer)
+    return Adam(optimizer, state)
 
 
 def fully_sharded(model):

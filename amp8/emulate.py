@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
-from .coded import refuse_a_derivative
+from .coded import refuse_a_derivative, refuse_transformed
 from .compiled import output
 from .scaling import E4M3, E5M2
 
@@ -118,6 +118,7 @@ class EmulatedLinear(nn.Linear):
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if not (self.fp8 and (self.training or trains)):
             return F.linear(x, self.weight, self.bias)
+        refuse_transformed(f"a layer {tuple(self.weight.shape)}", x, self.weight)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         tokens = x.reshape(-1, self.in_features)
@@ -256,6 +257,8 @@ class _Tiled(torch.autograd.Function):
 
 def _rounded(x, dtype, tile, tiny):
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
+    if not x.numel():  # an expert that gets no token
+        return x.to(torch.bfloat16)
     (m, n), (rows, columns) = x.shape, (size or full for size, full in zip(tile, x.shape, strict=True))
     padded = F.pad(x, (0, -n % columns, 0, -m % rows)) if m % rows or n % columns else x
     blocks = padded.reshape(-1, rows, padded.shape[1] // columns, columns)

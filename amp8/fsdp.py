@@ -40,15 +40,21 @@ def managed(model):
     return found
 
 
+def check_optimizer(model, optimizer):
+    """Raises an error if the optimizer was made before fully_shard, which replaces the parameters."""
+    parameters = set(model.parameters())
+    if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer has parameters that the model no longer has: make it after fully_shard")
+
+
 def check(model, places, opt_level, optimizer, process_group):
     """Raises an error for what can't work under fully_shard. places: what `managed` found."""
     if opt_level == "O3":
         raise ValueError("O3 keeps a whole FP8 weight on every rank; under fully_shard use O2, which shards all of it")
     if process_group is not None:
         raise ValueError("process_group is not for a model under fully_shard: its mesh says which ranks average")
-    parameters = set(model.parameters())
-    if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("the optimizer has parameters that the model no longer has: make it after fully_shard")
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
     for fsdp_param, group in places.values():
         if fsdp_param.offload_to_cpu:
             raise ValueError("amp8 can't offload to the CPU under fully_shard: leave out CPUOffloadPolicy")

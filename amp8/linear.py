@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scaling
-from .coded import CodedWeight, CodesRead, codes_of, refuse_a_derivative
+from .coded import CodedWeight, CodesRead, codes_of, innermost, refuse_a_derivative, refuse_transformed
 from .compiled import compiled_on_cuda, output
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
@@ -169,6 +169,7 @@ class FP8Linear(nn.Linear):
             weight = self.true_weight(dtype) if self.replaced_weight() is None else self.weight.to(dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
+        refuse_transformed(self.name, x)
         if not x.is_floating_point():
             raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}: a Linear takes floating point numbers")
         # Evaluation does not update the history, training in eval() does. Recomputing under checkpointing records the
@@ -217,7 +218,9 @@ class FP8Linear(nn.Linear):
         weight = self._parameters.get("weight")
         if weight is self.own:
             return None
-        if isinstance(weight, CodedWeight):
+        if isinstance(innermost(weight), CodedWeight):
+            refuse_transformed(self.name, weight)
+        if isinstance(weight, CodedWeight) and weight.amp8_linear is not self:
             raise RuntimeError(f"{self.name} has the converted weight of another layer now: call amp8.initialize last")
         return self.weight
 

@@ -63,10 +63,16 @@ def fingerprint(model):
     process has no values of them (faithful/building.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    values = {name: p.detach() for name, p in model.named_parameters() if p.numel()}
-    halves = (torch.bfloat16, torch.float16)  # which a run puts into fp32, in all configs but ZeRO's
-    sums = [(name, torch.hash_tensor(v.float() if v.dtype in halves else v).item()) for name, v in values.items()]
+    sums = [(name, torch.hash_tensor(hashable(p.detach())).item()) for name, p in model.named_parameters() if p.numel()]
     return sha256(repr(sums).encode()).hexdigest()
+
+
+def hashable(values):
+    """The values in a dtype that torch hashes; 16-bit ones in fp32, into which a run puts them in all configs but
+    ZeRO's."""
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 @torch.no_grad()

@@ -180,6 +180,13 @@ def test_a_layer_keeps_its_hooks_and_its_mode():
     assert seen == [*model, model[0]]
 
 
+def test_an_expert_that_gets_no_token_trains_on():
+    theirs, _ = pair(bias=True)
+    out = theirs(torch.zeros(0, 64, device="cuda"))
+    out.sum().backward()
+    assert out.shape == (0, 48) and not theirs[0].weight.grad.any() and not theirs[0].bias.grad.any()
+
+
 # What it computes
 
 

@@ -221,3 +221,22 @@ def test_a_layer_that_rests_keeps_its_weight(rank, world):
     model[0](torch.ones(16, 32)).square().mean().backward()
     optimizer.step()
     assert torch.equal(before, model[1].sharding.values().full_tensor())
+
+
+@on_ranks(2)
+def test_under_fully_shard_the_optimizer_may_come_later(rank, world):
+    """But not one that was made before: it has the parameters that fully_shard has replaced."""
+    weights = []
+    for later in (False, True):
+        model = linears(32, 32)
+        stale = torch.optim.AdamW(model.parameters())
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        model, ours = amp8.initialize(model, None if later else optimizer, "O2")
+        if later:
+            with pytest.raises(ValueError, match="make it after fully_shard"):
+                amp8.optimizer_of(model, stale)
+            ours = amp8.optimizer_of(model, optimizer)
+        train(model, ours, loss_of, range(2))
+        weights.append(model[0].sharding.values().full_tensor())
+    assert torch.equal(*weights)

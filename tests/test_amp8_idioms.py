@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import amp8
+from amp8 import emulate
 from amp8.coded import CodesRead
 
 # FP8 rounds a gradient by 3% to 6%. Two computations of one gradient differ by twice as much at most.
@@ -134,6 +135,52 @@ def test_functional_call_uses_the_weights_that_it_is_given():
     output.sum().backward()
     assert other["0.weight"].grad is not None and model[0].weight.grad is None
     assert not torch.equal(model(x), output)
+
+
+def of_weights(model, make, transform):
+    """A transform of the loss as a function of the weights."""
+    return transform(lambda weights: torch.func.functional_call(model, weights, (seeded(16, 32),)).square().mean())(
+        {name: make(parameter) for name, parameter in model.named_parameters()}
+    )
+
+
+TRANSFORMS = {
+    "grad of detached": lambda model: of_weights(model, lambda p: p.detach(), torch.func.grad),
+    "grad of parameters": lambda model: of_weights(model, lambda p: p, torch.func.grad),
+    "grad of the input": lambda model: torch.func.grad(lambda x: model(x).sum())(seeded(16, 32)),
+    "vmap": lambda model: torch.func.vmap(lambda x: model(x[None])[0])(seeded(16, 32)),
+    "jvp": lambda model: torch.func.jvp(model, (seeded(16, 32),), (seeded(16, 32, seed=1),)),
+    "jacrev": lambda model: torch.func.jacrev(lambda x: model(x[None])[0])(seeded(32)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("level", ["O2", "O3", "tensorwise", "rowwise"])
+def test_transforms_of_torch_func_are_refused(transform, level):
+    """They took codes for values."""
+    model = net()
+    if level in ("O2", "O3"):
+        model, _ = start(model, level)
+    else:
+        emulate.convert(model, level)
+    with pytest.raises(CodesRead, match=r"is called inside torch.func .grad, vmap, jvp., .* clones of the values"):
+        TRANSFORMS[transform](model)
+
+
+def test_clones_of_values_can_be_transformed():
+    plain, (model, _) = net(), start(net())
+    exact, found = (of_weights(each, lambda p: p.detach().clone(), torch.func.grad) for each in (plain, model))
+    assert all((found[name] - exact[name]).norm() < 0.01 * exact[name].norm() for name in exact)
+
+
+def test_functional_call_with_detached_parameters_trains_nothing():
+    plain, (model, _) = net(), start(net())
+    x = seeded(16, 32).requires_grad_()
+    for each in (plain, model):
+        each_out = torch.func.functional_call(each, {n: p.detach() for n, p in each.named_parameters()}, (x,))
+        each_out.sum().backward()
+        assert all(p.grad is None for p in each.parameters())
+    assert (each_out - plain(x)).norm() < 0.01 * each_out.norm()
 
 
 def test_an_assigned_weight_is_used_and_trained():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 from amp8_helpers import run_ranks
 from conftest import CONFIGS, distance, edited, launched, metrics, record, train, weights
@@ -422,6 +423,24 @@ def test_a_second_derivative_is_refused(name):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
+EXPERTS = [*FP8, "single_fp8_ao_rowwise", "single_fp8_ao_rowwise_with_gw_hp", "single_fp8_te_block"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_an_expert_that_gets_no_token_has_no_gradient(name):
+    model, optimizer = on_a_backend(name)
+    start = model[1].weight.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        h = model[0](torch.randn(16, 32))
+        out = model[3](model[2](torch.cat([model[1](h[:0]), h])))
+    out.float().square().mean().backward()
+    assert out.shape == (16, 32) and not model[1].weight.grad.any() and model[2].weight.grad.any()
+    optimizer.param_groups[0]["weight_decay"] = 0
+    optimizer.step()
+    assert torch.allclose(model[1].weight.detach(), start, rtol=2**-3, atol=1e-3)  # O3 rounds the FP8 weight again
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def in_eval(frozen):
     """What a rank runs: trains a model in eval() whose `frozen` layers are not trained."""
     accelerator = Accelerator(project_dir=sys.argv[2])
@@ -542,3 +561,56 @@ def test_fp8_shards_of_different_size_are_refused(tmp_path):
     config = tmp_path / "fsdp_fp8.yml"
     config.write_text(edited(text, "enable_fsdp_float8_all_gather: true", "enable_fsdp_float8_all_gather: false"))
     train(config, tmp_path / "gathered in bf16", "--max_steps", 1, "--eval_steps", 0, processes=3)
+
+
+class Three(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)).tanh())
+
+
+def after_prepare(trained):
+    """What a rank runs: the weight of `b` requires a gradient in the steps for which `trained` says so."""
+    accelerator = Accelerator(
+        project_dir=sys.argv[2], kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+    )
+    torch.manual_seed(0)
+    model = Three()
+    model.b.weight.requires_grad_(trained[0])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    layer, moved = accelerator.unwrap_model(model).b, []
+    torch.manual_seed(accelerator.process_index)
+    for wanted in trained:
+        layer.weight.requires_grad_(wanted)
+        before = layer.weight.detach().clone()
+        accelerator.backward((model(torch.randn(16, 32)) - 1).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(layer.weight.detach(), before))
+    everywhere = accelerator.gather(layer.weight.detach()[None] + 0)
+    assert moved == trained and all(torch.equal(everywhere[0], other) for other in everywhere), moved
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    "name", [f"{way}_fp8_msamp_{level}" for way in ("single", "ddp") for level in ("o1", "o2", "o3")]
+)
+@pytest.mark.parametrize("trained", ["1101", "0110"])
+def test_a_weight_is_trained_while_it_requires_a_gradient(tmp_path, name, trained):
+    """Frozen after `prepare` and thawed again, or the other way round: it moves in the right steps alone."""
+    train(name, tmp_path / "run", script=functools.partial(after_prepare, [step == "1" for step in trained]))
+
+
+def without_bias():
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(2)))
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_ddp_with_nothing_of_its_own_to_average_is_refused(tmp_path):
+    train("ddp_fp8_msamp_o2", tmp_path / "run", script=without_bias, code=2)
+    assert "give one a bias, or use a single config" in (tmp_path / "run.log").read_text()

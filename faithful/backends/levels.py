@@ -48,6 +48,8 @@ class MSAMP(GradientsElsewhere, Backend):
 
         with refusals():
             amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
+        if STRATEGIES[plan.strategy].replicates and plan.num_processes > 1:
+            refuse_nothing_for_ddp(model)
         for module in model.modules():
             if isinstance(module, amp8.FP8Linear):
                 module.register_forward_pre_hook(in_fp8_or_not)
@@ -118,6 +120,17 @@ def refusals():
 
 def in_fp8_or_not(module, inputs):
     module.high_precision = not in_fp8(module, *inputs)
+
+
+def refuse_nothing_for_ddp(model):
+    """Raises Refused if all that is trained are converted weights: DDP needs a gradient that it averages itself."""
+    ours = set(model._ddp_params_and_buffers_to_ignore)
+    if all(name in ours for name, parameter in model.named_parameters() if parameter.requires_grad):
+        name = sorted(ours)[0].rpartition(".")[0]
+        raise Refused(
+            "every trainable tensor is the weight of a Linear on a level of MS-AMP, and DDP needs one more: leave "
+            f"a layer out (fp8_config: skip: {name}), give one a bias, or use a single config"
+        )
 
 
 def converted(model):

@@ -102,7 +102,8 @@ def in_whole_rows(layer, rows, x):
     if not in_fp8(layer, x):
         with package().autocast(enabled=False):
             return forward(x)
-    missing = -x.shape[:-1].numel() % rows
+    there = x.shape[:-1].numel()
+    missing = -there % rows if there else rows
     if not missing:
         return once_differentiable(forward(x))
     out = once_differentiable(forward(F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing))))
