@@ -40,8 +40,11 @@ from faithful.model import PreparedModel, convert, trains
 from faithful.optimizer import Optimizer, is_lomo_available
 from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
+from faithful.scripts import trainer
 from faithful.steps import Steps
 from faithful.tensors import nudge
+
+trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
@@ -54,6 +57,7 @@ class Accelerator(accelerate.Accelerator):
         process.guard(Accelerator)  # before anything that is refused, or waits for other processes
         patches.users.add(id(self))
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
+        trainer.allow_bf16()
         script, self.made_by = arguments.given(args, kwargs), os.getpid()
         self.plan = arguments.resolved(script, Accelerator.current)
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
