@@ -253,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
         self.stop_if_agreed()
         self.between_steps = False
         self.norms.clear()
-        self.steps.backward(loss, self.sync_gradients)
+        self.steps.backward(loss, self.sync_gradients, self.gradient_accumulation_steps > 1)
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)

@@ -26,6 +26,7 @@ class Steps:
         self.num_processes = num_processes
         self.taken = self.tried = 0  # optimizer steps; tried includes those that a gradient scaler skipped
         self.losses, self.norm, self.loss = [], None, None  # losses: of each micro-batch since the last step
+        self.divided = True  # whether Accelerate divides each of `losses` by their number, else their sum is the step's
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
@@ -35,8 +36,10 @@ class Steps:
         self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
         self.exchanging = None  # (flat tensor of all ranks, Work or None) between the start of an exchange and its end
 
-    def backward(self, loss, last):
-        """Called before each backward pass. last: whether it is the last one before the optimizer step."""
+    def backward(self, loss, last, divided=True):
+        """Called before each backward pass. last: whether it is the last one before the optimizer step. divided:
+        whether Accelerate divides the loss afterwards. transformers' Trainer and other scripts do so themselves."""
+        self.divided = divided
         loss = loss.detach()
         self.losses.append(loss.double().mean() if loss.dim() else loss)
         if last:
@@ -75,7 +78,7 @@ class Steps:
         self.loss_is_of_all = self.exchanging is not None or self.num_processes == 1
         self.losses.clear()
         self.exchanging = None
-        means = [sum(losses) / len(losses) for losses in losses_of_ranks]
+        means = [sum(losses) / (len(losses) if self.divided else 1) for losses in losses_of_ranks]
         self.loss = sum(means) / len(means)
         finite = all(map(math.isfinite, means))
         if finite and (math.isfinite(self.norm) or (scaler is not None and scaler.get_scale() > SMALLEST_SCALE)):

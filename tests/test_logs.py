@@ -289,6 +289,28 @@ assert list(Path(accelerator.logging_dir).glob("mine/events*"))
 """)  # fmt: skip
 
 
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "zero2_bf16"])
+@pytest.mark.parametrize("who", ["Accelerate divides", "the script divides", "two losses"])
+def test_the_loss_of_a_step_is_of_all_its_backward_passes(tmp_path, config, who):
+    """As transformers' Trainer prints it, which divides the loss of each micro-batch before Accelerate sees it."""
+    steps = 2 if who == "Accelerate divides" else 1
+    divisor = 2 if who == "the script divides" else 1
+    run(tmp_path, f"""
+accelerator = Accelerator(project_dir=folder, gradient_accumulation_steps={steps})
+{PREPARED}
+for number in range(4):
+    accelerator.gradient_state._set_sync_gradients(number % 2 == 1)
+    constant = 4.0 + number % 2 - (model(torch.zeros(1, 16)).float() * 0).sum()
+    accelerator.backward(constant / {divisor})
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.end_training()
+""", config=config)  # fmt: skip
+    want = 4.0 + 5.0 if who == "two losses" else 4.5
+    assert [loss for _, loss in record(tmp_path / "run")["seen"]["loss_curve"]] == [want] * 2
+
+
 def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):
     from tools.records import logged
 
