@@ -274,6 +274,23 @@ assert one.configs[0] is asked and len(two.got) == len(one.got) and one.got[6][2
     assert made["args"] == args and made["final"]["metrics"] == {"after": 1} and made["status"] == "finished"
 
 
+@pytest.mark.parametrize("asked", ["'wandb'", "['tensorboard', 'wandb']", "LoggerType.WANDB", "'all'", "None"])
+def test_a_tracker_that_is_not_installed_is_refused_in_one_line(tmp_path, asked):
+    """Accelerate leaves it out, and the run would end without a file of it."""
+    named = asked not in ("'all'", "None")
+    log = run(tmp_path, f"""
+import accelerate.tracking
+from accelerate.utils import LoggerType
+accelerate.tracking._available_trackers[:] = [LoggerType.TENSORBOARD]
+accelerator = Accelerator(log_with={asked}, project_dir=folder)
+{PREPARED}
+step(model, optimizer)
+accelerator.end_training()
+""", code=2 if named else 0)  # fmt: skip
+    line = "refused: the script logs with wandb, which is not installed: pip install wandb (for the recipes: ./launch"
+    assert log.count(line) == log.count("refused") == named and "Traceback" not in log
+
+
 def test_a_tracker_that_needs_a_folder_in_a_run_that_names_none(tmp_path):
     pytest.importorskip("tensorboard")
     run(tmp_path, f"""
