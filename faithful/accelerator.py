@@ -40,9 +40,12 @@ from faithful.model import PreparedModel, convert, trains
 from faithful.optimizer import Optimizer, is_lomo_available
 from faithful.plan import describe
 from faithful.record import Record, described, now, of_arguments
+from faithful.scripts import trainer
 from faithful.steps import Steps
 from faithful.tensors import nudge
 from faithful.training import dtypes
+
+trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
@@ -59,6 +62,7 @@ class Accelerator(accelerate.Accelerator):
     def launch(self, args, kwargs):
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
+        trainer.allow_bf16()
         script, self.made_by = arguments.given(args, kwargs), os.getpid()
         self.plan = arguments.resolved(script, Accelerator.current)
         self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
@@ -257,7 +261,7 @@ class Accelerator(accelerate.Accelerator):
         self.stop_if_agreed()
         self.between_steps = False
         self.norms.clear()
-        self.steps.backward(loss)
+        self.steps.backward(loss, self.gradient_accumulation_steps > 1)
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)

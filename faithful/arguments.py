@@ -9,10 +9,12 @@ from pathlib import Path
 
 from accelerate.accelerator import Accelerator as Original
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DynamoBackend,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    LoggerType,
     TorchDynamoPlugin,
     broadcast_object_list,
 )
@@ -87,6 +89,7 @@ def typed(words):
 
 def merged(plan, script):
     """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
+    refuse_missing_trackers(script.get("log_with"))
     given_by_script, script = script, dict(script)
     contradicting = list(contradictions(plan, script))
     if contradicting and not config.config_wins():
@@ -114,6 +117,21 @@ def merged(plan, script):
     if plan.compile:  # blocks are compiled one by one; Accelerate would compile DDP's wrapper with its hooks
         arguments["dynamo_backend"] = "no"
     return {**script, **arguments, "kwargs_handlers": handlers}
+
+
+def refuse_missing_trackers(asked):
+    """Raises Refused if a tracker that is asked for by name is not installed: Accelerate would leave it out."""
+    asked = asked if isinstance(asked, list | tuple) else [asked]
+    named = [LoggerType(one) for one in asked if isinstance(one, str | LoggerType) and one in LoggerType]
+    if LoggerType.ALL in named:
+        return
+    if missing := [str(one) for one in named if one not in get_available_trackers()]:
+        packages = " ".join(dict.fromkeys(missing))
+        with_recipes = " (for the recipes: ./launch.sh setup --extra trackers)"
+        raise Refused(
+            f"the script logs with {', '.join(missing)}, which is not installed: pip install {packages}"
+            f"{with_recipes if {*missing} <= {'tensorboard', 'trackio', 'wandb'} else ''}, or leave it out"
+        )
 
 
 def project(plan, merged, before):

@@ -1,6 +1,7 @@
 """Every change that faithful makes to code of others, in one table: what it is, and why it is needed.
 
-A change lasts from the first `Accelerator()` (or `python -m faithful`) to `end_training`, which undoes them. Those of
+A change lasts from the first `Accelerator()` (or `python -m faithful`; what TrainingArguments ask, from the import of
+`faithful.Accelerator`) to `end_training`, which undoes them. Those of
 the first two rows end with the process, or are undone where faithful/process.py says so.
 Classes and functions of others are changed only here. What is set on the script's own objects (a method of its
 optimizer, hooks of its model) is no change of a library and ends with the object.
@@ -63,6 +64,8 @@ TABLE = {  # what is changed: why
     "transformers.training_args:TrainingArguments.n_gpu":
         "under a single config it counts all GPUs of the machine, and the Trainer would put the model into "
         "nn.DataParallel; one process has one GPU",
+    "transformers.training_args:is_torch_bf16_gpu_available":
+        "TrainingArguments(bf16=True), trl's default, raise an error on a CPU, where the run is rehearsed",
     "TF32 in torch.backends":
         "under fp32 torch computes products in IEEE's fp32 and convolutions in TF32, and Accelerate makes compiled "
         "products TF32, too: here both are what the script has set for products, IEEE's by default",

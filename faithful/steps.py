@@ -28,6 +28,7 @@ class Steps:
         self.taken = self.tried = 0  # optimizer steps; tried includes those that a gradient scaler skipped
         self.losses, self.norm, self.loss = [], None, None  # losses: of each backward pass since the last step
         self.device = None  # of the losses
+        self.divided = True  # whether Accelerate divides the losses by their number; else their sum is the step's
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times, self.excluded, self.clock = [], 0, None
         self.stopping = False
@@ -36,8 +37,10 @@ class Steps:
         self.next_exchange = 0  # the value of `checked` from which the processes exchange again
         self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
 
-    def backward(self, loss):
-        """Called before each backward pass."""
+    def backward(self, loss, divided=True):
+        """Called before each backward pass. divided: whether Accelerate divides the loss afterwards. transformers'
+        Trainer and other scripts do so themselves."""
+        self.divided = divided
         loss = loss.detach()
         self.losses.append(loss.double().mean() if loss.dim() else loss)
         self.device = loss.device
@@ -66,12 +69,13 @@ class Steps:
         )
 
     def row(self, norm):
-        """What this process tells the others, on its device: the sum of its losses, their number, whether it was told
-        to stop, seconds per step, the norm."""
+        """What this process tells the others, on its device: the sum of its losses, by what to divide it (0 if there are
+        none), whether it was told to stop, seconds per step, the norm."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         seconds = (now - before) / max(1, self.checked - checked_before)
         device = (self.device if norm.device.type == "cpu" else None) or norm.device  # optimizer offload: norm on a CPU
-        known = torch.tensor([len(self.losses), process.told_to_stop(), seconds], dtype=torch.float64)
+        count = len(self.losses) if self.divided else min(1, len(self.losses))
+        known = torch.tensor([count, process.told_to_stop(), seconds], dtype=torch.float64)
         total = sum(loss.double() for loss in self.losses) if self.losses else torch.zeros((), dtype=torch.float64)
         parts = (total.view(1), known, norm.detach().double().view(1))
         return torch.cat([to_device(part, device) for part in parts])

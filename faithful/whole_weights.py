@@ -63,13 +63,27 @@ def saved_whole(accelerator, model):
             module.save_pretrained = MethodType(save_pretrained, module)  # a copy of the module gets its own
 
 
-def save_pretrained(self, *args, **kwargs):
-    """Every process calls it where weights are sharded. There the main process alone writes."""
+hold_whole = []  # prepared models whose save_pretrained is running, with whole weights in them
+
+
+def preparer(module):
+    """(Accelerator, prepared model) of a module of the model, or (None, None) for a copy of it."""
     from faithful.accelerator import Accelerator
 
-    models = [prepared.model for prepared in Accelerator.current.models]
-    prepared = next((model for model in models if any(self is part for part in unwrapped(model).modules())), None)
-    if prepared is None:  # a copy of the prepared model
+    run = Accelerator.current
+    while run is not None:
+        for model in [prepared.model for prepared in run.models]:
+            if any(module is part for part in unwrapped(model).modules()):
+                return run, model
+        run = run.before
+    return None, None
+
+
+def save_pretrained(self, *args, **kwargs):
+    """Every process calls it where weights are sharded. There the main process alone writes. A model's may call that of
+    its part."""
+    run, prepared = preparer(self)
+    if prepared is None or any(prepared is model for model in hold_whole):
         return type(self).save_pretrained(self, *args, **kwargs)
     if kwargs.get("state_dict") is not None:
         if not kwargs["state_dict"]:  # what get_state_dict returns on the other processes: these write nothing
@@ -78,7 +92,7 @@ def save_pretrained(self, *args, **kwargs):
             kwargs |= {"state_dict": self.state_dict(), "is_main_process": False}  # peft computes with weights here
         with WholeTensors("save_pretrained"):
             return type(self).save_pretrained(self, *args, **kwargs)
-    weights = Accelerator.current.get_state_dict(prepared)
+    weights = run.get_state_dict(prepared)
     if not weights:
         return None
     with inside(prepared, weights):
@@ -106,8 +120,10 @@ def inside(model, weights):
             module.__class__ = kind.__bases__[1]
         for module, name, parameter in places:
             module._parameters[name] = whole[id(parameter)]
+        hold_whole.append(model)
         yield
     finally:
+        hold_whole[:] = [other for other in hold_whole if other is not model]
         for module, kind in classes:
             module.__class__ = kind
         for module in coded:

@@ -200,11 +200,13 @@ def shipped(dataset, names):
     """Loads pictures that come with scikit-image."""
     try:
         import skimage.data
-    except ImportError:
+
+        return [getattr(skimage.data, name)() for name in names.split()]
+    except ImportError:  # also of pooch, with which it loads them
         raise Refused(
-            f"--dataset {dataset} needs scikit-image: ./launch.sh setup --extra photos, or pip install scikit-image"
+            f"--dataset {dataset} needs scikit-image and pooch: ./launch.sh setup --extra photos, or pip install "
+            "scikit-image pooch"
         ) from None
-    return [getattr(skimage.data, name)() for name in names.split()]
 
 
 def patches_of(pictures, size=32, stride=16, per_class=700):

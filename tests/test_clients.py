@@ -115,6 +115,34 @@ def test_fsdp_ends_where_ddp_ends(tmp_path, client):
     assert weights_of(tmp_path / "ddp_fp32") and apart(tmp_path / "ddp_fp32", tmp_path / "fsdp_fp32") < 1e-9
 
 
+IN_16_BIT = {"causal": ("optim=", "{}=True, optim="), "sft": ("bf16=False, ", "{}=True, ")}
+
+
+@pytest.mark.parametrize(
+    ("client", "config", "argument"),
+    [
+        pytest.param("causal", "ddp_bf16", "bf16", marks=there("transformers")),
+        pytest.param("causal", "ddp_fp16", "fp16", marks=there("transformers")),
+        pytest.param("causal", None, "bf16", marks=[there("transformers"), pytest.mark.slow]),
+        pytest.param("causal", "fsdp_bf16", "bf16", marks=[there("transformers"), pytest.mark.slow]),
+        pytest.param("sft", "single_bf16", "bf16", marks=[there("trl"), pytest.mark.slow]),
+    ],
+)
+def test_arguments_in_16_bit_are_rehearsed_on_a_cpu(tmp_path, client, config, argument):
+    """transformers raises an error where there is no GPU. Without a config the argument's precision applies."""
+    before, after = IN_16_BIT[client]
+    script = changed(client, tmp_path, (before, after.format(argument)))
+    if config is None:
+        env = {"PYTHONPATH": f"{ROOT}:{CLIENTS}", "FAITHFUL_PROJECT_DIR": str(tmp_path / "run")}
+        done = launched(sys.executable, "-m", "faithful", str(script), str(tmp_path), env=env)
+        assert done.returncode == 0, done.stderr
+    else:
+        run(client, config, tmp_path, script=script)
+    made = of(tmp_path)
+    assert made["plan"]["precision"] == argument and made["status"] == "finished"
+    assert made["evidence"]["dtypes"]["linear_output"] in (None, {"bf16": "bfloat16", "fp16": "float16"}[argument])
+
+
 @pytest.mark.slow
 @there("transformers")
 def test_transformers_trainer_under_zero_ends_where_ddp_ends(tmp_path):

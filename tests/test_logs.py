@@ -274,6 +274,23 @@ assert one.configs[0] is asked and len(two.got) == len(one.got) and one.got[6][2
     assert made["args"] == args and made["final"]["metrics"] == {"after": 1} and made["status"] == "finished"
 
 
+@pytest.mark.parametrize("asked", ["'wandb'", "['tensorboard', 'wandb']", "LoggerType.WANDB", "'all'", "None"])
+def test_a_tracker_that_is_not_installed_is_refused_in_one_line(tmp_path, asked):
+    """Accelerate leaves it out, and the run would end without a file of it."""
+    named = asked not in ("'all'", "None")
+    log = run(tmp_path, f"""
+import accelerate.tracking
+from accelerate.utils import LoggerType
+accelerate.tracking._available_trackers[:] = [LoggerType.TENSORBOARD]
+accelerator = Accelerator(log_with={asked}, project_dir=folder)
+{PREPARED}
+step(model, optimizer)
+accelerator.end_training()
+""", code=2 if named else 0)  # fmt: skip
+    line = "refused: the script logs with wandb, which is not installed: pip install wandb (for the recipes: ./launch"
+    assert log.count(line) == log.count("refused") == named and "Traceback" not in log
+
+
 def test_a_tracker_that_needs_a_folder_in_a_run_that_names_none(tmp_path):
     pytest.importorskip("tensorboard")
     run(tmp_path, f"""
@@ -287,6 +304,28 @@ accelerator.log({{"a": 1.0}}, step=1)
 accelerator.end_training()
 assert list(Path(accelerator.logging_dir).glob("mine/events*"))
 """)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "zero2_bf16"])
+@pytest.mark.parametrize("who", ["Accelerate divides", "the script divides", "two losses"])
+def test_the_loss_of_a_step_is_of_all_its_backward_passes(tmp_path, config, who):
+    """As transformers' Trainer prints it, which divides the loss of each micro-batch before Accelerate sees it."""
+    steps = 2 if who == "Accelerate divides" else 1
+    divisor = 2 if who == "the script divides" else 1
+    run(tmp_path, f"""
+accelerator = Accelerator(project_dir=folder, gradient_accumulation_steps={steps})
+{PREPARED}
+for number in range(4):
+    accelerator.gradient_state._set_sync_gradients(number % 2 == 1)
+    constant = 4.0 + number % 2 - (model(torch.zeros(1, 16)).float() * 0).sum()
+    accelerator.backward(constant / {divisor})
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.end_training()
+""", config=config)  # fmt: skip
+    want = 4.0 + 5.0 if who == "two losses" else 4.5
+    assert [loss for _, loss in record(tmp_path / "run")["seen"]["loss_curve"]] == [want] * 2
 
 
 def test_a_number_that_is_not_finite_is_not_a_result(tmp_path):

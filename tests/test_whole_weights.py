@@ -85,6 +85,58 @@ def test_save_pretrained_writes_whole_weights(tmp_path, config):
     assert record(tmp_path / config)["status"] == "finished"
 
 
+NESTED = """
+class Part(torch.nn.Module):
+    _no_split_modules = ["Linear"]
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+
+    def save_pretrained(self, out):
+        out["part"] = {f"part.{name}": tensor.detach().clone() for name, tensor in self.state_dict().items()}
+
+
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x):
+        return self.part.layers(x)
+
+    def save_pretrained(self, out):
+        self.part.save_pretrained(out)
+        out["whole"] = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+
+
+model = Whole()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+for again in range(2):
+    accelerator.backward(model(torch.randn(4, 32)).float().square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    right, out = accelerator.get_state_dict(model), {}
+    if again and accelerator.plan.level:  # a second training, which has begun before the first one saves
+        other = Accelerator(project_dir=folder)
+    accelerator.unwrap_model(model).save_pretrained(out)
+    for saved in out.values():
+        same = [torch.equal(saved[name], right[name]) for name in right]
+        assert saved.keys() == right.keys() and all(same), same
+    assert len(out) == 2 or not accelerator.is_main_process
+    print("saved", len(right), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["single_fp8_msamp_o2", "fsdp_bf16"] + [pytest.param(f"zero{n}_bf16", marks=pytest.mark.slow) for n in (2, 3)],
+)
+def test_a_model_whose_save_pretrained_calls_that_of_its_part(tmp_path, config):
+    """As sentence-transformers' does."""
+    assert run(tmp_path, NESTED, config).count("saved 4") >= 2
+
+
 def test_the_main_process_alone_cannot_save_what_it_has_a_part_of(tmp_path):
     def before(rank):
         door.take_its_place()

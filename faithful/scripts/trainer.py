@@ -1,0 +1,51 @@
+"""TrainingArguments(bf16=True), and trl's, which are so by default: made on a machine without an accelerator.
+
+transformers raises an error there, although its Trainer only hands the precision on to `Accelerator(mixed_precision=)`.
+A script may make its arguments before Accelerator() and before it imports transformers, which takes a second to import.
+So the function that they ask is replaced when transformers' module is loaded.
+"""
+
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+
+import torch
+
+from faithful import patches
+
+MODULE = "transformers.training_args"
+ROW = "transformers.training_args:is_torch_bf16_gpu_available"
+
+
+def allow_bf16():
+    """TrainingArguments take bf16 on a machine without an accelerator, until the run ends."""
+    if MODULE in sys.modules:
+        replace(sys.modules[MODULE])
+    elif not any(isinstance(finder, WhenLoaded) for finder in sys.meta_path):
+        finder = WhenLoaded()
+        sys.meta_path.insert(0, finder)
+        patches.undo_with(ROW, lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
+
+
+def replace(module):
+    found = module.is_torch_bf16_gpu_available
+    if getattr(found, "__module__", None) == __name__:  # by an earlier Accelerator
+        return
+
+    def is_torch_bf16_gpu_available():
+        return found() or not torch.accelerator.is_available()
+
+    patches.replace(ROW, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
+
+
+class WhenLoaded(MetaPathFinder):
+    """An entry of sys.meta_path that replaces the function once its module is loaded."""
+
+    def find_spec(self, name, path, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), replace(module))
+        return spec
