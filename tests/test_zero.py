@@ -402,7 +402,13 @@ def with_trainer(folder, **options):
     arguments = TrainingArguments(str(folder / "out"), per_device_train_batch_size=4, **made)
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
-    print("clipped at", trainer.optimizer.optimizer.clip_grad, "steps", trainer.state.global_step)
+    print("clipped at", getattr(trainer.optimizer.optimizer, "clip_grad", None), "steps", trainer.state.global_step)
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
+def test_a_trainer_that_asks_for_the_cpu_is_the_rehearsal(tmp_path, config):
+    train(config, tmp_path / "run", script=functools.partial(with_trainer, tmp_path, use_cpu=True))
+    assert "steps 2" in (tmp_path / "run.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 f"{', '.join(bare[:3])}: DeepSpeed takes no parameter without dimensions, give it one, as "
                 "torch.ones(1) has, or use a ddp config"
             )
-        self.refuse_optimizers_of_matrices(optimizer, accelerator.device)
+        refuse_optimizers_of_matrices(plan, optimizer, accelerator.device)
         # DeepSpeed makes its master weights from the trainable ones. Frozen ones may be in 16 bit, if all are to be.
         needed = [p for p in model.parameters() if p.requires_grad or plan.precision == "fp32"]
         if others := {str(p.dtype)[6:] for p in needed} - {"float32"}:
@@ -109,38 +109,6 @@ class ZeRO(GradientsElsewhere, Strategy):
         if plan.precision != "fp32":
             batch_norm.in_fp32(model)
             cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
-
-    def refuse_optimizers_of_matrices(self, optimizer, device):
-        """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
-        class is one that DeepSpeed names."""
-        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-        name = type(optimizer).__name__
-        flat = f"under {self.plan.strategy} each process updates a flat part of the weights"
-        if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
-            raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
-        if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
-            return
-        stage, most = int(self.plan.strategy[-1]), self.sub_group_size()
-        sizes = [sum(p.numel() for p in group["params"]) / self.plan.num_processes for group in optimizer.param_groups]
-        large = {at for at, size in enumerate(sizes) if size > most}
-        try:
-            other = elementwise.differs(optimizer, device, self.plan.num_processes, stage, large)
-        except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise Refused(
-                f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
-                "or fsdp config"
-            ) from error
-        if other:
-            raise Refused(
-                f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
-            )
-
-    def sub_group_size(self):
-        """Elements for which stage 3 calls the optimizer's step once."""
-        size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
-        return size if isinstance(size, int | float) else 1e9
 
     def prepare(self, accelerator, accelerates, args, device_placement):
         """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if no
@@ -364,6 +332,40 @@ class ZeRO(GradientsElsewhere, Strategy):
             f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
             f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config"
         )
+
+
+def refuse_optimizers_of_matrices(plan, optimizer, device):
+    """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
+    class is one that DeepSpeed names."""
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    name = type(optimizer).__name__
+    flat = f"under {plan.strategy} each process updates a flat part of the weights"
+    if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
+        raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
+    if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
+        return
+    stage, most = int(plan.strategy[-1]), sub_group_size()
+    sizes = [sum(p.numel() for p in group["params"]) / plan.num_processes for group in optimizer.param_groups]
+    large = {at for at, size in enumerate(sizes) if size > most}
+    try:
+        other = elementwise.differs(optimizer, device, plan.num_processes, stage, large)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Refused(
+            f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
+            "or fsdp config"
+        ) from error
+    if other:
+        raise Refused(
+            f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
+        )
+
+
+def sub_group_size():
+    """Elements for which stage 3 calls the optimizer's step once."""
+    size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
+    return size if isinstance(size, int | float) else 1e9
 
 
 def complete(config, plan, scaling):
