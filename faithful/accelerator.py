@@ -195,6 +195,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader, *args, **kwargs):
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader.worker_init_fn = functools.partial(launcher.loader_process, data_loader.worker_init_fn)
+        loaders.refuse_indices_without_batches(self, data_loader)
         self.epochs.append(loaders.Epoch())
         return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
 

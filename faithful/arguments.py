@@ -165,7 +165,7 @@ def contradictions(plan, script):
         who = "first Accelerator" if first else "config"
         both = f"the script passes mixed_precision={str(passed)!r}, the {who} says {plan.precision}"
         yield "mixed_precision", both, "leave it out, or set mixed_precision in the YAML"
-    if script.get("cpu") and not plan.rehearsal:
+    if (script.get("cpu") or PartialState._shared_state.get("_cpu")) and not plan.rehearsal:
         yield "cpu", "the script passes cpu=True, the config asks for an accelerator", "leave it out"
     for name in OF_THE_CONFIG:
         if script.get(name) is not None and not as_planned(plan, script[name]):

@@ -13,9 +13,10 @@ import weakref
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from faithful import whereabouts
+from faithful.errors import Refused
 from faithful.values import pack, unpack
 
 
@@ -68,6 +69,17 @@ class Epoch:
     def stateful(self):
         """The loader, if it saves its own place in the data, or None."""
         return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
+
+
+def refuse_indices_without_batches(accelerator, loader):
+    """Raises Refused where Accelerate would shard the batch sampler of a loader that has none."""
+    if accelerator.num_processes == 1 or type(loader) is not DataLoader or accelerator.dispatch_batches:
+        return
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        raise Refused(
+            "a loader has batch_size=None and a data set with indices, which Accelerate does not share out: give it a "
+            "batch size or a batch_sampler, or make the data set an IterableDataset"
+        )
 
 
 class Announced:

@@ -20,6 +20,8 @@ TABLE = {  # what is changed: why
         "faithful/process.py: errors in one line, the record's last words, a checkpoint when a run is stopped",
     "accelerate.state:PartialState._prepare_backend":
         "without an accelerator it returns no backend, and each process would train alone as rank 0 of 1",
+    "accelerate.state:PartialState.__init__":
+        "with cpu=True, as TrainingArguments(use_cpu=True) has it, it makes no process group for FSDP and DeepSpeed",
     "accelerate.optimizer:is_lomo_available":
         "it searches sys.path for a package twice in every optimizer step; here its answer is kept",
     "torch.distributed.distributed_c10d:default_pg_timeout":

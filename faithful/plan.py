@@ -11,7 +11,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from faithful import backends, files, launcher, machine, patches, rules, strategies
+from faithful import backends, deepspeed_file, files, launcher, machine, patches, rules, strategies
 from faithful.config import TAILS, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
 
@@ -179,6 +179,7 @@ def rehearse(plan):
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
     0 of 1. This replaces that private method, so pyproject.toml bounds Accelerate's version; tests check for shards.
     """
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     strategy = strategies.of(plan)
@@ -186,7 +187,18 @@ def rehearse(plan):
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
+    patches.replace("accelerate.state:PartialState.__init__", anywhere(PartialState.__init__))
     strategy.before_rehearsal()
+
+
+def anywhere(starts):
+    """PartialState's __init__, `starts`, without its argument `cpu`, with which it makes no process group of FSDP's and
+    DeepSpeed's. A rehearsal is on the CPU anyway."""
+
+    def init(self, cpu=False, **kwargs):
+        starts(self, **kwargs)
+
+    return init
 
 
 @functools.cache
@@ -210,17 +222,27 @@ def launch_line():
 
 
 def says_precision():
-    """Whether the config or an option of the launcher says the precision. torchrun and plain python do not; where
-    nobody does, `accelerate launch` exports its default."""
+    """Whether the config or an option of the launcher says the precision. torchrun and plain python do not, nor need a
+    file; where nobody does, `accelerate launch` exports its default."""
     exported = os.environ.get("ACCELERATE_MIXED_PRECISION")
     line, file = launch_line()
-    if exported != "no" or line is None or file is not None:
+    if exported != "no" or line is None or (file is not None and file_says_precision(file)):
         return exported is not None
     from accelerate.commands.launch import launch_command_parser
 
     words = line[next(at for at, word in enumerate(line) if "launch" in os.path.basename(word)) + 1 :]
-    options, _ = launch_command_parser().parse_known_args(words)
+    options, _ = launch_command_parser().parse_known_args([*words, "a script, which is required"])
     return options.mixed_precision is not None
+
+
+@functools.cache
+def file_says_precision(file):
+    """Whether a config file, or the file of DeepSpeed's that it names, says the precision."""
+    config = files.file_problems(file)[1] or {}
+    of_deepspeed = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    return config.get("mixed_precision") is not None or bool(
+        of_deepspeed and deepspeed_file.requests(of_deepspeed)["precision"]
+    )
 
 
 def describe(plan):

@@ -277,6 +277,7 @@ def say(problem, error, run, print_error):
     """Prints why this process ends, if the script has not asked for it. error: what the record says."""
     if problem is None or isinstance(problem, SystemExit):
         return
+    end_the_line_of_a_bar()
     if hasattr(problem, "exit_code"):
         here_alone = getattr(problem, "of_one_process", False)
         if print_error and (here_alone or may_speak()):
@@ -292,6 +293,13 @@ def say(problem, error, run, print_error):
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif print_error:
         print_error(problem)
+
+
+def end_the_line_of_a_bar():
+    """Begins a new line if a progress bar (tqdm) is open, which leaves its own line open."""
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    if any(getattr(bar, "fp", None) is not None and not getattr(bar, "disable", False) for bar in list(bars)):
+        print(file=sys.stderr, flush=True)
 
 
 def closed(run, error, code):

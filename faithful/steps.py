@@ -69,7 +69,7 @@ class Steps:
         )
 
     def row(self, norm):
-        """What this process tells the others, on its device: the sum of its losses, by what to divide it (0 if there are
+        """What this process tells the others, on its device: the sum of its losses, what to divide it by (0: there are
         none), whether it was told to stop, seconds per step, the norm."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         seconds = (now - before) / max(1, self.checked - checked_before)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import tqdm
 import yaml
-from conftest import CONFIGS
+from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU
 
 from faithful import Refused, files, launcher, machine, plan, process, record, rules
@@ -131,6 +133,26 @@ def test_a_process_that_is_gone_is_no_launcher():
         raise psutil.NoSuchProcess(1)
 
     assert launcher.is_launcher(SimpleNamespace(cmdline=cmdline)) is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="setsid")
+def test_a_process_without_its_launcher_says_why_it_ends():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    words = [sys.executable, "-c", "from faithful import launcher; launcher.end_with_the_launcher()"]
+    done = subprocess.run(words, env=environment | {"TORCHELASTIC_RUN_ID": "none"}, cwd=ROOT, text=True,
+                          capture_output=True, start_new_session=True)  # fmt: skip
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "error: the launcher of this process is gone." in done.stderr and "unset TORCHELASTIC_RUN_ID" in done.stderr
+
+
+def test_a_refusal_stands_on_its_own_line_below_a_bar(capfd, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    bar = tqdm.tqdm(total=3, disable=False, file=sys.stderr)
+    process.say(Refused("why"), "why", None, print)
+    bar.close()
+    process.say(Refused("again"), "again", None, print)
+    lines = capfd.readouterr().err.splitlines()
+    assert "refused: why" in lines and "refused: again" in lines and "" not in lines[-1:]
 
 
 def test_this_process_was_not_adopted():

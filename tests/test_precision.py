@@ -6,6 +6,7 @@ import sys
 import accelerate.state
 import pytest
 import torch
+import yaml
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from conftest import Ranks
@@ -121,6 +122,17 @@ def test_the_launchers_own_default_is_nobodys_choice(tmp_path, monkeypatch, opti
     ranks = Ranks("single_fp32", ["--output_dir", str(tmp_path / "run")], script=script, env=env, before=before)
     assert ranks.wait() == [code], ranks.text()
     assert ("asked: mine | single | bf16" in ranks.text() and "\nbf16\n" in ranks.text()) == (code == 0)
+    assert ("mixed_precision='bf16', the config says fp32" in ranks.text()) == (code == 2)
+
+
+@pytest.mark.parametrize(("said", "code"), [({}, 0), ({"mixed_precision": "no"}, 2)])
+def test_a_file_that_says_no_precision_leaves_it_to_the_script(tmp_path, said, code):
+    script, file = tmp_path / "mine.py", tmp_path / "theirs.yml"
+    script.write_text("from faithful import Accelerator\nprint(Accelerator(mixed_precision='bf16').mixed_precision)\n")
+    file.write_text(yaml.dump({"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2} | said))
+    ranks = Ranks(file, ["--output_dir", str(tmp_path / "run")], script=script)
+    assert set(ranks.wait()) == {code}, ranks.text()
+    assert ("asked: mine | ddp x2 | bf16" in ranks.text()) == (code == 0)
     assert ("mixed_precision='bf16', the config says fp32" in ranks.text()) == (code == 2)
 
 

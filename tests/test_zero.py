@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import of_matrices as own
@@ -373,4 +374,112 @@ def test_an_optimizer_that_needs_more_than_flat_parts_is_refused(tmp_path, scrip
 def test_the_recipes_muon_is_refused(tmp_path, stage):
     train(f"zero{stage}_bf16", tmp_path / "run", *STEPS, "--optimizer", "muon", code=2)
     says = f"under zero{stage} each process updates a flat part of the weights, and Muon updates parts otherwise"
+    assert says in (tmp_path / "run.log").read_text()
+
+
+def of_deepspeed(folder, **sections):
+    """A config with a file of DeepSpeed's that leaves everything to the script but `sections`."""
+    auto = {key: "auto" for key in ("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size")}
+    auto |= {"gradient_accumulation_steps": "auto", "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    (folder / "deepspeed.json").write_text(json.dumps(auto | sections))
+    config = {"distributed_type": "DEEPSPEED", "num_processes": 2,
+              "deepspeed_config": {"deepspeed_config_file": str(folder / "deepspeed.json")}}  # fmt: skip
+    (folder / "file.yml").write_text(yaml.dump(config))
+    return folder / "file.yml"
+
+
+def with_trainer(folder, **options):
+    """What a rank runs: transformers' Trainer, which evaluates with another batch than it trains with."""
+    from transformers import Trainer, TrainingArguments
+
+    from faithful import __main__ as door
+
+    door.take_its_place()
+    model = own.Regression(temperature=False)
+    data = [{"x": torch.ones(16), "labels": torch.ones(16)}] * 32
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    made = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": 2} | evaluates | options
+    arguments = TrainingArguments(str(folder / "out"), per_device_train_batch_size=4, **made)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    print("clipped at", getattr(trainer.optimizer.optimizer, "clip_grad", None), "steps", trainer.state.global_step)
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
+def test_a_trainer_that_asks_for_the_cpu_is_the_rehearsal(tmp_path, config):
+    train(config, tmp_path / "run", script=functools.partial(with_trainer, tmp_path, use_cpu=True))
+    assert "steps 2" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "options", "clipped"),
+    [
+        ({}, {}, 1.0),
+        ({}, {"max_grad_norm": 0.0}, 0.0),
+        ({"train_micro_batch_size_per_gpu": 4}, {}, 1.0),
+        (None, {}, 1.0),
+    ],
+)
+def test_transformers_trainer_evaluates_and_says_what_a_file_leaves_to_it(tmp_path, sections, options, clipped):
+    """sections: of a file of DeepSpeed's, or None without a file."""
+    config = "zero2_bf16" if sections is None else of_deepspeed(tmp_path, **sections)
+    train(config, tmp_path / "run", script=functools.partial(with_trainer, tmp_path, **options))
+    assert f"clipped at {clipped} steps 2" in (tmp_path / "run.log").read_text()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(8.0)[:, None, None].expand(8, 4, 16)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.full((16,), float(i))
+
+
+def loaders(kind):
+    if kind == "batch sampler":
+        order = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(8)), 2, False)
+        return torch.utils.data.DataLoader(Samples(), batch_sampler=order)
+    return torch.utils.data.DataLoader(Stream() if kind == "a stream of batches" else Samples(), batch_size=None)
+
+
+def with_loader(kind, temperature=False):
+    """What a rank runs: a loader that has no batch size."""
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = own.Regression(temperature)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loaders(kind))
+    for x in loader:
+        accelerator.backward(model(x, x)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    accelerator.print("ends with", {name: round(value.double().sum().item(), 3) for name, value in state.items()})
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("kind", ["batch sampler", "a stream of batches"])
+def test_loaders_without_a_batch_size(tmp_path, kind):
+    ends = set()
+    for config in ("ddp_fp32", fp32(2, tmp_path)):
+        run = train(config, tmp_path / Path(config).stem, script=functools.partial(with_loader, kind))
+        ends |= {line for line in run.with_suffix(".log").read_text().splitlines() if line.startswith("ends with")}
+    assert len(ends) == 1, ends
+
+
+def test_a_parameter_without_dimensions_is_refused(tmp_path):
+    train("zero2_bf16", tmp_path / "run", script=functools.partial(with_loader, "batch sampler", True), code=2)
+    says = "refused: temperature: DeepSpeed takes no parameter without dimensions, give it one, as torch.ones(1) has"
+    assert says in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "zero2_bf16"])
+def test_batches_that_nobody_shares_out_are_refused(tmp_path, config):
+    train(config, tmp_path / "run", script=functools.partial(with_loader, "a list of batches"), code=2)
+    says = "refused: a loader has batch_size=None and a data set with indices, which Accelerate does not share out"
     assert says in (tmp_path / "run.log").read_text()

@@ -231,8 +231,9 @@ def mixes_shards(error):
     if "got mixed torch.Tensor and DTensor" not in error:
         return None
     return Refused(
-        "the script computes with sharded weights and whole tensors together, perhaps in its optimizer or in an "
-        "average of weights (EMA) of its own, which FSDP2 does not allow: use a ddp config"
+        "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "
+        "its optimizer, in an average of weights (EMA) of its own, or where it calls a part of the model or a method "
+        "as generate() outside the model's forward pass: use a ddp config"
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import re
 import sys
 from types import MethodType
@@ -81,6 +82,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
         plugin.set_deepspeed_weakref = lambda: None
         complete(plugin.deepspeed_config, self.plan, scaling)
+        if file_of_deepspeed().get("gradient_clipping") == "auto":  # transformers' Trainer fills it with its own
+            plugin.deepspeed_config["gradient_clipping"] = "auto"
         return {"deepspeed_plugin": plugin}
 
     def real(self, accelerator, args):
@@ -94,7 +97,12 @@ class ZeRO(GradientsElsewhere, Strategy):
     def before_prepare(self, accelerator, model, optimizer):
         plan = self.plan
         self.need_both(optimizer)
-        self.refuse_optimizers_of_matrices(optimizer, accelerator.device)
+        if bare := [name for name, parameter in model.named_parameters() if not shape(parameter)]:
+            raise Refused(
+                f"{', '.join(bare[:3])}: DeepSpeed takes no parameter without dimensions, give it one, as "
+                "torch.ones(1) has, or use a ddp config"
+            )
+        refuse_optimizers_of_matrices(plan, optimizer, accelerator.device)
         # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
         # Under fp32 it takes no others, not even frozen ones.
         needed = [] if self.keeps_masters else model.parameters()
@@ -107,50 +115,13 @@ class ZeRO(GradientsElsewhere, Strategy):
             batch_norm.in_fp32(model)
             cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
 
-    def refuse_optimizers_of_matrices(self, optimizer, device):
-        """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
-        class is one that DeepSpeed names."""
-        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-        name = type(optimizer).__name__
-        flat = f"under {self.plan.strategy} each process updates a flat part of the weights"
-        if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
-            raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
-        if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
-            return
-        stage, most = int(self.plan.strategy[-1]), self.sub_group_size()
-        sizes = [sum(p.numel() for p in group["params"]) / self.plan.num_processes for group in optimizer.param_groups]
-        large = {at for at, size in enumerate(sizes) if size > most}
-        try:
-            other = elementwise.differs(optimizer, device, self.plan.num_processes, stage, large)
-        except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise Refused(
-                f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
-                "or fsdp config"
-            ) from error
-        if other:
-            raise Refused(
-                f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
-            )
-
-    def sub_group_size(self):
-        """Elements for which stage 3 calls the optimizer's step once."""
-        size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
-        return size if isinstance(size, int | float) else 1e9
-
     def prepare(self, accelerator, accelerates, args, device_placement):
-        """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if the
-        script prepares the model without a loader."""
+        """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if no
+        loader has one."""
         plugin, key = accelerator.state.deepspeed_plugin, "train_micro_batch_size_per_gpu"
-        config = plugin.deepspeed_config
-        batches = {loader.batch_size for loader in args if isinstance(loader, torch.utils.data.DataLoader)}
-        ours = getattr(plugin, "batch_size_is_ours", False)
-        if isinstance(config.get(key), int) and not ours and batches and config[key] not in batches:
-            raise Refused(
-                f"deepspeed_config_file says {key} {config[key]}, the script's loaders have batches of "
-                f"{', '.join(map(str, batches))}: set it to auto"
-            )
+        config, said = plugin.deepspeed_config, file_of_deepspeed().get(key)
+        loaders = [argument for argument in args if hasattr(argument, "batch_size")]
+        batches = {loader.batch_size for loader in loaders} - {None}  # None: of a batch sampler, or of the data set
         models = [argument for argument in args if isinstance(argument, torch.nn.Module)]
         fresh = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
         if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
@@ -164,8 +135,17 @@ class ZeRO(GradientsElsewhere, Strategy):
             building.send_buffers(model, accelerator.device)
             if not {"zero_hpz_partition_size", "mics_shard_size"} & set(config["zero_optimization"]):  # other parts
                 building.read_partitions(model, accelerator.device)
-        if models and config.get(key) == "auto" and not any(hasattr(argument, "batch_size") for argument in args):
-            config[key], plugin.batch_size_is_ours = 1, True
+        if fresh and isinstance(said, int) and batches and said not in batches:  # loaders of an evaluation may be there
+            raise Refused(
+                f"deepspeed_config_file says {key} {said}, the script's loaders have batches of "
+                f"{', '.join(map(str, sorted(batches)))}: set it to auto"
+            )
+        if config.get(key) == "auto" and (
+            None in [loader.batch_size for loader in loaders] or (models and not loaders)
+        ):
+            config[key] = max(batches, default=1)
+        if config.get("gradient_clipping") == "auto":  # transformers' Trainer has not said it
+            config["gradient_clipping"] = 0.0
         with masters_for_all(accelerator, args):
             return super().prepare(accelerator, accelerates, args, device_placement)
 
@@ -374,6 +354,40 @@ class ZeRO(GradientsElsewhere, Strategy):
         )
 
 
+def refuse_optimizers_of_matrices(plan, optimizer, device):
+    """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
+    class is one that DeepSpeed names."""
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    name = type(optimizer).__name__
+    flat = f"under {plan.strategy} each process updates a flat part of the weights"
+    if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
+        raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
+    if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
+        return
+    stage, most = int(plan.strategy[-1]), sub_group_size()
+    sizes = [sum(p.numel() for p in group["params"]) / plan.num_processes for group in optimizer.param_groups]
+    large = {at for at, size in enumerate(sizes) if size > most}
+    try:
+        other = elementwise.differs(optimizer, device, plan.num_processes, stage, large)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Refused(
+            f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
+            "or fsdp config"
+        ) from error
+    if other:
+        raise Refused(
+            f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
+        )
+
+
+def sub_group_size():
+    """Elements for which stage 3 calls the optimizer's step once."""
+    size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
+    return size if isinstance(size, int | float) else 1e9
+
+
 def complete(config, plan, scaling):
     """Adds the settings that the launcher's environment lacks to DeepSpeed's config, in place. What a file of
     DeepSpeed's says stays. scaling: the script's GradScalerKwargs, or None."""
@@ -402,6 +416,12 @@ def complete(config, plan, scaling):
         )
     config["fp16"] = {"enabled": True, "initial_scale_power": int(power), "hysteresis": 1}
     config["fp16"]["loss_scale_window"] = scaling.growth_interval
+
+
+def file_of_deepspeed():
+    """The mapping of deepspeed_config_file as it is written, or {} without one."""
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    return deepspeed_file.read(path)[1] if path else {}
 
 
 def leave_precision_to_the_config():
