@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from faithful import checkpoint, weight_files
 from faithful.disk import names, readers, replacing
 from faithful.errors import NotSaved
+from shared import images
 from tools import export, show
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1)
@@ -492,3 +494,79 @@ def test_tensors_that_are_not_the_model_s_are_not_loaded(run, place, change, cod
     train("single_fp32", run, *STEPS, "--resume_from_checkpoint", file.parent, code=code)
     text = Path(f"{run}.log").read_text()
     assert "Traceback" not in text and said in text, text
+
+
+# ---- images and secrets ----
+
+
+def test_only_the_formats_of_data_sets_are_opened(tmp_path):
+    """By their content: an EPS named .png would start Ghostscript."""
+    from PIL import Image
+
+    picture = Image.new("RGB", (8, 8))
+    for suffix, kind in (
+        ("png", "PNG"),
+        ("jpg", "JPEG"),
+        ("bmp", "BMP"),
+        ("gif", "GIF"),
+        ("tif", "TIFF"),
+        ("webp", "WEBP"),
+    ):
+        picture.save(tmp_path / f"a.{suffix}", kind)
+        assert images.read_image({"path": str(tmp_path / f"a.{suffix}"), "bytes": None}, 0).size == (8, 8)
+    for kind in ("EPS", "PDF", "TGA", "ICO"):
+        picture.save(tmp_path / "b.png", kind)
+        with pytest.raises(images.Broken, match=re.escape(f"{tmp_path}/b.png (index 3) cannot be read as an image")):
+            images.read_image({"path": str(tmp_path / "b.png"), "bytes": None}, 3)
+
+
+def test_an_image_above_pil_s_limit_is_named(tmp_path, monkeypatch):
+    from PIL import Image
+
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 899)
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(images.Broken, match=r"a.png.*30 x 30 pixels"):
+        images.read_image({"path": str(tmp_path / "a.png"), "bytes": None}, 0)
+
+
+def with_secrets():
+    from faithful import Accelerator
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    values = {
+        "hub_token": "swordfish",
+        "lr": 0.1,
+        "pad_token": "<pad>",
+        "url": "https://me:swordfish@host/x",
+        "max_tokens": 3,
+    }
+    accelerator.init_trackers("mine", values | {"wandb": {"api_key": "swordfish"}, "note": "hf_swordfishswordfish"})
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    raise ValueError("no answer from https://me:swordfish@host")
+
+
+def test_secrets_are_not_in_the_record(tmp_path):
+    def before(rank):
+        from faithful import plan
+
+        plan.launch_line = lambda: (None, None)
+        sys.argv += [
+            "--token",
+            "swordfish",
+            "--wandb-api-key=swordfish",
+            "--pad_token",
+            "<pad>",
+            "--password",
+            "swordfish",
+        ]
+
+    train("single_fp32", tmp_path / "run", script=with_secrets, before=before, code=1)
+    text = (tmp_path / "run" / "run.json").read_text()
+    assert "swordfish" not in text, re.findall(".*swordfish.*", text)
+    made = json.loads(text)
+    assert made["args"] | {"x": 0} == {"hub_token": "***", "lr": 0.1, "pad_token": "<pad>", "url": "https://me:***@host/x",
+                           "max_tokens": 3, "wandb": {"api_key": "***"}, "note": "***", "x": 0}  # fmt: skip
+    assert made["command"].endswith("--token *** --wandb-api-key=*** --pad_token <pad> --password ***")
