@@ -39,7 +39,7 @@ MOST = 1_000_000  # processes
 AGE = {"counter?": readers.count(), "saved?": readers.number}
 RANKS = {"alone": bool, "plan": {"num_processes": readers.count(1, MOST)}}
 STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
-LISTS = {key: list for key in ("groups", "schedulers", "registered", "loaders", "optimizers?")}
+LISTS = {key: list for key in ("groups", "schedulers", "registered", "loaders", "optimizers?", "moments?")}
 WHOLE = (
     AGE
     | RANKS

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from faithful import config, launcher, machine, plan
-from faithful.disk import names, readers
+from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import write_json, write_text
 from faithful.errors import Refused
 
@@ -208,7 +208,7 @@ class Record:
         record = {
             "schema_version": 2,
             "recipe": self.script,
-            "command": " ".join(line or [sys.executable, *sys.argv]),
+            "command": " ".join(secrets.hidden_in_words(line or [sys.executable, *sys.argv])),
             "args": self.arguments,
             "seen": self.seen,
             "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
@@ -236,13 +236,14 @@ class Record:
             "error": self.error,
         }
         with self.writing("run.json"):
-            write_json(self.folder / "run.json", as_json(record, []))
+            write_json(self.folder / "run.json", secrets.hidden(as_json(record, [])))
 
 
 def leave_error(folder, rank, error):
     """Leaves the error of a process that is not the main one, which may wait for this one until it is killed."""
     with contextlib.suppress(OSError):  # a folder of another machine
-        write_json(folder / f"error-rank{rank}.json", {"rank": rank, "error": error, "time": now()})
+        left = {"rank": rank, "error": secrets.hidden(error), "time": now()}
+        write_json(folder / f"error-rank{rank}.json", left)
 
 
 def errors_left(folder):

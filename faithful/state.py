@@ -11,11 +11,14 @@ import time
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
-from faithful import checkpoint, loaders, places
+from faithful import checkpoint, loaders, places, tensor_files
 from faithful.errors import Refused
+from faithful.tensors import local, parameters_of
 from faithful.values import pack, unpack
 
+WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
@@ -43,6 +46,7 @@ def state_dict(accelerator, alone, keeps):
         "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
         "replicas": plan.replicas,
         "models": len(models),
+        "moments": [dtypes_of_moments(parts, index) for index in range(len(models))],
         "groups": pack(groups, tensors, "groups"),
         "optimizers": pack(rest, tensors, "optimizers"),
         "schedulers": pack([scheduler.state_dict() for scheduler in accelerator._schedulers], tensors, "schedulers"),
@@ -81,6 +85,46 @@ def parameters_in(optimizer):
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def dtypes_of_moments(parts, index):
+    """{place: dtype} of the optimizer's state of a prepared model in `parts`, {name: tensor}."""
+    prefix = places.of_model(index) + places.OPTIMIZER
+    return {name: str(tensor.dtype) for name, tensor in parts.items() if name.startswith(f"{prefix}/")}
+
+
+def refuse_other_moments(folder, state, parts):
+    """Raises Refused unless the rank's file has each tensor of the optimizer's state that the main process has saved: a
+    parameter without any would begin anew in silence. An earlier version did not note them."""
+    for index, wanted in enumerate(state.get("moments", [])):
+        saved = tensor_files.dtypes(parts, places.of_model(index) + places.OPTIMIZER)
+        if wrong := sorted(saved.items() ^ wanted.items()):
+            raise Refused(
+                f"{folder}: {wrong[0][0].partition(':')[2]} of the optimizer's state is not what was saved: take "
+                "another checkpoint"
+            )
+
+
+def read_values(folder, state, tensors, names):
+    """The values of these keys of the state, as `pack` was given them. Raises Refused if they are damaged."""
+    try:
+        return [unpack(state.get(name, []), tensors) for name in names]
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        kind = type(error).__name__
+        raise Refused(f"{folder / checkpoint.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
+
+
+def name_not_finite(accelerator, folder):
+    """Notes the first weight that is NaN or infinite: the next step would stop, or with FP8 might not."""
+    found = []
+    for prepared in accelerator.models:
+        shards = {name: local(parameter.detach()) for name, parameter in parameters_of(prepared.model)}
+        shards = {name: shard for name, shard in shards.items() if shard.dtype in WITH_NAN and not shard.is_meta}
+        flags = [shard.isfinite().all().cpu() for shard in shards.values()]
+        found += [name for name, finite in zip(shards, flags, strict=True) if not finite]
+    told = [name for name in gather_object([found[0] if found else None]) if name]
+    if told:
+        accelerator.note(f"{folder}: the weight {told[0]} holds values that are not finite, as they were saved")
+
+
 def load_state_dict(accelerator, folder):
     """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
     that saved it."""
@@ -108,8 +152,8 @@ def load_state_dict(accelerator, folder):
     models = accelerator.models
     if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
         models = [prepared for prepared in models if prepared.evidence]
-    registered, groups = unpack(state["registered"], first), unpack(state["groups"], first)
-    schedulers = unpack(state["schedulers"], first)
+    names = ("registered", "groups", "schedulers", "optimizers")
+    registered, groups, schedulers, optimizers = read_values(folder, state, first, names)
     compare_numbers(
         accelerator,
         folder,
@@ -120,6 +164,8 @@ def load_state_dict(accelerator, folder):
             "registered objects": (len(accelerator._custom_objects), len(registered)),
         },
     )
+    if saved_by == plan.num_processes:
+        refuse_other_moments(folder, state, mine if holds_own_parts(accelerator) else first)
     for target, value in zip(accelerator._custom_objects, registered, strict=True):
         target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
     for index, prepared in enumerate(models):
@@ -132,7 +178,7 @@ def load_state_dict(accelerator, folder):
         for optimizer in prepared.optimizers or [None]:
             backend.restore(strategy, prepared.model, optimizer, saved)
     inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
-    for optimizer, saved in zip(inner, unpack(state.get("optimizers", []), first), strict=False):
+    for optimizer, saved in zip(inner, optimizers, strict=False):
         restore_rest(optimizer, saved)
     for optimizer, saved in zip(inner, groups, strict=False):
         for group, values in zip(optimizer.param_groups, saved, strict=True):
@@ -147,6 +193,7 @@ def load_state_dict(accelerator, folder):
         loaders.load_state_dict(accelerator.epochs, mine, state["loaders"])
     if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
         set_random_state(mine)
+    name_not_finite(accelerator, folder)
     return saved_by
 
 

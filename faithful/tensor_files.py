@@ -58,6 +58,13 @@ def pieces(header, tensors):
             yield values[begin : begin + PIECE]
 
 
+def dtypes(file, prefix):
+    """{name: dtype} of the tensors of a TensorFile whose names begin with `prefix`/, without reading them."""
+    kinds = {NAMES[dtype]: str(dtype) for dtype in NAMES}
+    found = {name: file.file.get_slice(file.names[name]).get_dtype() for name in file if name.startswith(f"{prefix}/")}
+    return {name: kinds.get(kind, kind) for name, kind in found.items()}
+
+
 class TensorFile(Mapping):
     """The tensors of a file whose names begin with `prefix`, {name without it: tensor}. A tensor is read when it is
     asked for, and may be a view of the file: copy what is to be kept. Raises Refused if the file cannot be read."""

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import io
+import math
 import random
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.nn.functional import interpolate
 from shared import hub
 from shared.args import Refused
 
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # by content: others, as EPS, start programs
 OFFLINE = "digits, photos, synthetic, textures"
 
 
@@ -145,7 +147,10 @@ def read_image(entry, index):
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(entry["bytes"]) if entry["bytes"] else entry["path"]).convert("RGB")
+        image = Image.open(io.BytesIO(entry["bytes"]) if entry["bytes"] else entry["path"], formats=FORMATS)
+        if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):  # PIL itself warns only
+            raise ValueError(f"{image.width} x {image.height} pixels, PIL's limit is {Image.MAX_IMAGE_PIXELS:,}")
+        return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name, reason = entry["path"] or "an image without a name", str(error).splitlines()[0].split(" <_io")[0]
         raise Broken(

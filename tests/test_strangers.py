@@ -6,16 +6,18 @@ import os
 import re
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Ranks, train
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from faithful import checkpoint, weight_files
 from faithful.disk import names, readers, replacing
 from faithful.errors import NotSaved
+from shared import images
 from tools import export, show
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1)
@@ -395,3 +397,176 @@ def test_a_folder_that_cannot_be_written_is_one_line_at_the_start(tmp_path, how)
     said = ranks.text()
     assert said.count("refused: nothing can be written to ") == 1, said
     assert "Traceback" not in said and "goes on" not in said, said
+
+
+# ---- contents that an author controls ----
+
+
+def mend(folder):
+    """Writes the manifest of what is there, as an author who means harm does."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({name: checkpoint.entry(folder / name) for name in manifest}))
+    assert checkpoint.unsound(folder) is None
+
+
+def changed(state, *path, to):
+    *above, last = path
+    for key in above:
+        state = state[key]
+    if to is KeyError:
+        del state[last]
+    else:
+        state[last] = to
+
+
+CONTENTS = [
+    (("plan", "num_processes"), 10**9, "plan.num_processes is 1000000000"),
+    (("plan", "num_processes"), True, "plan.num_processes is True"),
+    (("plan",), KeyError, "lacks plan"),
+    (("steps", "taken"), -1, "steps.taken is -1"),
+    (("steps", "taken"), 2.5, "steps.taken is 2.5"),
+    (("steps",), [], "steps is a list, not an object"),
+    (("steps", "micro"), KeyError, "lacks steps.micro"),
+    (("alone",), "no", "alone is 'no'"),
+    (("replicas",), 0, "replicas is 0"),
+    (("models",), -1, "models is -1"),
+    (("loaders",), {}, "loaders is {}"),
+    (("scaler",), 3, "scaler is 3"),
+    (("groups",), [{"!": "tensor", "at": "nowhere"}], "is damaged (KeyError"),
+    (("schedulers",), [{"!": "deque", "items": 3, "maxlen": -1}], "is damaged ("),
+    (("optimizers",), [{"!": "set", "items": [[]]}], "is damaged (TypeError"),
+]
+
+
+@pytest.mark.parametrize(("path", "to", "said"), CONTENTS, ids=range(len(CONTENTS)))
+def test_a_state_that_no_run_writes_is_refused_in_one_line(run, path, to, said):
+    folder = run / "checkpoint-2"
+    state = json.loads((folder / "trainer_state.json").read_text())
+    changed(state, *path, to=to)
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    mend(folder)
+    train("single_fp32", run, *STEPS, "--resume_from_checkpoint", folder, code=2)
+    text = Path(f"{run}.log").read_text()
+    assert "Traceback" not in text and f"{folder}/trainer_state.json" in text and said in text, text
+
+
+def without(tensors, name):
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+TENSORS = [
+    (lambda held, name: held | {name: held[name].to(torch.int8)}, 2, "the checkpoint is of another model: "),
+    (lambda held, name: held | {name: held[name].double()}, 2, "the checkpoint is of another model: "),
+    (lambda held, name: held | {name: held[name][:-1].clone()}, 2, "the checkpoint is of another model: "),
+    (without, 2, "the checkpoint is of another model: "),
+    (
+        lambda held, name: held | {name: held[name] * torch.nan},
+        1,
+        "holds values that are not finite, as they were saved",
+    ),
+]
+MOMENTS = [
+    (
+        lambda held, name: {key: t for key, t in held.items() if not key.startswith(name.rpartition("/")[0])},
+        2,
+        "exp_avg",
+    ),
+    (without, 2, "exp_avg of the optimizer's state is not what was saved"),
+    (
+        lambda held, name: held | {name: held[name].to(torch.int8)},
+        2,
+        "exp_avg of the optimizer's state is not what was",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "code", "said"),
+    [*(("model/", *row) for row in TENSORS), *(("optimizer/", *row) for row in MOMENTS)],
+    ids=range(8),
+)
+def test_tensors_that_are_not_the_model_s_are_not_loaded(run, place, change, code, said):
+    file = run / "checkpoint-2" / "rank0.safetensors"
+    held = load_file(file)
+    name = next(key for key in sorted(held) if key.startswith(f"0:{place}") and not key.endswith("/step"))
+    save_file(change(held, name), file)
+    mend(file.parent)
+    train("single_fp32", run, *STEPS, "--resume_from_checkpoint", file.parent, code=code)
+    text = Path(f"{run}.log").read_text()
+    assert "Traceback" not in text and said in text, text
+
+
+# ---- images and secrets ----
+
+
+def test_only_the_formats_of_data_sets_are_opened(tmp_path):
+    """By their content: an EPS named .png would start Ghostscript."""
+    from PIL import Image
+
+    picture = Image.new("RGB", (8, 8))
+    for suffix, kind in (
+        ("png", "PNG"),
+        ("jpg", "JPEG"),
+        ("bmp", "BMP"),
+        ("gif", "GIF"),
+        ("tif", "TIFF"),
+        ("webp", "WEBP"),
+    ):
+        picture.save(tmp_path / f"a.{suffix}", kind)
+        assert images.read_image({"path": str(tmp_path / f"a.{suffix}"), "bytes": None}, 0).size == (8, 8)
+    for kind in ("EPS", "PDF", "TGA", "ICO"):
+        picture.save(tmp_path / "b.png", kind)
+        with pytest.raises(images.Broken, match=re.escape(f"{tmp_path}/b.png (index 3) cannot be read as an image")):
+            images.read_image({"path": str(tmp_path / "b.png"), "bytes": None}, 3)
+
+
+def test_an_image_above_pil_s_limit_is_named(tmp_path, monkeypatch):
+    from PIL import Image
+
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 899)
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(images.Broken, match=r"a.png.*30 x 30 pixels"):
+        images.read_image({"path": str(tmp_path / "a.png"), "bytes": None}, 0)
+
+
+def with_secrets():
+    from faithful import Accelerator
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    values = {
+        "hub_token": "swordfish",
+        "lr": 0.1,
+        "pad_token": "<pad>",
+        "url": "https://me:swordfish@host/x",
+        "max_tokens": 3,
+    }
+    accelerator.init_trackers("mine", values | {"wandb": {"api_key": "swordfish"}, "note": "hf_swordfishswordfish"})
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    raise ValueError("no answer from https://me:swordfish@host")
+
+
+def test_secrets_are_not_in_the_record(tmp_path):
+    def before(rank):
+        from faithful import plan
+
+        plan.launch_line = lambda: (None, None)
+        sys.argv += [
+            "--token",
+            "swordfish",
+            "--wandb-api-key=swordfish",
+            "--pad_token",
+            "<pad>",
+            "--password",
+            "swordfish",
+        ]
+
+    train("single_fp32", tmp_path / "run", script=with_secrets, before=before, code=1)
+    text = (tmp_path / "run" / "run.json").read_text()
+    assert "swordfish" not in text, re.findall(".*swordfish.*", text)
+    made = json.loads(text)
+    assert made["args"] | {"x": 0} == {"hub_token": "***", "lr": 0.1, "pad_token": "<pad>", "url": "https://me:***@host/x",
+                           "max_tokens": 3, "wandb": {"api_key": "***"}, "note": "***", "x": 0}  # fmt: skip
+    assert made["command"].endswith("--token *** --wandb-api-key=*** --pad_token <pad> --password ***")

@@ -263,13 +263,17 @@ def buffers_by_place(model):
 
 
 def refuse_other_model(live, parts):
-    """Raises Refused unless the checkpoint's tensors have the names and shapes of this model's tensors."""
+    """Raises Refused unless the checkpoint's tensors have the names, shapes and dtypes of this model's tensors."""
     saved = {place for place in parts if places.kind(place) != places.OPTIMIZER}
-    wrong = sorted(live.keys() ^ saved) or [place for place in live if live[place].shape != parts[place].shape]
+    wrong = sorted(live.keys() ^ saved) or [place for place in live if kind_of(live[place]) != kind_of(parts[place])]
     if wrong:
         raise Refused(
             f"the checkpoint is of another model: {', '.join(wrong[:3])}, ... differ. Build the model as it was"
         )
+
+
+def kind_of(tensor):
+    return tensor.shape, tensor.dtype
 
 
 def load_state(optimizer, parameters, parts):
