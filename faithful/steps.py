@@ -40,17 +40,28 @@ class Steps:
         loss = loss.detach()
         self.losses.append(loss.double().mean() if loss.dim() else loss)
         if last:
-            self.exchanging = self.exchange() if self.checked >= self.next_exchange else None
+            self.exchanging = self.exchange() if self.due() else None
 
-    def exchange(self):
+    def due(self):
+        return self.checked >= self.next_exchange
+
+    def exchange_with(self, norm):
+        """Exchanges this step's norm: before the first update of a run, and where the script calls loss.backward() or
+        torch.autograd.grad itself, so that nothing was exchanged in a backward pass."""
+        if self.exchanging is not None:
+            self.exchanging[1].wait()
+        self.exchanging = self.exchange(norm)
+
+    def exchange(self, norm=None):
         """Starts to gather a row from each rank: its losses, whether it was told to stop, seconds per step, the
-        previous norm. Returns (flat tensor of all rows, Work or None)."""
+        norm, or the previous one. Returns (flat tensor of all rows, Work or None)."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         self.last_exchange = now, self.checked
         seconds = (now - before) / max(1, self.checked - checked_before)
         rest = torch.tensor([process.told_to_stop(), seconds, self.norm or 0.0], dtype=torch.float64)
         losses = torch.stack(self.losses).double().flatten()
         row = torch.cat([losses, to_device(rest, losses.device)])
+        row = row if norm is None else torch.cat([row[:-1], norm.view(1)])
         if self.num_processes == 1:
             return row, None
         rows = row.new_empty(row.numel() * self.num_processes)
@@ -64,6 +75,8 @@ class Steps:
         if not self.losses:  # the script calls loss.backward() itself
             self.losses.append(norm * 0)
         norm = to_device(norm, self.losses[0].device)
+        if self.num_processes > 1 and (not self.checked or (self.exchanging is None and self.due())):
+            self.exchange_with(norm)
         if self.exchanging is None:
             *losses, self.norm = torch.stack([*(loss.double() for loss in self.losses), norm]).tolist()  # only sync
             losses_of_ranks = [losses]
@@ -87,7 +100,7 @@ class Steps:
         )
 
     def finish_exchange(self, norm):
-        """Sets `norm` and `stopping`. Returns each rank's losses. Raises Refused if the previous norms differ."""
+        """Sets `norm` and `stopping`. Returns each rank's losses. Raises Refused if the norms differ."""
         gathered, work = self.exchanging
         if work is not None:
             work.wait()
@@ -99,8 +112,10 @@ class Steps:
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
             each = ", ".join(f"{norm:.4g}" for norm in norms)
             raise Refused(
-                f"the gradients were not averaged over the processes, their norms are {each}: each would "
-                "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
+                f"the gradients were not averaged over the processes, their norms are {each}: each would train a model "
+                "of its own. Leave out LocalSGD, steps inside no_sync, torch.autograd.grad, and under DDP a second "
+                "backward pass of one forward pass, and parameters that are thawed or tied after prepare; "
+                "those without a gradient need DistributedDataParallelKwargs(find_unused_parameters=True). Or use a "
                 "single config"
             )
         self.next_exchange = self.checked + 1

@@ -3,6 +3,7 @@
 import sys
 
 from faithful import patches
+from faithful.errors import Refused
 from faithful.strategies.base import Strategy
 
 
@@ -23,3 +24,12 @@ class DDP(Strategy):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
     rehearsed_as = "MULTI_CPU"
     replicates = True
+
+    def explain(self, error):
+        if "Expected to have finished reduction in the prior iteration" not in error:
+            return None
+        return Refused(
+            "a parameter got no gradient in the last backward pass, and DDP waits for those of all: keep it out of the "
+            "loss for good (requires_grad_(False) before prepare), do not replace it after prepare (a tied weight), or "
+            "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+        )
