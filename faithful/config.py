@@ -41,11 +41,20 @@ def on(value):
     return str(value).lower() in TRUE
 
 
+def whole(env, name, default, kind=int):
+    """The whole number that a variable of the launcher says. Raises Refused if it says something else. kind: float also
+    takes 1e8."""
+    try:
+        return int(kind(env.get(name, default)))
+    except (ValueError, OverflowError):
+        raise Refused(f"{name}={env[name]}: write a whole number in the config") from None
+
+
 def read_env(env):
     """The mapping of what the launcher's environment variables ask for."""
-    sizes = {name: int(env.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
-    world = int(env.get("WORLD_SIZE", 1))
-    local = int(env.get("LOCAL_WORLD_SIZE", world))
+    sizes = {name: whole(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) for name in SIZES}
+    world = whole(env, "WORLD_SIZE", 1)
+    local = whole(env, "LOCAL_WORLD_SIZE", world)
     fsdp = settings_of_fsdp(env)
     deepspeed = settings_of_deepspeed(env)
     if on(env.get("ACCELERATE_USE_DEEPSPEED")):
@@ -113,10 +122,10 @@ def settings_of_fsdp(env):
         get("SHARDING_STRATEGY", "FULL_SHARD"),
         get("RESHARD_AFTER_FORWARD"),
     )
-    sharding = SHARDINGS[int(sharding) - 1] if sharding in "12345" else sharding.upper()
+    sharding = SHARDINGS[int(sharding) - 1] if sharding in ("1", "2", "3", "4", "5") else sharding.upper()
     ram = on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
     settings = {
-        "version": int(version) if version.isdigit() else version,
+        "version": int(version) if version.isdecimal() else version,
         "sharding": sharding,
         "ram_efficient": ram,
         "reshard_says": reshard or "true",
@@ -134,7 +143,7 @@ def settings_of_fsdp(env):
         "dead": [f"fsdp_{key}" for key, is_on in turned.items() if is_on],
         "reshard": on(reshard or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
         "wrap": get("AUTO_WRAP_POLICY", "NO_WRAP").upper(),
-        "least": int(float(get("MIN_NUM_PARAMS", "0"))),
+        "least": whole({"fsdp_min_num_params": get("MIN_NUM_PARAMS", "0")}, "fsdp_min_num_params", 0, float),
         "layers": [name.strip() for name in get("TRANSFORMER_CLS_TO_WRAP").split(",") if name.strip()],
         "synced": ram or (version == "1" and on(get("SYNC_MODULE_STATES", "true"))),
     }
@@ -156,9 +165,9 @@ def settings_of_deepspeed(env):
         settings |= deepspeed_file.requests(file)
     elif on_here:
         settings |= {
-            "stage": int(get("ZERO_STAGE", 2)),
+            "stage": whole(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
             "devices": [get("OFFLOAD_OPTIMIZER_DEVICE"), get("OFFLOAD_PARAM_DEVICE")],
-            "clip": None if clip in ("none", "auto") or not float(clip) else float(clip),
+            "clip": None if clip == "none" else deepspeed_file.norm_of(clip),
             "save_16bit": get("ZERO_STAGE") == "3" and on(get("ZERO3_SAVE_16BIT_MODEL")),
         }
         settings["as_ddp"] = settings["stage"] == 0 and not settings["clip"] and {*settings["devices"]} <= {"none"}
@@ -182,7 +191,7 @@ def settings_of_fp8(env, precision, sharded):
     backend, recipe = BACKENDS.get(get("BACKEND", "AO"), get("BACKEND")), get("RECIPE")
     level = get("OPT_LEVEL", "O2").lower() if backend == "msamp" else recipe or LEVELS.get(backend, ("",))[0]
     given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
-    options = {name: int(text) if text.isdigit() else text for name, text in given.items() if text}
+    options = {name: int(text) if text.isdecimal() else text for name, text in given.items() if text}
     if backend == "ao":
         gathers = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1"))
         settings["no_gather"] = gathers and not sharded
@@ -220,9 +229,9 @@ def to_env(config):
     env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
     if config.get("mixed_precision") == "fp8":
         section = FP8_DEFAULTS | sections["fp8_config"]
-        override = section.pop("fp8_override_linear_precision", (False, False, False))
+        override = section.pop("fp8_override_linear_precision", None) or (False, False, False)
         env |= {f"ACCELERATE_{key.upper()}": str(value) for key, value in section.items()}
-        if isinstance(override, bool):  # the launcher indexes it: a list, or the letters of a string
+        if not isinstance(override, str | list | tuple):  # the launcher indexes it: a list, or a string's letters
             override = [override] * 3
         gemms = zip(("FPROP", "DGRAD", "WGRAD"), override, strict=False)
         env |= {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
@@ -265,7 +274,7 @@ def rank():
 def timeout_seconds():
     """Timeout of collectives, in seconds. torch's defaults: 30 minutes for gloo, 10 for NCCL."""
     seconds = os.environ.get("COLLECTIVE_TIMEOUT", "600")
-    if not seconds.isdigit() or not int(seconds):
+    if not seconds.isdecimal() or not int(seconds):
         raise Refused(f"COLLECTIVE_TIMEOUT={seconds}: write seconds, a whole number from 1 on")
     return int(seconds)
 
@@ -301,4 +310,4 @@ def keeps_dtype():
 def exported_accumulation():
     """The gradient accumulation steps that the launcher exports, or None."""
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    return None if steps is None else int(steps)
+    return None if steps is None else whole(os.environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)

@@ -26,8 +26,9 @@ SECTION_OF = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_
 
 
 def read(path):
-    """(problems, mapping) of a file, with the keys of earlier versions converted as Accelerate does. The mapping is
-    None if the file does not hold `key: value` lines, or is for a machine that no run here can have."""
+    """(problems, mapping) of a file, with the keys of earlier versions converted as Accelerate does, and without values
+    of the wrong type. The mapping is None if the file does not hold `key: value` lines, or is for a machine that no run
+    here can have."""
     try:
         text = Path(path).read_text()
         config = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
@@ -37,6 +38,8 @@ def read(path):
         if text.startswith("\ufeff"):
             return ["begins with a byte order mark, which Accelerate refuses in JSON: save it without"], None
         return [f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"], None
+    except (ValueError, RecursionError) as error:  # a date that there is not; lists in lists, a thousand deep
+        return [f"cannot be read: {str(error)[:200]}"], None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -60,13 +63,13 @@ def read(path):
     if config.get("num_processes") == -1:  # nobody says it
         del config["num_processes"]
     for key, kind in keys.all_keys()[""].items():
-        if kind == "int" and isinstance(config.get(key), str) and config[key].isdigit():
+        if kind == "int" and isinstance(config.get(key), str) and config[key].isdecimal():
             config[key] = int(config[key])
     if config.pop("fp16", False) and "mixed_precision" not in config:
         config["mixed_precision"] = "fp16"
     if "dynamo_backend" in config:
         config["dynamo_config"] = {"dynamo_backend": config.pop("dynamo_backend")}
-    return [], config
+    return list(keys.problems(config)), config
 
 
 def file_problems(path):
@@ -75,7 +78,6 @@ def file_problems(path):
     lines, config = read(path)
     if config is None:
         return lines, None
-    lines += keys.problems(config)
     if isinstance(config.get("mixed_precision"), bool):
         shown = str(config["mixed_precision"]).lower()
         lines.append(f"mixed_precision: {shown} is a boolean to YAML: write 'no' in quotes")
@@ -131,7 +133,9 @@ def one_device(ids):
 def problems_of_fp8(section):
     """Problems of fp8_config that the launcher's environment does not show."""
     section = {keys.full("fp8_config", key): value for key, value in section.items()}
-    if isinstance(override := section.get("fp8_override_linear_precision", []), bool):
+    override = section.get("fp8_override_linear_precision") or [False] * 3
+    three = isinstance(override, list) and [type(each) for each in override] == [bool] * 3
+    if not (three or isinstance(override, str)):
         yield f"fp8_config override_linear_precision {override}: the launcher takes a list of three booleans"
     if not isinstance(section.get("fp8_skip", ""), str):
         yield (

@@ -6,9 +6,11 @@ are, and the type of each.
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import importlib.util
+import math
 from pathlib import Path
 
 SECTIONS = ("fsdp_config", "fp8_config", "dynamo_config", "deepspeed_config", "parallelism_config",
@@ -23,6 +25,16 @@ UNREAD = {
     "fp8_config": ("fp8_optimization_level", "fp8_amax_history_length", "fp8_amax_compute_algorithm"),
     "mpirun_config": ("mpirun_ccl",),
 }
+AUTO = ("gradient_accumulation_steps", "gradient_clipping")  # whole numbers and numbers that may be left to Accelerate
+LISTS = ("commands", "fp8_override_linear_precision", "fp8_skip", "gpu_ids", "tpu_env", "tpu_vm")  # may be, or files.py
+BACKENDS = ("no", "false", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi",
+            "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm",
+            "hpu_backend")  # fmt: skip
+VALUES = {  # texts that have a meaning, where another one would end in an error of Accelerate's, or have no effect
+    "dynamo_backend": (*BACKENDS, *map(str.upper, BACKENDS), "False"),
+    "offload_optimizer_device": ("none", "cpu", "nvme"), "offload_param_device": ("none", "cpu", "nvme"),
+    "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
+}  # fmt: skip
 REMOVED = ("ipex_config",)  # which Accelerate refuses by now
 TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", "n", "f")  # Accelerate's str_to_bool
 
@@ -105,36 +117,59 @@ def problems(config):
     """Yields a line for each key that Accelerate does not have, and each value of the wrong type, which it takes out of
     `config`."""
     for key, value in list(config.items()):
-        if key not in all_keys()[""]:
+        if not isinstance(key, str):
+            yield not_text(key, config)
+        elif key not in all_keys()[""]:
             yield f"{key} {meant(key, '')}"
         elif key in SECTIONS and value is not None and not isinstance(value, dict):
-            yield f"{key} holds {value!r}, not `key: value` lines"
-        elif key not in SECTIONS and wrong(all_keys()[""][key], value):
-            yield f"{key} {wrong(all_keys()[''][key], config.pop(key))}"
-        for name, held in list(value.items()) if key in SECTIONS and isinstance(value, dict) else ():
-            kind = all_keys()[key].get(full(key, str(name)))
-            if kind is None and full(key, str(name)) not in UNREAD.get(key, ()):
-                yield f"{key} {name} {meant(str(name), key)}"
-            elif kind and wrong(kind, held):
-                yield f"{key} {name} {wrong(kind, value.pop(name))}"
+            yield f"{key} holds {config.pop(key)!r}, not `key: value` lines"
+        elif key in SECTIONS:
+            yield from problems_of_section(key, value or {})
+        elif said := wrong(key, all_keys()[""][key], value):
+            del config[key]
+            yield f"{key} {said}"
 
 
-def wrong(kind, value):
-    """What is wrong with the type of a value, or None."""
-    text = str(value).lower()
-    if value is None or kind == "any":
+def problems_of_section(section, config):
+    for key, value in list(config.items()):
+        if not isinstance(key, str):
+            yield f"{section} {not_text(key, config)}"
+            continue
+        kind = all_keys()[section].get(full(section, key))
+        if kind is None and full(section, key) not in UNREAD.get(section, ()):
+            yield f"{section} {key} {meant(key, section)}"
+        elif said := wrong(full(section, key), kind, value):
+            del config[key]
+            yield f"{section} {key} {said}"
+
+
+def not_text(key, config):
+    """Takes a key out of `config` that YAML reads as a number, a boolean, a date or nothing."""
+    del config[key]
+    return f"{key} is a {type(key).__name__} to YAML, not the name of a setting: write a name, or quote it"
+
+
+def wrong(key, kind, value):
+    """What is wrong with the type of a value, or None. key: with its section's prefix."""
+    shown, text = str(value)[:100], str(value).lower()
+    if value is None or (key in LISTS and isinstance(value, list)):
         return None
+    if not isinstance(value, bool | int | float | str):
+        wanted = {"bool": "true or false", "int": "a whole number", "float": "a number"}.get(kind, "one string")
+        return f"is {shown}: write {wanted}"
     if kind == "bool" and text not in TRUE + FALSE:
-        return f"is {value}: write true or false"
-    if kind in ("int", "float") and text != "auto":
-        try:
-            number = float(text)
-        except ValueError:
-            return f"is {value}: write a number"
-        if isinstance(value, bool) or (kind == "int" and number % 1):
-            return f"is {value}: write a {'whole ' * (kind == 'int')}number"
-    if kind == "str" and isinstance(value, list | dict):
-        return f"is {value}: write one string"
+        return f"is {shown}: write true or false"
+    if kind in ("int", "float") and not (text == "auto" and key in AUTO):
+        number = None
+        if key == "fsdp_min_num_params" or kind == "float":
+            with contextlib.suppress(ValueError):
+                number = float(text)
+        elif text.removeprefix("-").isdecimal():
+            number = int(text)
+        if number is None or isinstance(value, bool) or not math.isfinite(number) or (kind == "int" and number % 1):
+            return f"is {shown}: write a {'whole ' * (kind == 'int')}number"
+    if key in VALUES and str(value) not in VALUES[key]:
+        return f"is {shown}: write one of {', '.join(word for word in VALUES[key] if word.islower())}"
     return None
 
 

@@ -152,7 +152,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("wizard_ddp", {"ipex_config": {"ipex": False}}, ANYWHERE, "which Accelerate refuses by now: remove it"),
     ("ddp_bf16", {"dynamo_config": "inductor"}, ANYWHERE, "dynamo_config holds 'inductor'"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_offload_params": "perhaps"}}, ANYWHERE, "fsdp_config fsdp_offload_params is perhaps: write true or false"),
-    ("wizard_zero3", {"deepspeed_config": {"zero_stage": "three"}}, ANYWHERE, "deepspeed_config zero_stage is three: write a number"),
+    ("wizard_zero3", {"deepspeed_config": {"zero_stage": "three"}}, ANYWHERE, "deepspeed_config zero_stage is three: write a whole number"),
     # the kind of run
     ("mixed_precision: bf16\nnum_processes: 2", {}, ANYWHERE, "distributed_type is missing"),
     ("mixed_precision: bf16\ndistributed_type: yes\nnum_processes: 1", {}, ANYWHERE, "distributed_type True is not one of"),

@@ -33,7 +33,7 @@ def die_with_me():
 
 def count(text):
     """A whole number, 1 or more, for `add_argument(type=count)`."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
     return int(text)
 

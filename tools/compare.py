@@ -72,7 +72,7 @@ def replicas(file, options, gpus):
     """The number of processes that see different samples."""
     config = yaml.safe_load(file.read_text())
     count = find.option(options, "num_processes")
-    if count is not None and not count.isdigit():
+    if count is not None and not count.isdecimal():
         raise Refused(f"--num_processes {count}: write the number of processes, 1 or more")
     if str(config.get("distributed_type")) == "NO":
         return 1

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from faithful import patches
+from faithful.errors import Refused
 from faithful.strategies.base import Strategy
 
 
@@ -37,6 +38,15 @@ class DDP(Strategy):
         if isinstance(model, DistributedDataParallel) and now not in (set(), model.averaged):
             build_reducer(model)
             model.averaged = now
+
+    def explain(self, error):
+        if "Expected to have finished reduction in the prior iteration" not in error:
+            return None
+        return Refused(
+            "a parameter got no gradient in the last backward pass, and DDP waits for those of all: keep it out of the "
+            "loss for good (requires_grad_(False) before prepare), do not replace it after prepare (a tied weight), or "
+            "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+        )
 
 
 def trainable(model):

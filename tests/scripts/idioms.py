@@ -1,0 +1,486 @@
+"""Ordinary idioms of training scripts, one function each, for tests/test_idioms.py.
+
+Each takes an Accelerator, ours or a stand-in of plain torch, and returns the model that it has trained. The data is the
+same: a process takes its part of the global batch.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+STEPS, LR = 4, 0.02
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def batch(accelerator, step, size=8):
+    """This process's part of a step's samples: (inputs, targets)."""
+    values = torch.randn(2, size, 16, generator=torch.Generator().manual_seed(step))
+    part = size // accelerator.num_processes
+    at = accelerator.process_index * part
+    return values[:, at : at + part].unbind()
+
+
+def adam(parameters, lr=LR):
+    """With so large an eps updates are almost in proportion to gradients: rounding errors stay small."""
+    return torch.optim.AdamW(parameters, lr=lr, eps=0.03, weight_decay=0.0)
+
+
+def start(accelerator, make=adam, model=None):
+    model = model or network()
+    return accelerator.prepare(model, make(model.parameters()))
+
+
+def loss_of(accelerator, model, step):
+    inputs, targets = batch(accelerator, step)
+    return F.mse_loss(model(inputs), targets)
+
+
+def one_step(accelerator, model, optimizer, step):
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(accelerator, model, step))
+    optimizer.step()
+
+
+def plain(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def wgan(accelerator):
+    """A critic with clipped weights is trained three times for each step of the generator."""
+    critic, of_critic = start(accelerator)
+    generator, of_generator = start(accelerator, model=network(1))
+    for step in range(2 * STEPS):
+        noise, real = batch(accelerator, step)
+        of_critic.zero_grad()
+        accelerator.backward(critic(generator(noise).detach()).mean() - critic(real).mean())
+        of_critic.step()
+        for parameter in critic.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        if step % 3 == 0:
+            of_generator.zero_grad()
+            accelerator.backward(-critic(generator(noise)).mean())
+            of_generator.step()
+    return critic
+
+
+def average(accelerator):
+    """An average of the weights, made before `prepare`, that the model takes at the end."""
+    model = network()
+    ema = copy.deepcopy(model)
+    model, optimizer = start(accelerator, model=model)
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+        with torch.no_grad():
+            for mean, parameter in zip(ema.parameters(), model.parameters(), strict=True):
+                mean.mul_(0.5).add_(parameter.detach(), alpha=0.5)
+    with torch.no_grad():
+        for mean, parameter in zip(ema.parameters(), model.parameters(), strict=True):
+            parameter.copy_(mean)
+    return model
+
+
+def sharpness_aware(accelerator):
+    """SAM: to the worst weights nearby, their gradient, and back."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        accelerator.backward(loss_of(accelerator, model, step))
+        with torch.no_grad():
+            moves = [0.1 * parameter.grad for parameter in model.parameters()]
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(accelerator, model, step))
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def gradient_penalty(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        inputs, targets = batch(accelerator, step)
+        inputs.requires_grad_()
+        out = model(inputs)
+        [slope] = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(out, targets) + slope.square().sum(1).mean())
+        optimizer.step()
+    return model
+
+
+def lbfgs(accelerator):
+    model, optimizer = start(accelerator, lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(accelerator, model, 0)
+        accelerator.backward(loss)
+        return loss
+
+    for _ in range(STEPS // 2):
+        optimizer.step(closure)
+    return model
+
+
+def closures(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(accelerator, model, step)  # noqa: B023
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    return model
+
+
+def retained_graph(accelerator):
+    """Two losses of one forward pass, each with a backward pass."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        inputs, targets = batch(accelerator, step)
+        optimizer.zero_grad()
+        out = model(inputs)
+        accelerator.backward(F.mse_loss(out, targets), retain_graph=True)
+        accelerator.backward(out.square().mean())
+        optimizer.step()
+    return model
+
+
+def gradients_without_backward(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        parameters = list(model.parameters())
+        loss = loss_of(accelerator, model, step)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return model
+
+
+def own_scaler(accelerator):
+    model, optimizer = start(accelerator)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(accelerator, model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+def zeroed_gradients(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        accelerator.backward(loss_of(accelerator, model, step))
+        optimizer.step()
+    return model
+
+
+def scheduler_first(accelerator):
+    model = network()
+    optimizer = adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(accelerator, model, step))
+        scheduler.step()
+        optimizer.step()
+    return model
+
+
+def sum_of_losses(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = batch(accelerator, step)
+        out = model(inputs)
+        accelerator.backward(sum([F.mse_loss(out, targets), 0.1 * out.square().mean(), F.l1_loss(out, targets)]))
+        optimizer.step()
+    return model
+
+
+def loss_itself(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(accelerator, model, step).backward()
+        optimizer.step()
+    return model
+
+
+def model_twice(accelerator):
+    """Two forward passes, then one backward pass, as of contrastive losses."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        inputs, targets = batch(accelerator, step)
+        optimizer.zero_grad()
+        accelerator.backward((model(inputs) - model(targets)).square().mean())
+        optimizer.step()
+    return model
+
+
+def frozen_norm(accelerator):
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 16))
+    torch.manual_seed(0)
+    for at in (0, 3, 4):
+        model[at].reset_parameters()
+    model[1].running_mean.fill_(0.1)
+    for parameter in model[1].parameters():
+        parameter.requires_grad = False
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, adam(trained))
+    for step in range(STEPS):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.first(inputs)) + torch.tanh(self.second(2 * inputs)))
+
+
+def tied_later(accelerator):
+    """A weight that the script ties to another one after `prepare`."""
+    model, optimizer = start(accelerator, model=Tied())
+    inner = accelerator.unwrap_model(model)
+    inner.second.weight = inner.first.weight
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def unused_layer(accelerator):
+    """A layer that the loss does not use, and two backward passes for each step."""
+    model, optimizer = start(accelerator, model=Tied())
+    accelerator.unwrap_model(model).second.forward = lambda inputs: 0.5 * inputs.repeat(1, 2)
+    for step in range(2 * STEPS):
+        accelerator.backward(loss_of(accelerator, model, step) / 2)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def best_again(accelerator):
+    """Goes back to the weights of an earlier epoch."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        if step == 1:
+            best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if step == 3:
+            model.load_state_dict(best)
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def rate_by_hand(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (step + 1)
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def thawed_by_a_group(accelerator):
+    """A layer is frozen first, then thawed and given to the optimizer."""
+    model = network()
+    for parameter in model[0].parameters():
+        parameter.requires_grad = False
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, adam(trained))
+    for step in range(STEPS):
+        if step == 2:
+            layer = accelerator.unwrap_model(model)[0]
+            for parameter in layer.parameters():
+                parameter.requires_grad = True
+            getattr(optimizer, "optimizer", optimizer).add_param_group({"params": list(layer.parameters())})
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def cleared_state(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.state.clear()
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def earlier_state(accelerator):
+    """The optimizer's state of an earlier step, loaded in between."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        if step == 1:
+            saved = copy.deepcopy(optimizer.state_dict())
+        if step == 3:
+            optimizer.load_state_dict(saved)
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def accumulation_by_hand(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(2 * STEPS):
+        accelerator.backward(loss_of(accelerator, model, step) / 2)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def decay_by_hand(accelerator):
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+    return model
+
+
+def gradients_by_hand(accelerator):
+    """Between backward and step: scaled, and one set to zero."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(accelerator, model, step))
+        for name, parameter in model.named_parameters():
+            parameter.grad.mul_(0.5)
+            if name.endswith("2.weight"):
+                parameter.grad.zero_()
+        optimizer.step()
+    return model
+
+
+def new_layer_values(accelerator):
+    """The last layer is initialized again in the middle."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        if step == 2:
+            last = accelerator.unwrap_model(model)[4]
+            nn.init.constant_(last.weight, 0.01)
+            nn.init.zeros_(last.bias)
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def new_optimizer(accelerator):
+    """Another optimizer for the second half."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        if step == 2:
+            optimizer = accelerator.prepare(adam(model.parameters(), LR / 2))
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def skipped_batches(accelerator):
+    """A batch whose loss is too large is left out after its backward pass."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(accelerator, model, step))
+        if step % 2:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+    return model
+
+
+def without_an_optimizer(accelerator):
+    """The update is the script's own. The optimizer steps once, with a rate of 0."""
+    model, optimizer = start(accelerator, lambda parameters: adam(parameters, 0.0))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(accelerator, model, step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+        optimizer.step()
+    return model
+
+
+def lookahead(accelerator):
+    """Slow weights, halfway to the fast ones after every two steps."""
+    model, optimizer = start(accelerator)
+    slow = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+        if step % 2:
+            with torch.no_grad():
+                for kept, parameter in zip(slow, model.parameters(), strict=True):
+                    kept.add_(parameter - kept, alpha=0.5)
+                    parameter.copy_(kept)
+    return model
+
+
+def rate_of_a_layer(accelerator):
+    """Groups with rates of their own."""
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": LR / 10}, {"params": model[2:].parameters()}]
+    model, optimizer = accelerator.prepare(model, adam(groups))
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def hook_on_a_gradient(accelerator):
+    """A hook of a parameter, registered before `prepare`, halves its gradient."""
+    model = network()
+    model[2].weight.register_hook(lambda gradient: gradient * 0.5)
+    model, optimizer = start(accelerator, model=model)
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+    return model
+
+
+def swapped_for_evaluation(accelerator):
+    """Other weights for an evaluation, then the own ones again."""
+    model, optimizer = start(accelerator)
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+        with torch.no_grad():
+            own = [parameter.detach().clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            model.eval()
+            model(batch(accelerator, step)[0])
+            model.train()
+            for parameter, value in zip(model.parameters(), own, strict=True):
+                parameter.copy_(value)
+    return model
+
+
+IDIOMS = {
+    name: function
+    for name, function in list(globals().items())
+    if callable(function) and getattr(function, "__code__", None) and function.__code__.co_varnames[:1] == ("accelerator",)
+    and function.__code__.co_argcount - len(function.__defaults__ or ()) == 1 and name not in ("batch", "start")
+}  # fmt: skip

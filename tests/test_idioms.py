@@ -1,0 +1,112 @@
+"""Ordinary idioms of training scripts train what they train in plain torch, or are refused in one line."""
+
+import functools
+import sys
+
+import idioms
+import pytest
+import torch
+from conftest import Ranks
+from safetensors.torch import load_file, save_file
+
+from faithful import Accelerator
+
+BOUNDS = {"single_fp32": 1e-4, "ddp_bf16": 0.05, "fsdp_bf16": 0.05, "single_fp8": 0.12, "single_fp8_msamp_o2": 0.17}
+CODES = "holds MS-AMP's codes: it can't be changed by"
+OPEN = (
+    pytest.mark.xfail
+)  # what ends in a traceback, or trains something else; not strict, so that a cure needs no change
+REFUSED = {  # (idiom, config): what the line says
+    ("retained_graph", "ddp_bf16"): "the gradients were not averaged over the processes",
+    ("gradients_without_backward", "ddp_bf16"): "the gradients were not averaged over the processes",
+    ("thawed_by_a_group", "ddp_bf16"): "the gradients were not averaged over the processes",
+    ("tied_later", "ddp_bf16"): "the gradients were not averaged over the processes",
+    ("unused_layer", "ddp_bf16"): "a parameter got no gradient in the last backward pass",
+    ("average", "fsdp_bf16"): "computes with sharded weights and whole tensors together",
+    ("lbfgs", "single_fp8_msamp_o2"): "amp8 needs torch.optim.AdamW or Adam itself, not LBFGS",
+    ("gradient_penalty", "single_fp8_msamp_o2"): "a gradient of FP8 products has no derivative",
+    ("new_optimizer", "single_fp8_msamp_o2"): "MS-AMP's levels take one optimizer for a model",
+    ("sharpness_aware", "single_fp8_msamp_o2"): CODES,
+    ("decay_by_hand", "single_fp8_msamp_o2"): CODES,
+    ("without_an_optimizer", "single_fp8_msamp_o2"): CODES,
+    ("swapped_for_evaluation", "single_fp8_msamp_o2"): CODES,
+}
+FAULTS = {
+    ("gradient_penalty", "fsdp_bf16"): "FSDP2 has freed the weights that a second derivative needs: torch's error",
+    ("gradients_without_backward", "fsdp_bf16"): "the graph holds gathered weights, not the shards: torch's error",
+    ("frozen_norm", "fsdp_bf16"): "the weights of a norm in eval() are in bf16, its averages in fp32: torch's error",
+    ("hook_on_a_gradient", "fsdp_bf16"): "the hook of a parameter from before `prepare` is lost",
+    ("gradient_penalty", "single_fp8"): "the second derivative of emulated FP8 products is taken for 0",
+    ("gradients_without_backward", "single_fp8_msamp_o2"): "the gradient's codes are handed out as a tuple",
+    ("tied_later", "single_fp8_msamp_o2"): "is refused as a RuntimeError, with a traceback",
+}
+QUICK = [("gradients_without_backward", "ddp_bf16"), ("unused_layer", "ddp_bf16"), ("sharpness_aware", "fsdp_bf16"),
+         ("earlier_state", "fsdp_bf16"), ("wgan", "single_fp8"), ("cleared_state", "single_fp8_msamp_o2")]  # fmt: skip
+
+
+class Plain:
+    """What the idioms use of an Accelerator, in plain torch, in one process that has the whole batch."""
+
+    num_processes, process_index = 1, 0
+
+    def prepare(self, *args):
+        return args if len(args) > 1 else args[0]
+
+    def backward(self, loss, **kwargs):
+        loss.backward(**kwargs)
+
+    def unwrap_model(self, model):
+        return model
+
+
+def run(idiom):
+    """What a rank runs. The weights of each rank are in a file beside its run's folder."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model = idioms.IDIOMS[idiom](accelerator)
+    if weights := accelerator.get_state_dict(model):
+        weights = {name: weight.float().cpu().clone() for name, weight in weights.items()}
+        save_file(weights, f"{sys.argv[2]}-{accelerator.process_index}.safetensors")
+    accelerator.end_training()
+
+
+def vector(weights):
+    """All floating-point values, in the order of their names."""
+    values = {name.removeprefix("module."): value.detach().float() for name, value in weights.items()}
+    return torch.cat([values[name].flatten() for name in sorted(values) if "num_batches" not in name])
+
+
+def check(tmp_path, monkeypatch, idiom, config):
+    wanted = vector(idioms.IDIOMS[idiom](Plain()).state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(idioms, "STEPS", 0)
+        begun = vector(idioms.IDIOMS[idiom](Plain()).state_dict())
+    script = functools.partial(run, idiom)
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=script)
+    codes, said = set(ranks.wait(60)), REFUSED.get((idiom, config))
+    if said:
+        lines = [line for line in ranks.text().splitlines() if line.startswith("refused: ")]
+        assert codes == {2} and len(lines) == 1 and said in lines[0], ranks.text()[-3000:]
+        return
+    assert codes == {0}, ranks.text()[-3000:]
+    bound = BOUNDS[config] * (3 if idiom == "lbfgs" else 1)  # steps by quotients of small differences
+    for file in sorted(tmp_path.glob("run-*.safetensors")):
+        found = vector(load_file(file))
+        assert (found - wanted).norm() < bound * (wanted - begun).norm(), "another training"
+
+
+@pytest.mark.parametrize(("idiom", "config"), QUICK)
+def test_an_idiom_trains_as_in_torch_or_is_refused(tmp_path, monkeypatch, idiom, config):
+    check(tmp_path, monkeypatch, idiom, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("idiom", "config"),
+    [
+        pytest.param(idiom, config, marks=OPEN(reason=FAULTS[idiom, config]) if (idiom, config) in FAULTS else ())
+        for idiom in idioms.IDIOMS
+        for config in BOUNDS
+    ],
+)
+def test_every_idiom_trains_as_in_torch_or_is_refused(tmp_path, monkeypatch, idiom, config):
+    check(tmp_path, monkeypatch, idiom, config)

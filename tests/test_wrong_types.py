@@ -1,0 +1,140 @@
+"""Values of a wrong type in a config file: one line that names the key, and no traceback."""
+
+import datetime
+import json
+import random
+
+import pytest
+import yaml
+from conftest import launched
+
+from faithful import Refused, config, deepspeed_file, keys, machine
+from tools import check
+
+FILES = {
+    "ddp": {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "bf16"},
+    "fp8": {
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 2,
+        "mixed_precision": "fp8",
+        "fp8_config": {"backend": "TE"},
+    },
+    "fsdp1": {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 1}},
+    "fsdp2": {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}},
+    "zero": {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 2}},
+    "cpu": {"distributed_type": "MULTI_CPU", "num_processes": 2, "mpirun_config": {"mpirun_hostfile": "hosts"}},
+    "single": {"distributed_type": "NO"},
+}
+VALUES = [1, 12, -1, 1.5, 2.0, True, None, "x", "", "auto", "2.0", "\u00b2", "1_0", [], ["a"], {}, {1: 2}, float("inf"),
+          float("nan"), 10**30, "1e400", datetime.date(2020, 1, 1), b"x"]  # fmt: skip
+NAMES = [1, 1.5, True, None, datetime.date(2020, 1, 1), "zz"]
+CELLS = [
+    (file, section, key, value)
+    for file in FILES
+    for section, known in keys.all_keys().items()
+    if section != "megatron_lm_config"
+    for key in [*known, *NAMES]
+    for value in VALUES
+]
+
+
+def checked(path, mapping):
+    """The lines that a check prints of a file."""
+    path.write_text(yaml.dump(mapping))
+    here = machine.without_accelerator()
+    lines, not_here, notes, wanted = check.check(path, here, {})
+    check.missing_option(path, here, {})
+    return [*lines, *not_here, *notes, check.description(wanted) if wanted else ""]
+
+
+def try_cells(path, cells):
+    for file, section, key, value in cells:
+        mapping = json.loads(json.dumps(FILES[file]))
+        (mapping.setdefault(section, {}) if section else mapping)[key] = value
+        try:
+            lines = checked(path, mapping)
+        except Refused as refused:
+            lines = refused.args
+        except Exception as error:
+            pytest.fail(f"{file}: {section} {key}: {value!r}: {error!r}")
+        assert isinstance(key, str) or any(f"{key} is a" in line for line in lines), (file, section, key, lines)
+
+
+def test_no_value_ends_in_a_traceback(tmp_path):
+    try_cells(tmp_path / "mine.yml", random.Random(0).sample(CELLS, 300))
+
+
+@pytest.mark.slow
+def test_no_value_at_all_ends_in_a_traceback(tmp_path):
+    try_cells(tmp_path / "mine.yml", CELLS)
+
+
+@pytest.mark.parametrize(
+    ("file", "section", "key", "value", "said"),
+    [
+        ("ddp", "", 1, "x", "1 is a int to YAML"),
+        ("ddp", "", True, "y", "True is a bool to YAML"),
+        ("fsdp2", "fsdp_config", None, 1, "fsdp_config None is a NoneType to YAML"),
+        ("fsdp1", "fsdp_config", "fsdp_sharding_strategy", 12, "fsdp_sharding_strategy 12 is not one of FULL_SHARD"),
+        ("fsdp2", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap", ["A"], "fsdp_transformer_layer_cls_to_wrap is"),
+        ("fsdp2", "fsdp_config", "fsdp_min_num_params", "auto", "fsdp_min_num_params is auto: write a whole number"),
+        ("zero", "deepspeed_config", "zero_stage", "auto", "zero_stage is auto: write a whole number"),
+        ("zero", "deepspeed_config", "zero_stage", 2.0, "zero_stage is 2.0: write a whole number"),
+        ("zero", "deepspeed_config", "offload_optimizer_device", "gpu", "is gpu: write one of none, cpu, nvme"),
+        ("zero", "deepspeed_config", "gradient_clipping", float("nan"), "gradient_clipping is nan: write a number"),
+        ("fp8", "fp8_config", "override_linear_precision", [True], "takes a list of three booleans"),
+        ("fp8", "fp8_config", "override_linear_precision", 1, "takes a list of three booleans"),
+        ("ddp", "", "mpirun_config", 1, "mpirun_config holds 1, not `key: value` lines"),
+        ("ddp", "", "main_process_port", 70000, "main_process_port 70000 is not one of 1 to 65535"),
+        ("ddp", "dynamo_config", "dynamo_backend", 12, "dynamo_backend is 12: write one of no"),
+        ("ddp", "", "main_process_ip", ["a"], "main_process_ip is ['a']: write one string"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_once(tmp_path, file, section, key, value, said):
+    mapping = json.loads(json.dumps(FILES[file]))
+    (mapping.setdefault(section, {}) if section else mapping)[key] = value
+    assert len([line for line in checked(tmp_path / "mine.yml", mapping) if said in line]) == 1
+
+
+@pytest.mark.parametrize("text", ["a: 2020-99-99", "[" * 3000, "{" * 3000, "a: !!int x", "- &a [*a]"])
+def test_a_file_that_yaml_fails_at_is_refused(tmp_path, text):
+    for name in ("mine.yml", "mine.json"):
+        (tmp_path / name).write_text(text)
+        lines, _, _, wanted = check.check(tmp_path / name, machine.without_accelerator(), {})
+        assert len(lines) == 1 and wanted is None
+
+
+ZERO = {"zero_optimization": {"stage": 2}}
+
+
+OF_DEEPSPEED = [
+    *[("stage", {"zero_optimization": {"stage": value}}) for value in ("2", [2], True, None, 4)],
+    *[
+        ("offload_param", {"zero_optimization": {"stage": 3, "offload_param": value}})
+        for value in ("cpu", [1], {"device": ["cpu"]})
+    ],
+    *[(key, {key: value}) for key in ("fp16", "bf16", "optimizer", "scheduler") for value in (True, "Adam", [1])],
+    *[("gradient_clipping", {"gradient_clipping": value}) for value in ("x", [1], True, -1, float("inf"), {"a": 1})],
+    *[("gradient_acc", {"gradient_accumulation_steps": value}) for value in ("x", 1.5, True, None, 0, "2")],
+    ("optimizer", {"optimizer": {"type": 1}}),
+]
+
+
+@pytest.mark.parametrize(("key", "wrong"), OF_DEEPSPEED, ids=json.dumps)
+def test_deepspeed_s_file_is_checked_too(tmp_path, key, wrong):
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps(ZERO | wrong))
+    problem = deepspeed_file.requests(str(file))["problem"]
+    assert key in problem.split("deepspeed.json: ")[1] and len(problem.splitlines()) == 1
+
+
+def test_the_launchers_variables_are_checked_too():
+    for name, value in (("WORLD_SIZE", "two"), ("PARALLELISM_CONFIG_TP_SIZE", "auto")):
+        with pytest.raises(Refused, match=f"{name}={value}: write a whole number"):
+            config.read_env({name: value})
+
+
+def test_check_prints_one_line(tmp_path):
+    (tmp_path / "mine.yml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ntrue: y\n")
+    result = launched("./launch.sh", "check", str(tmp_path / "mine.yml"))
+    assert result.returncode == 2 and result.stderr == "" and result.stdout.startswith("mine.yml: True is a bool")
