@@ -263,18 +263,24 @@ class Fragments:
     @contextlib.contextmanager
     def joined(self):
         """States of the flat masters, for DeepSpeed's own checkpoints. The step counter is the largest one."""
+        states = {key: self.optimizer.state.pop(view, {}) for key, view in self.views.items()}
         for flat, group in zip(masters(self.zero), groups(self.zero), strict=True):
+            state = self.optimizer.state[flat]
             for parameter in group:
-                view, state = self.views[id(parameter)], self.optimizer.state[flat]
-                _, at, _ = position(self.zero, parameter)
-                for key, value in self.optimizer.state.get(view, {}).items():
-                    if torch.is_tensor(value) and value.shape == view.shape:
-                        state.setdefault(key, torch.zeros_like(flat.detach())).narrow(0, at, len(view)).copy_(value)
+                _, at, length = position(self.zero, parameter)
+                for key, value in states[id(parameter)].items():
+                    if torch.is_tensor(value) and value.dim():
+                        state.setdefault(key, torch.zeros_like(flat.detach())).narrow(0, at, length).copy_(value)
                     elif torch.is_tensor(value):
                         state[key] = torch.maximum(state[key], value) if key in state else value.clone()
-        yield
-        for flat in masters(self.zero):
-            self.optimizer.state.pop(flat, None)
+        try:
+            yield
+        finally:
+            for flat in masters(self.zero):
+                self.optimizer.state.pop(flat, None)
+            for key, state in states.items():
+                if state:
+                    self.optimizer.state[self.views[key]] = state
 
     def state(self, parameter):
         """{key: tensor} of this process's fragment of the parameter."""
