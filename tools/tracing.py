@@ -8,11 +8,13 @@ first step. A user's own script runs as it is: counting starts at `prepare`, and
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import runpy
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import accelerate
 import torch
@@ -223,6 +225,7 @@ class Trace:
     def run(self, argv):
         """Raises Enough at the end of the first optimizer step, and Refused for a script that has none."""
         accelerator = type("Accelerator", (Traced,), {"trace": self})
+        self.watching.enter_context(mock.patch.dict(os.environ))  # `parse` says in it that --dtype is meant
         if not self.script:
             args, self.module.Accelerator = options.parse(self.module.Arguments, argv), accelerator
         said = io.StringIO()  # of the recipe; its progress bar writes to stderr
