@@ -217,7 +217,13 @@ def needs_whole_model(error):
 
 
 def mixes_shards(error):
-    """A Refused for torch's error where DTensors and whole tensors meet in one operation; else None."""
+    """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
+    place would have to put the shards together; else None."""
+    if "in-place operations that require placement changes" in error:
+        return Refused(
+            f"the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have "
+            f"({error.partition(':')[0]} in place of a sum or norm): use another optimizer, or a ddp config"
+        )
     if "got mixed torch.Tensor and DTensor" not in error:
         return None
     return Refused(

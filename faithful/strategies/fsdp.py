@@ -234,6 +234,7 @@ def taken_out(optimizers, name_of):
         for group in optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) in name_of:
+                    refuse_state(optimizer)
                     places.append((group["params"], i, name_of[id(parameter)]))
                     group["params"][i] = parameter.new_empty(0)
     return places
@@ -314,12 +315,17 @@ def follow(optimizer):
         for i, parameter in enumerate(group["params"]):
             old, now = (reference() for reference in SHARDS.get(id(parameter), (none, none)))
             if old is parameter and now is not None:
-                if optimizer.state:
-                    raise Refused(
-                        "an optimizer has state before it is prepared, which FSDP2 cannot shard: prepare it "
-                        "first, then load its state"
-                    )
+                refuse_state(optimizer)
                 group["params"][i] = now
+
+
+def refuse_state(optimizer):
+    """Raises Refused if the optimizer has state, which would stay that of the whole parameters."""
+    if optimizer.state:
+        raise Refused(
+            f"{type(optimizer).__name__} has state before it is prepared, which FSDP2 cannot shard: prepare it first, "
+            "then load its state, or, if it has it from the start, use a ddp config"
+        )
 
 
 def reshard(model):
