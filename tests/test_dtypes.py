@@ -172,7 +172,7 @@ def test_an_optimizers_state_from_before_follows(tmp_path, config):
 @pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
 def test_an_optimizers_state_that_cannot_follow_is_refused(tmp_path, config):
     train(config, tmp_path / "run", code=2, script=partial(resumed, True))
-    assert (tmp_path / "run.log").read_text().count("refused: an optimizer has state before it is prepared") == 1
+    assert (tmp_path / "run.log").read_text().count("refused: AdamW has state before it is prepared") == 1
 
 
 def kept():

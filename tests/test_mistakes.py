@@ -102,7 +102,7 @@ def another_optimizer(run):
 @pytest.mark.parametrize(
     ("config", "script", "why"),
     [
-        ("fsdp_fp32", partial(loop, *APART, made=one_step), "an optimizer has state before it is prepared"),
+        ("fsdp_fp32", partial(loop, *APART, made=one_step), "AdamW has state before it is prepared"),
         ("ddp_fp32", partial(loop, made=updates_a_stranger), "an optimizer updates 1 tensors that are in no prepared model"),
         ("zero2_bf16", partial(loop, prepared=another_model), "zero2 trains one model, the script prepares several"),
         ("zero2_fp32", partial(loop, made=in_bf16), "parameters of the model are in bfloat16, but zero2 fp32 needs them in fp32"),

@@ -1,11 +1,14 @@
 """The recipes' optimizers: each trains, resumes to the last bit, and its state is counted."""
 
+import functools
+
+import of_matrices as own
 import pytest
 import torch
 from conftest import CONFIGS, distance, edited, launched, metrics, record, train
 from torch import nn
 
-from faithful import low_bit
+from faithful import Accelerator, low_bit
 from shared import optimizers
 from shared.args import Refused
 
@@ -121,3 +124,40 @@ def test_torchao_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(Refused, match="--optimizer adamw_8bit needs torchao"):
         optimizers.optimizer(Small(), Options("adamw_8bit"), torch.device("cpu"))
+
+
+def as_torch_alone(make):
+    """What a rank runs: whether FSDP2 ends where the same optimizer ends on the whole weights. All see equal data."""
+    accelerator = Accelerator()
+    ends = []
+    for prepare in (lambda *both: both, accelerator.prepare):
+        torch.manual_seed(0)
+        model, data = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16)), torch.randn(8, 16)
+        model, optimizer = prepare(model, make(model.parameters()))
+        for _ in range(4):
+            loss = (model(data) - data).square().mean()
+            loss.backward() if not ends else accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(accelerator.get_state_dict(model) if ends else model.state_dict())
+    if accelerator.is_main_process:
+        print("apart", max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0]) < 1e-5)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (torch.optim.RMSprop, "apart True"),
+        (own.Lars, "apart True"),
+        (functools.partial(own.ClippedByLayer, lr=0.1), "apart True"),
+        (own.OwnRate, "refused: OwnRate computes a number of its own from all weights"),
+        (torch.optim.Adafactor, "refused: the script, or its optimizer, computes with sharded weights in a way that"),
+        (torch.optim.Adagrad, "refused: Adagrad has state before it is prepared, which fsdp cannot shard"),
+    ],
+)
+def test_an_optimizer_under_fsdp2_is_torchs_or_refused(tmp_path, make, says):
+    refused = says.startswith("refused")
+    train("fsdp_fp32", tmp_path / "run", script=functools.partial(as_torch_alone, make), code=2 if refused else 0)
+    log = (tmp_path / "run.log").read_text()
+    assert says in log and "Traceback" not in log

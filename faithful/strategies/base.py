@@ -93,11 +93,12 @@ class Strategy:
     def refuse_state(self, optimizers):
         """Raises Refused if one of the script's optimizers has state already, and its parameters are to be sharded."""
         fresh = [optimizer for optimizer in optimizers if not getattr(optimizer, "_is_accelerate_prepared", False)]
-        if not self.replicates and any(optimizer.state for optimizer in fresh):
-            raise Refused(
-                f"an optimizer has state before it is prepared, which {self.plan.strategy} cannot shard: prepare it "
-                "first, then load its state"
-            )
+        for optimizer in fresh:
+            if not self.replicates and optimizer.state:
+                raise Refused(
+                    f"{type(optimizer).__name__} has state before it is prepared, which {self.plan.strategy} cannot "
+                    "shard: prepare it first, then load its state, or, if it has it from the start, use a ddp config"
+                )
 
     def free(self, accelerator):
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
@@ -227,7 +228,13 @@ def needs_whole_model(error):
 
 
 def mixes_shards(error):
-    """A Refused for torch's error where DTensors and whole tensors meet in one operation; else None."""
+    """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
+    place would have to put the shards together; else None."""
+    if "in-place operations that require placement changes" in error:
+        return Refused(
+            f"the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have "
+            f"({error.partition(':')[0]} in place of a sum or norm): use another optimizer, or a ddp config"
+        )
     if "got mixed torch.Tensor and DTensor" not in error:
         return None
     return Refused(

@@ -18,7 +18,7 @@ from faithful.errors import Refused
 from faithful.strategies import gathered, rows
 from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
 from faithful.tensors import fingerprint, named, parameters_of
-from faithful.training import shards
+from faithful.training import elementwise, shards
 
 
 class FSDP(Strategy):
@@ -62,6 +62,11 @@ class FSDP(Strategy):
                 f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
                 f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before "
                 "prepare(), or leave the key out"
+            )
+        if optimizer is not None and of_others(optimizer) and other_rate(accelerator, optimizer):
+            raise Refused(
+                f"{type(optimizer).__name__} computes a number of its own from all weights, its learning rate perhaps, "
+                f"which is another one in each process where {plan.strategy} shards them: use a ddp config"
             )
         name_blocks(model)
         batch_norm.in_fp32(model)
@@ -334,6 +339,17 @@ def follow(optimizer):
             old, now = (reference() for reference in SHARDS.get(id(parameter), (none, none)))
             if old is parameter and now is not None:
                 group["params"][i] = now
+
+
+def of_others(optimizer):
+    """Whether the optimizer is none of torch's own, torchao's and ours, which keep no such numbers."""
+    return type(optimizer).__module__.split(".")[0] not in ("torch", "torchao", "amp8")
+
+
+def other_rate(accelerator, optimizer):
+    """Whether any process finds that the optimizer computes other numbers from shards."""
+    world, rank = accelerator.num_processes, accelerator.process_index
+    return any(gather_object([elementwise.numbers_differ(optimizer, accelerator.device, world, rank)]))
 
 
 def reshard(model):

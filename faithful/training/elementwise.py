@@ -7,11 +7,14 @@ options, update small tensors, once whole and once as the processes would have t
 """
 
 import collections
+import contextlib
 import copy
 import math
 from types import MethodType
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 # What multiplies the gradients of each step. Clipping has to begin and to end, and Prodigy, LAMB and SOAP take their
@@ -56,6 +59,35 @@ def tried(optimizer, device, count, stage, large, shapes):
                 return True
         if not same(of_one, of_all, wholes):
             return True
+    return False
+
+
+def numbers_differ(optimizer, device, world, rank):
+    """Whether the optimizer computes other numbers for its groups (a learning rate of its own) from shards than from
+    whole tensors, as Prodigy does: `item()` of a sum over a shard is that of this process. Every process has to call
+    it. Errors count as no: they end the run in its first step."""
+    mesh = init_device_mesh(device.type, (world,))
+    shapes = (), (4 * world,), (4 * world, 8), (4 * world, 6, 2), (4 * world, 6, 2, 2)
+
+    def shard(tensor):
+        return DTensor.from_local(tensor.chunk(world)[rank].clone(), mesh, [Shard(0)]) if tensor.dim() else tensor
+
+    with (
+        torch.random.fork_rng([], device_type=device.type),
+        torch.enable_grad(),
+        eager(),
+        contextlib.suppress(Exception),
+    ):
+        wholes, kept = whole_tensors(optimizer, shapes, device), kinds(optimizer)
+        one = Trial(optimizer, {at: wholes[at] for at in kept})
+        other = Trial(optimizer, {at: [shard(tensor) for tensor in wholes[at]] for at in kept})
+        for step, scale in enumerate(SCALES):
+            draws = torch.Generator().manual_seed(step)
+            one.gradients = {at: [gradient(p, step, scale, draws) for p in ps] for at, ps in one.parameters.items()}
+            other.gradients = {at: [shard(g) for g in gs] for at, gs in one.gradients.items()}
+            one.step()
+            other.step()
+        return not all(close(value, other.values()[name]) for name, value in one.values().items())
     return False
 
 
