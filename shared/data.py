@@ -8,7 +8,6 @@ and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` an
 import functools
 import itertools
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -114,16 +113,9 @@ def describe(accelerator, dataset):
             write(folder / "data.json", (json.dumps(description, indent=1) + "\n").encode())
         except OSError as error:
             raise Refused(f"nothing can be written to {folder} ({error.strerror or error}): choose another") from None
-        refuse_symlinks(folder)
+        if links := [path for path in (folder / "model", *(folder / "model").glob("*")) if path.is_symlink()]:
+            raise Refused(f"{links[0]} is a symlink, and would be written through: remove it")  # a stranger's folder
     return folder
-
-
-def refuse_symlinks(folder):
-    """Raises Refused if the model of a run that is gone on with would be written elsewhere: the folder may be a
-    stranger's."""
-    for path in (folder / "model", *(folder / "model").glob("*")):
-        if path.is_symlink():
-            raise Refused(f"{path} is a symlink, and would be written through: remove it, or choose another folder")
 
 
 def write(path, content):
@@ -136,6 +128,4 @@ def write(path, content):
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)

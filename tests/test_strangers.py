@@ -18,7 +18,7 @@ from faithful import checkpoint, weight_files
 from faithful.disk import names, readers, replacing
 from faithful.errors import NotSaved
 from shared import images
-from tools import export, show
+from tools import export, records, show
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1)
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -570,3 +570,20 @@ def test_secrets_are_not_in_the_record(tmp_path):
     assert made["args"] | {"x": 0} == {"hub_token": "***", "lr": 0.1, "pad_token": "<pad>", "url": "https://me:***@host/x",
                            "max_tokens": 3, "wandb": {"api_key": "***"}, "note": "***", "x": 0}  # fmt: skip
     assert made["command"].endswith("--token *** --wandb-api-key=*** --pad_token <pad> --password ***")
+
+
+@pytest.mark.parametrize(
+    "path", [("final", "metrics"), ("seen", "loss_curve"), ("plan", "num_processes"), ("evidence",)]
+)
+@pytest.mark.parametrize("to", [KeyError, -1, "x", [3], {"a": {}}], ids=str)
+def test_a_record_that_no_run_writes_is_shown_or_refused(run, path, to, capsys):
+    """In one line that names the file; a comparison leaves the run out."""
+    made = json.loads((run / "run.json").read_text())
+    changed(made, *path, to=to)
+    (run / "run.json").write_text(json.dumps(made))
+    for words in ([], ["--html"]):
+        try:
+            show.main([str(run), *words])
+        except export.Refused as error:
+            assert f"{run}/run.json" in str(error) and len(str(error).splitlines()) == 1
+    assert records.read(run)["folder"] == run

@@ -1,5 +1,6 @@
 """Reads finished runs: why one cannot be used, and whether several differ in the config only."""
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -70,6 +71,16 @@ def data_of(folder):
         raise Refused(f"{folder} has no readable data.json ({error})") from None
 
 
+@contextlib.contextmanager
+def believed(folder):
+    """Turns the error of who meets a missing key or another type in a run's record into Refused."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = f"{type(error).__name__}: {readers.short(str(error))}"
+        raise Refused(f"{folder}/run.json does not hold what a run writes ({why})") from None
+
+
 def rows_of(folder):
     """The rows of metrics.jsonl, without torn ones. Raises Refused if it is no file."""
     try:
@@ -92,7 +103,11 @@ def read(folder, seed=None):
     except Refused as error:
         return run | {"problem": f"no record: {error}"}
     run["seed"] = (record.get("args") or {}).get("seed", run["seed"]) if seed is None else seed
-    return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
+    try:
+        with believed(folder):
+            return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
+    except Refused as error:
+        return run | {"problem": str(error)}
 
 
 def problem(record, metrics):

@@ -158,11 +158,12 @@ def main(argv):
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--html", action="store_true", help="write run.html into it")
     args = parser.parse_args(argv)
+    with records.believed(args.run):
+        shown = page_of(args.run) if args.html else text(args.run)
     if args.html:
-        cli.write(args.run / "run.html", page_of(args.run))
-        print(args.run / "run.html")
-    else:
-        print(text(args.run))
+        cli.write(args.run / "run.html", shown)
+        shown = args.run / "run.html"
+    print(shown)
     return 0
 
 
