@@ -144,8 +144,10 @@ class FP8Linear(nn.Linear):
         before = self.replaced or (self.codes.clone(), self.weight_scale.clone(), self.weight_amax.clone(), *own)
         codes, scale, amax, *masters = before
         value = value.to(codes.device).float()
-        if self.replaced is None or not torch.equal(value, scaling.dequantize(codes, scale)):
+        old = scaling.dequantize(codes, scale)
+        if self.replaced is None or not torch.equal(value, old):
             self.write(value)
+            self.keep_unchanged(value, old, *masters)
             self.replaced = before
             return
         self.codes.copy_(codes)
@@ -153,6 +155,15 @@ class FP8Linear(nn.Linear):
         self.weight_amax.copy_(amax)
         self.master, self.master_scale = masters
         self.replaced = None
+
+    def keep_unchanged(self, value, old, master, master_scale):
+        """After `write(value)` under O3: elements that are as they were, `old`, keep their master. Else clamp_ in each
+        step would round all masters to e4m3, and what a step adds, less than half of a last bit, would be lost."""
+        self.weight_amax.mul_(1.125)  # on every rank: a master is at most so much larger than its rounded value
+        if master is not None:
+            value = torch.where(value == old, scaling.dequantize(master, master_scale), value)
+            self.master_scale = scaling.power_of_two_scale(scaling.amax(value), torch.float16)
+            self.master = scaling.quantize(value, self.master_scale, torch.float16)
 
     def true_weight(self, dtype=torch.float32):
         """The values the codes stand for, [the weight's shape]. Exact in fp32. Under fully_shard every rank must call

@@ -214,6 +214,46 @@ def test_values_that_are_set_are_the_weights(how, level):
     assert (model[0].weight - plain[0].weight).norm() <= (2**-10 if level == "O2" else 0.04) * plain[0].weight.norm()
 
 
+def clamp_in_forward(model):
+    for layer in (model[0], model[2]):
+        layer.register_forward_pre_hook(lambda layer, _: [layer.weight.data.clamp_(-1, 1)] and None)
+
+
+NOTHING = {
+    "clamp_ after each step": lambda model: [p.data.clamp_(-1, 1) for p in model.parameters()],
+    "copy_ after each step": lambda model: [p.data.copy_(p.detach() + 0) for p in model.parameters()],
+    "clamp_ in forward": None,
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("how", NOTHING)
+def test_a_setter_that_changes_no_value_changes_no_training(how, level):
+    """Under O3 a step adds less than e4m3 holds of a weight: the master must stay as it is."""
+    weights = []
+    for each in (None, how):
+        model, optimizer = start(net(), level, lr=1e-4)
+        if each and not NOTHING[each]:
+            clamp_in_forward(model)
+        for step in range(8):
+            loss_of(model, seed=step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if each and NOTHING[each]:
+                NOTHING[each](model)
+        weights.append(amp8.master_state_dict(model))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_rows_that_are_set_leave_the_masters_of_the_others():
+    model, optimizer = start(net(), "O3", lr=1e-4)
+    before = amp8.master_state_dict(model)["0.weight"].clone()
+    for _ in range(2):  # the second finds the rows set
+        model[0].weight.data[:8] = 0.0
+    after = amp8.master_state_dict(model)["0.weight"]
+    assert not after[:8].any() and torch.equal(after[8:], before[8:])
+
+
 def test_reset_parameters():
     plain, (model, _) = net(), start(net())
     for each in (plain, model):
