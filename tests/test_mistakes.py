@@ -20,7 +20,9 @@ from shared.args import Refused
 @pytest.mark.parametrize("name", ["photos", "textures"])
 def test_pictures_need_scikit_image(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "skimage", None)
-    with pytest.raises(Refused, match=f"--dataset {name} needs scikit-image and pooch: ./launch.sh setup --extra photos"):
+    with pytest.raises(
+        Refused, match=f"--dataset {name} needs scikit-image and pooch: ./launch.sh setup --extra photos"
+    ):
         images.images(name)
 
 
