@@ -44,6 +44,7 @@ def leave(accelerator, at_exit=sys.is_finalizing):  # which modules do not have 
     left.freed, left.models = accelerator.freed + [evidence.record for evidence in accelerator.evidence], []
     left.steps.losses.clear()
     made[left.number] = lambda: left
+    accelerator.strategy.dropped(accelerator)
     if id(accelerator) in patches.users:
         patches.users ^= {id(accelerator), id(left)}
 

@@ -41,7 +41,7 @@ class PreparedModel:
             self.skipped += backend.after_prepare(accelerator, self.model, optimizer)
             self.parameters = set(map(id, self.model.parameters()))
             self.evidence = Evidence(accelerator, self.model, self.optimizers, self.layers, self.skipped)
-            self.live = Live(accelerator, self.model)
+            self.live = Live(strategy.held_by_model(accelerator), self.model)
 
 
 def trains(argument):

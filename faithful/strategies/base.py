@@ -103,6 +103,13 @@ class Strategy:
     def free(self, accelerator):
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
 
+    def held_by_model(self, accelerator):
+        """What hooks of a model hold as their Accelerator: it, as a script may drop it and train on."""
+        return accelerator
+
+    def dropped(self, accelerator):
+        """Called when the script has dropped its Accelerator, and with it the optimizer."""
+
     # ---- steps ----
 
     def requires_grad_changed(self, accelerator, model):

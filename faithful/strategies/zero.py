@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import weakref
 from types import MethodType
 
 import torch
@@ -194,6 +195,17 @@ class ZeRO(GradientsElsewhere, Strategy):
     def free(self, accelerator):
         # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
         accelerator.scaler = None
+
+    def held_by_model(self, accelerator):
+        """Weakly: Python's collector does not see the hooks by which DeepSpeed's engine holds itself and the model."""
+        return weakref.proxy(accelerator)
+
+    def dropped(self, accelerator):
+        """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
+        wrapped = accelerator.deepspeed_engine_wrapped
+        if wrapped is not None and self.plan.strategy != "zero3":
+            with contextlib.suppress(AssertionError):  # after end_training, it cannot print its last message
+                wrapped.engine.destroy()
 
     def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
         """Makes the engine clip in its step. Returns the gradient norm over all processes."""
