@@ -160,8 +160,9 @@ class WeightGradient:
     # What `.grad` of the weight does
 
     def visible(self):
-        """`.grad`: a tensor, or None if there is no gradient."""
-        if self.codes is None and self.fp32 is None:
+        """`.grad`: a tensor, or None if there is no gradient. Under O3 reading it raises an error, on all ranks."""
+        elsewhere = self.state.sharded and self.phase is not Phase.NONE
+        if self.codes is None and self.fp32 is None and not elsewhere:
             return None
         if self.view is None:
             self.view = FP8Gradient(self, self.shape)
