@@ -13,7 +13,7 @@ from faithful.record import errors_left, leave_error, now
 
 made = []  # for each Accelerator of this process, the oldest first, what returns it, or what is left of it
 KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_folder", "named_folder", "resumed",
-        "stopping", "closed", "saving", "newest", "record", "steps", "memory", "peak")  # fmt: skip
+        "stopping", "closed", "saving", "newest", "record", "steps", "memory", "peak", "put_in_fp32")  # fmt: skip
 
 
 class Newest:

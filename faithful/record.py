@@ -106,19 +106,13 @@ class Record:
             with contextlib.suppress(OSError):
                 Path(file).write_text(str(self.folder))
         with self.writing("run.json"):
-            self.make_folder()
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.claim()
             self.clear_leftovers()
             if not resumed:
                 self.set_aside()
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)
-
-    def make_folder(self):
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise Refused(f"nothing can be written to {self.shown}: it or a folder above it is a file") from None
 
     def clear_leftovers(self):
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""

@@ -120,8 +120,7 @@ def describe(accelerator, dataset):
 
 def write(path, content):
     """Puts a file of these bytes in the place of another, or of nothing, in one step. A symlink goes, not the file that
-    it leads to. Raises OSError, also if the place is that of a folder, a pipe or a device."""
-    path = Path(path)
+    it leads to. path: a Path. Raises OSError, also if the place is that of a folder, a pipe or a device."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no file")
     temporary = path.with_name(f"{path.name}.tmp")

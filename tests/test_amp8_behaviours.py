@@ -119,7 +119,6 @@ def test_b07_evaluation_does_not_change_the_scaling_and_micro_batches_keep_their
     model.eval()
     with torch.no_grad():
         model(seeded(8, 32) * 50)
-    model(seeded(8, 32) * 50)
     assert model[0].amax_history[0, 0] == (seeded(8, 32) * 3.0).abs().max()
 
 

@@ -299,6 +299,10 @@ def test_evaluation_is_outside_fp8(trained):
         assert record(run)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-3), name
 
 
+class Stub(SimpleNamespace):
+    """In an Accelerator's place. A SimpleNamespace itself can't be referred to weakly."""
+
+
 @pytest.mark.parametrize(
     "name", ["single_fp8", "zero2_fp8", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3"]
 )
@@ -311,7 +315,7 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     optimizer = torch.optim.AdamW(model.parameters())
     backends.of(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
-    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, prepared_parameters=set), model, prepared)
+    backends.of(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
     assert converted(backends.of(planned), model)[0] >= 2
 
     def computed(some):
@@ -345,7 +349,7 @@ def on_a_backend(name):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     backends.of(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
-    backends.of(planned).after_prepare(SimpleNamespace(sync_gradients=True, prepared_parameters=set), model, prepared)
+    backends.of(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
     return model, prepared.optimizer
 
 

@@ -390,9 +390,13 @@ def of_deepspeed(folder, **sections):
 
 def with_trainer(folder, **options):
     """What a rank runs: transformers' Trainer, which evaluates with another batch than it trains with."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from faithful import __main__ as door
+
+    class Clipping(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **_):
+            print("clipped at", getattr(trainer.optimizer.optimizer, "clip_grad", None), "step", state.global_step + 1)
 
     door.take_its_place()
     model = own.Regression(temperature=False)
@@ -400,9 +404,9 @@ def with_trainer(folder, **options):
     evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     made = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": 2} | evaluates | options
     arguments = TrainingArguments(str(folder / "out"), per_device_train_batch_size=4, **made)
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[Clipping()])
     trainer.train()
-    print("clipped at", getattr(trainer.optimizer.optimizer, "clip_grad", None), "steps", trainer.state.global_step)
+    print("steps", trainer.state.global_step)
 
 
 @pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
@@ -424,7 +428,8 @@ def test_transformers_trainer_evaluates_and_says_what_a_file_leaves_to_it(tmp_pa
     """sections: of a file of DeepSpeed's, or None without a file."""
     config = "zero2_bf16" if sections is None else of_deepspeed(tmp_path, **sections)
     train(config, tmp_path / "run", script=functools.partial(with_trainer, tmp_path, **options))
-    assert f"clipped at {clipped} steps 2" in (tmp_path / "run.log").read_text()
+    text = (tmp_path / "run.log").read_text()
+    assert "steps 2" in text and all(f"clipped at {clipped} step {step}\n" in text for step in (1, 2))
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -23,13 +23,14 @@ from faithful.errors import Refused
 
 def watch(model, scalars):
     """Makes hooks and writes of the script count, in a model that has just been sharded. scalars: `taken_out` of it."""
-    for state in {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}:
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    for state in states:
         state.__class__ = State
         for group in state._fsdp_param_groups:
             group.__class__ = Group
             for fsdp_param in group.fsdp_params:
                 fsdp_param.__class__ = Param
-    model._get_fsdp_state()._state_ctx.scalars = list({id(p): p for _, _, p in scalars}.values())
+        state._state_ctx.scalars = list({id(p): p for _, _, p in scalars}.values())  # one for the whole model
 
 
 def taken_out(model):

@@ -123,14 +123,15 @@ class Held:
         self.zero, self.parameters = zero, list(model.parameters())
         self.owned = {id(parameter) for group in engine.groups(zero) for parameter in group}
         self.begun = self.whole = False  # a backward pass of the step is done; the last one, and gradients are averaged
-        self.reached = set()  # ids of the parameters that have a gradient
+        self.reached = reached = set()  # ids of the parameters that have a gradient
         self.gradients, self.lent, self.sites = {}, {}, set()
         self.hooks_of_engine = {handle.id for handle in zero._grad_acc_hooks}
         for parameter in self.parameters:
             if self.has(parameter):
                 trained = parameter.requires_grad
                 parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(lambda parameter: self.reached.add(id(parameter)))
+                # Not of `self`: Python's collector does not see what such hooks hold.
+                parameter.register_post_accumulate_grad_hook(lambda parameter: reached.add(id(parameter)))
                 parameter.requires_grad_(trained)
         self.watch()
 

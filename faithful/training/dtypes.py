@@ -111,9 +111,12 @@ def refuse_cast(accelerator, parameters, before):
     if now == before:
         return now
     changed = [p for p, dtype in zip(parameters, before, strict=True) if p.dtype != dtype]
+    changed = [parameter for parameter in changed if not hasattr(parameter, "amp8_linear")]  # amp8 looks after its own
     strategy, plan = accelerator.strategy, accelerator.plan
     trained = [parameter for parameter in changed if parameter.requires_grad]
     as_in_torch = not in_16_bit(trained) or config.keeps_dtype()
+    if not changed:
+        return now
     if strategy.replicates and (not trained or (plan.num_processes == 1 and plan.precision == "fp32" and as_in_torch)):
         return now
     raise Refused(
