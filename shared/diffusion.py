@@ -6,6 +6,7 @@ A model learns the velocity on the straight way from noise, at time 0, to an ima
 
 import io
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -185,7 +186,7 @@ def save_picture(images, file):
     images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
     picture = io.BytesIO()
     torchvision.utils.save_image(images, picture, "png", nrow=EACH, normalize=True, value_range=(-1, 1))
-    data.write(file, picture.getvalue())
+    data.write(Path(file), picture.getvalue())
 
 
 @torch.no_grad()

@@ -8,8 +8,7 @@ from functools import partial
 import datasets
 import pytest
 import torch
-import yaml
-from conftest import CONFIGS, Ranks, train
+from conftest import Ranks, train
 from loop import loop
 from test_script import APART, load_state
 
@@ -91,10 +90,6 @@ def another_model(run):
     run.accelerator.prepare(second, torch.optim.AdamW(second.parameters()))
 
 
-def in_bf16(run):
-    run.model.bfloat16()
-
-
 def another_optimizer(run):
     run.other = torch.optim.AdamW(run.model.parameters())
 
@@ -105,16 +100,11 @@ def another_optimizer(run):
         ("fsdp_fp32", partial(loop, *APART, made=one_step), "AdamW has state before it is prepared"),
         ("ddp_fp32", partial(loop, made=updates_a_stranger), "an optimizer updates 1 tensors that are in no prepared model"),
         ("zero2_bf16", partial(loop, prepared=another_model), "zero2 trains one model, the script prepares several"),
-        ("zero2_fp32", partial(loop, made=in_bf16), "parameters of the model are in bfloat16, but zero2 fp32 needs them in fp32"),
         ("single_fp8_msamp_o2", partial(loop, "model optimizer other loader", made=another_optimizer),
          "MS-AMP's levels take one optimizer for a model"),
     ],
 )  # fmt: skip
 def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, script, why):
-    if config == "zero2_fp32":  # is not shipped
-        config = tmp_path / "zero2_fp32.yml"
-        shipped = yaml.safe_load((CONFIGS / "zero2_bf16.yml").read_text())
-        config.write_text(yaml.dump(shipped | {"mixed_precision": "no"}))
     train(config, tmp_path / "run", script=script, code=2)
     log = (tmp_path / "run.log").read_text()
     assert f"refused: {why}" in log and "Traceback" not in log
