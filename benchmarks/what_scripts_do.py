@@ -72,8 +72,12 @@ def main():
     parser.add_argument("--before", type=Path, help="what this script wrote with earlier code")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), help="these rows alone")
     parser.add_argument("--scripts", type=Path, help="a folder with scripts of others, which are launched, too")
+    parser.add_argument(
+        "--join", nargs="*", type=Path, default=[], help="what this script wrote of other rows or scripts"
+    )
     args = parser.parse_args()
-    rows, scripts = [], []
+    joined = [json.loads(file.read_text()) for file in args.join]
+    rows, scripts = ([one for other in joined for one in other[kind]] for kind in ("cells", "scripts"))
     before = {} if args.before is None else json.loads(args.before.read_text())
     earlier = {(cell["row"], cell["config"]): cell["outcome"] for cell in before.get("cells", ())}
     for row in args.rows:
