@@ -20,8 +20,7 @@ from provenance import ROOT, save
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
 from conftest import Ranks  # noqa: E402
-from habits import NEED_BLOCKS, ROWS  # noqa: E402
-from test_live import CELLS, NEAR, outcome  # noqa: E402
+from test_live import CELLS, NEAR, outcomes, rows_of  # noqa: E402
 
 CONFIGS = (
     "single_fp8",
@@ -70,31 +69,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="the file to write")
     parser.add_argument("--before", type=Path, help="what this script wrote with earlier code")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), help="these rows alone")
     parser.add_argument("--scripts", type=Path, help="a folder with scripts of others, which are launched, too")
-    parser.add_argument(
-        "--join", nargs="*", type=Path, default=[], help="what this script wrote of other rows or scripts"
-    )
+    parser.add_argument("--join", nargs="*", type=Path, default=[], help="files of this script, whose cells are kept")
     args = parser.parse_args()
     joined = [json.loads(file.read_text()) for file in args.join]
     rows, scripts = ([one for other in joined for one in other[kind]] for kind in ("cells", "scripts"))
     before = {} if args.before is None else json.loads(args.before.read_text())
     earlier = {(cell["row"], cell["config"]): cell["outcome"] for cell in before.get("cells", ())}
-    for row in args.rows:
-        for strategy, precision in CELLS:
-            if strategy == "tp" and row in NEED_BLOCKS:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                what, why = outcome(row, strategy, precision, Path(folder))
-            cell = {"row": row, "config": f"{strategy}_{precision}", "outcome": what}
-            if isinstance(why, dict):
-                cell |= {key: round(value, 4) for key, value in why.items()}
-            else:
-                cell["why"] = why.replace(str(ROOT), ".")[-400:]
-            if earlier:
-                cell["before"] = earlier.get((row, cell["config"]))
-            rows.append(cell)
-            print(json.dumps(cell), flush=True)
+    for strategy, precision in [] if args.join else CELLS:
+        with tempfile.TemporaryDirectory() as folder:
+            for row, what, why in outcomes(rows_of(strategy), strategy, precision, Path(folder)):
+                cell = {"row": row, "config": f"{strategy}_{precision}", "outcome": what}
+                if isinstance(why, dict):
+                    cell |= {key: round(value, 4) for key, value in why.items()}
+                else:
+                    cell["why"] = why.replace(str(ROOT), ".")[-400:]
+                if earlier:
+                    cell["before"] = earlier.get((row, cell["config"]))
+                rows.append(cell)
+                print(json.dumps(cell), flush=True)
     printed_before = {(one["script"], one["config"]): one["now"] for one in before.get("scripts", ())}
     for script in sorted(args.scripts.glob("*.py")) if args.scripts else ():
         for options, config in itertools.product(OPTIONS.get(script.stem, [""]), CONFIGS):

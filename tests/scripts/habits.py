@@ -5,7 +5,6 @@ backward and step, and `stepped`; `forward`, in the forward pass of a block. Row
 returns. What they read of it goes to `run.seen`.
 """
 
-import os
 import sys
 from types import SimpleNamespace
 
@@ -277,14 +276,16 @@ def trained(row, accelerator=None, dtype=torch.float32, make=Net, lr=1e-2):
     return first, last, run.seen
 
 
-def main(row, dtype, make):
-    """What a rank runs."""
+def main(rows, dtypes, make):
+    """What a rank runs: one training after the other, until one ends it. What each has found is in a file of its number.
+    dtypes: one for each row."""
     from faithful import Accelerator
 
     folder = sys.argv[2]
-    accelerator = Accelerator(project_dir=folder)
-    _, last, seen = trained(row, accelerator, dtype, make)
-    if accelerator.is_main_process:
-        os.makedirs(folder, exist_ok=True)
-        torch.save((last, seen), f"{folder}/weights.pt")
+    for number, (row, dtype) in enumerate(zip(rows, dtypes, strict=True)):
+        accelerator = Accelerator(project_dir=f"{folder}/{number}")
+        _, last, seen = trained(row, accelerator, dtype, make)
+        if accelerator.is_main_process:
+            torch.save((last, seen), f"{folder}/{number}.pt")
+        accelerator.free_memory()
     accelerator.end_training()
