@@ -78,6 +78,11 @@ class CodedWeight(nn.Parameter):
             raw = name not in VIEWS and not (setting and name == "data")
         else:
             setting, raw = False, name in ABOUT
+        if function is torch.autograd.grad:
+            raise CodesRead(
+                "torch.autograd.grad asks for the gradient of a converted weight, which is FP8 and kept in its layer: "
+                "call loss.backward() and use .grad, or leave the layer out (skip)"
+            )
         if name == "grad" and is_parameter(args[0]):
             gradient = args[0].amp8_linear.gradient
             return gradient.replace(args[1] if len(args) > 1 else None) if setting else gradient.visible()

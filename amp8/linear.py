@@ -232,7 +232,7 @@ class FP8Linear(nn.Linear):
         if isinstance(innermost(weight), CodedWeight):
             refuse_transformed(self.name, weight)
         if isinstance(weight, CodedWeight) and weight.amp8_linear is not self:
-            raise RuntimeError(f"{self.name} has the converted weight of another layer now: call amp8.initialize last")
+            raise CodesRead(f"{self.name} has the converted weight of another layer now: call amp8.initialize last")
         return self.weight
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

@@ -359,6 +359,7 @@ def with_optimizer(make, closure=None, hook=False):
     ("script", "says"),
     [
         (functools.partial(with_optimizer, own.Lars), "Lars updates parts otherwise than a whole matrix or model"),
+        (functools.partial(with_optimizer, own.ScheduleFree), "ScheduleFree exchanges all weights for an evaluation"),
         (functools.partial(with_optimizer, torch.optim.LBFGS), "cannot show whether it may (TypeError: LBFGS.step() mi"),
         (functools.partial(with_optimizer, torch.optim.AdamW, hook=True), "which a hook of AdamW's step would see"),
         (functools.partial(with_optimizer, torch.optim.AdamW, sum), "DeepSpeed calls no closure of optimizer.step"),

@@ -149,6 +149,16 @@ class FSDP(Strategy):
     def explain(self, error):
         if said := needs_whole_model(error) or mixes_shards(error):
             return said
+        if "setStorage" in error and "storage of size 0" in error:
+            return Refused(
+                "a second derivative (create_graph=True, a gradient penalty) needs weights that "
+                f"{self.plan.strategy} has freed after the first backward pass: use a ddp config"
+            )
+        if "appears to not have been used in the graph" in error:
+            return Refused(
+                f"torch.autograd.grad asks for gradients of shards, and under {self.plan.strategy} the graph holds the "
+                "gathered weights: call accelerator.backward(loss), then use .grad, or use a ddp config"
+            )
         if "Couldn't swap" in error:  # torch's `_apply`
             return Refused(
                 f"the script casts or moves a model after prepare(), where {self.plan.strategy} shards it ({error}): "

@@ -377,6 +377,11 @@ def refuse_optimizers_of_matrices(plan, optimizer, device):
         raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
     if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
         return
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise Refused(
+            f"{flat}, and {name} exchanges all weights for an evaluation (schedule-free), which would change these "
+            "parts alone: use a ddp or fsdp config"
+        )
     stage, most = int(plan.strategy[-1]), sub_group_size()
     sizes = [sum(p.numel() for p in group["params"]) / plan.num_processes for group in optimizer.param_groups]
     large = {at for at, size in enumerate(sizes) if size > most}
