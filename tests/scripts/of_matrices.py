@@ -52,6 +52,10 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             group["train_mode"] = True
 
+    def eval(self):
+        for group in self.param_groups:
+            group["train_mode"] = False
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
