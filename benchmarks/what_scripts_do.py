@@ -71,12 +71,15 @@ def main():
     parser.add_argument("--before", type=Path, help="what this script wrote with earlier code")
     parser.add_argument("--scripts", type=Path, help="a folder with scripts of others, which are launched, too")
     parser.add_argument("--join", nargs="*", type=Path, default=[], help="files of this script, whose cells are kept")
+    parser.add_argument("--configs", nargs="*", help="such as zero2_bf16: these alone; with --join, these anew")
     args = parser.parse_args()
+    names = args.configs or ([] if args.join else [f"{strategy}_{precision}" for strategy, precision in CELLS])
     joined = [json.loads(file.read_text()) for file in args.join]
     rows, scripts = ([one for other in joined for one in other[kind]] for kind in ("cells", "scripts"))
+    rows = [cell for cell in rows if cell["config"] not in names]
     before = {} if args.before is None else json.loads(args.before.read_text())
     earlier = {(cell["row"], cell["config"]): cell["outcome"] for cell in before.get("cells", ())}
-    for strategy, precision in [] if args.join else CELLS:
+    for strategy, precision in (name.split("_") for name in names):
         with tempfile.TemporaryDirectory() as folder:
             for row, what, why in outcomes(rows_of(strategy), strategy, precision, Path(folder)):
                 cell = {"row": row, "config": f"{strategy}_{precision}", "outcome": what}

@@ -154,6 +154,11 @@ class FSDP(Strategy):
                 "a second derivative (create_graph=True, a gradient penalty) needs weights that "
                 f"{self.plan.strategy} has freed after the first backward pass: use a ddp config"
             )
+        if operation := re.search(r"attempting to run (\S+), this is not supported", error):  # torchao's weights
+            return Refused(
+                f"the script computes with a weight that {self.plan.strategy} gathers in FP8, in a forward pass "
+                f"({operation[1]}): do it between steps, or set enable_fsdp_float8_all_gather to false in fp8_config"
+            )
         if "appears to not have been used in the graph" in error:
             return Refused(
                 f"torch.autograd.grad asks for gradients of shards, and under {self.plan.strategy} the graph holds the "
