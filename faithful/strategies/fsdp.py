@@ -154,10 +154,11 @@ class FSDP(Strategy):
                 "a second derivative (create_graph=True, a gradient penalty) needs weights that "
                 f"{self.plan.strategy} has freed after the first backward pass: use a ddp config"
             )
-        if operation := re.search(r"attempting to run (\S+), this is not supported", error):  # torchao's weights
+        unknown = r"attempting to run (\S+), this is not supported|(\S+) not implemented for 'Float8_e4m3fn'"
+        if operation := re.search(unknown, error):  # of torchao's gathered weights, and of MS-AMP's levels
             return Refused(
                 f"the script computes with a weight that {self.plan.strategy} gathers in FP8, in a forward pass "
-                f"({operation[1]}): do it between steps, or set enable_fsdp_float8_all_gather to false in fp8_config"
+                f"({operation[1] or operation[2]}): do it between steps, or use a bf16 config"
             )
         if "appears to not have been used in the graph" in error:
             return Refused(
