@@ -104,7 +104,14 @@ class AnnouncedDispatcher(Announced, DataLoaderDispatcher):
 ANNOUNCED = {DataLoaderShard: AnnouncedShard, DataLoaderDispatcher: AnnouncedDispatcher}
 
 
+def no_epoch():
+    """In a copy of a loader, or one from a pickle, which no Accelerator watches."""
+
+
 class Watched(DataLoader):
+    def __getstate__(self):
+        return self.__dict__ | {"epoch": no_epoch}
+
     def __iter__(self):
         epoch, generator = self.epoch(), sampler_generator(self)
         if epoch is None:  # its Accelerator is gone
