@@ -173,3 +173,8 @@ def test_config_files_of_others_run_as_our_own():
     for name, scripts in found["launches"].items():  # a file with a scheduler of its own goes on otherwise
         if not any("DummyScheduler" in note for note in found["table"][name]["notes"]):
             assert all(run["apart"] < 1e-5 for run in scripts.values()), name
+
+
+def test_what_scripts_do_is_right_or_refused():
+    cells = result("what_scripts_do")["cells"]
+    assert len(cells) == 1196 and {cell["outcome"] for cell in cells} == {"right", "refused"}
