@@ -4,19 +4,22 @@ Each case is a small training. It runs under a config, and by torch alone on the
 """
 
 import functools
+import itertools
 import json
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
 from accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
+from amp8_helpers import run_ranks
 from conftest import train
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from faithful import Accelerator, checkpoint
+from faithful import Accelerator, Refused, checkpoint
 from faithful.tensors import local
+from faithful.training import shards
 
 STEPS, ROWS, WIDTH = 4, 8, 16  # ROWS: of all processes together
 
@@ -544,7 +547,8 @@ def split():
         whole.append(accelerator.get_state_dict(model))
     if accelerator.is_main_process:
         moved = [
-            [(after[name] - before[name]).abs().amax(1) > 0 for before, after in pairwise(whole)] for name in names
+            [(after[name] - before[name]).abs().amax(1) > 0 for before, after in itertools.pairwise(whole)]
+            for name in names
         ]
         assert [[bool(rows.any()) for rows in steps] for steps in moved[:3]] == [
             [False, False, True],
@@ -597,3 +601,42 @@ def game():
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_fp32"])
 def test_a_discriminator_is_frozen_and_thawed_in_each_step(tmp_path, config):
     train(config, tmp_path / "run", script=game)
+
+
+PARTS = {  # what scripts do to a part of a weight or gradient; 8 rows of 4
+    "index": lambda x: x[:4].zero_(),
+    "index of an index": lambda x: x[:4][0].zero_(),
+    "columns": lambda x: x[:, 1].zero_(),
+    "narrow": lambda x: x.narrow(0, 0, 4).zero_(),
+    "chunk": lambda x: [part.mul_(i) for i, part in enumerate(x.chunk(2))],
+    "split": lambda x: x.split(3)[1].zero_(),
+    "select": lambda x: x.select(0, 1).fill_(2),
+    "view": lambda x: x.view(-1)[:8].zero_(),
+    "index of a view": lambda x: x.view(-1).__setitem__(slice(0, 4), 7.0),
+    "reshape": lambda x: x.reshape(-1)[3:9].zero_(),
+    "transposed": lambda x: x.T[:2].zero_(),
+    "diagonal": lambda x: x.diagonal().zero_(),
+    "mask": lambda x: x.__setitem__(x > 3, 0),
+    "nn.init of a part": lambda x: nn.init.constant_(x.narrow(0, 0, 4), 3.0),
+}
+
+
+def parts_of_shards(rank, world):
+    shards.take_writes()
+    mesh, wrong = init_device_mesh("cpu", (world,)), []
+    for (name, change), dim in itertools.product(PARTS.items(), (0, 1)):
+        plain = torch.arange(32.0).view(8, 4)
+        sharded = distribute_tensor(plain.clone(), mesh, [Shard(dim)])
+        change(plain)
+        try:
+            change(sharded)
+            wrong += [] if torch.equal(sharded.full_tensor(), plain) else [(name, dim)]
+        except Refused as error:
+            assert "use a ddp config" in str(error)
+            assert torch.equal(sharded.full_tensor(), torch.arange(32.0).view(8, 4))
+    return wrong
+
+
+def test_a_part_of_a_sharded_tensor_changes_it_or_is_refused():
+    """torch's DTensor copies many parts, and what is written to the copy would be lost."""
+    assert run_ranks(2, parts_of_shards) == [[], []]

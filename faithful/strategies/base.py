@@ -237,6 +237,11 @@ def needs_whole_model(error):
 def mixes_shards(error):
     """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
     place would have to put the shards together; else None."""
+    if "unbind along the sharded dimension" in error or "not supported with DTensor" in error:
+        return Refused(
+            f"the script uses a sharded tensor in a way that torch's shards do not have ({error.partition('.')[0]}): "
+            "use an index, as weight[i], or a ddp config"
+        )
     if "in-place operations that require placement changes" in error:
         return Refused(
             f"the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have "

@@ -1,22 +1,26 @@
 """Writes into sharded tensors (DTensor) as scripts make them: what torch would put into a copy goes into the shards.
 
 Where an index selects along the sharded dimension, torch gathers the tensor and indexes the copy. A write to the result
-would be lost without a word: `weight.grad[:24] = 0`, `weight.data[5].mul_(0)`. So would `weight.data = value`. And it
-refuses to change a DTensor by a whole tensor, `weight.grad.mul_(mask)`, of which each process takes its part here.
+would be lost without a word: `weight.grad[:24] = 0`, `weight.data[5].mul_(0)`. So would `weight.data = value`. Other
+ways to such a copy (`chunk`, `narrow`, `view`) are refused when it is changed. And torch refuses to change a DTensor by
+a whole tensor, `weight.grad.mul_(mask)`, of which each process takes its part here.
 """
 
 import functools
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from faithful import patches
 from faithful.averages import like
+from faithful.errors import Refused
 
 ROW = "DTensor.__getitem__, __setitem__, data, methods that change it"
 METHODS = ("add_", "sub_", "mul_", "div_", "copy_", "masked_fill_", "lerp_", "addcmul_", "addcdiv_")
 ASSIGNMENTS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 OPERATORS = {"__setitem__", *ASSIGNMENTS, "__ifloordiv__", "__imod__", "__ipow__"}
+NO_VALUES = {"requires_grad_", "share_memory_", "detach_", "rename_", "resize_", "resize_as_", "set_"}
 
 
 def take_writes():
@@ -24,20 +28,43 @@ def take_writes():
     if isinstance(vars(DTensor).get("data"), property):
         return
     ours = {"__getitem__": getitem, "__setitem__": setitem, "data": property(get_data, set_data)}
-    for name, value in (ours | {name: by_whole_tensors(name) for name in METHODS + ASSIGNMENTS}).items():
+    names = [name for name in dir(torch.Tensor) if changes(name) and name not in NO_VALUES and name not in ours]
+    for name, value in (ours | {name: changing(name) for name in names}).items():
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
 
 
-def by_whole_tensors(name):
-    """A method of DTensor that changes it and also takes whole tensors, the same on all processes."""
-    method = getattr(torch.Tensor, name)
+def changes(name):
+    """Whether a method of this name changes its tensor."""
+    return name in OPERATORS or (name.endswith("_") and not name.startswith("_") and not name.endswith("__"))
+
+
+def changing(name):
+    """A method that changes a DTensor. Some take whole tensors, too, the same on all processes."""
+    method, takes_whole = getattr(torch.Tensor, name), name in METHODS + ASSIGNMENTS
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        return method(self, *(split_as(self, arg) for arg in args), **kwargs)
+        refuse_copy(self, name)
+        return method(self, *(split_as(self, arg) if takes_whole else arg for arg in args), **kwargs)
 
     return call
+
+
+def refuse_copy(tensor, name):
+    """Raises Refused if torch has copied what in plain torch is part of another tensor's memory, which would not
+    change; or if an index of a view selects in an order that shards do not have."""
+    base = tensor._base
+    copied = isinstance(base, DTensor) and not isinstance(tensor, Selected) and memory(base) != memory(tensor)
+    if copied or (name == "an index" and any(isinstance(each, _StridedShard) for each in tensor.placements)):
+        raise Refused(
+            f"the script changes a part of a sharded tensor by {name}, and torch has copied this part (as chunk, "
+            "narrow and view do along the sharded dimension): write weight[:n] = value, or use a ddp config"
+        )
+
+
+def memory(tensor):
+    return tensor._local_tensor.untyped_storage().data_ptr()
 
 
 def split_as(tensor, value):
@@ -56,15 +83,10 @@ class Selected(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
             target = args[0] if args else None
-            if isinstance(target, Selected) and in_place(function):
+            if isinstance(target, Selected) and changes(getattr(function, "__name__", "")):
                 with torch.no_grad():
                     target.origin[target.index] = target
         return result
-
-
-def in_place(function):
-    name = getattr(function, "__name__", "")
-    return name in OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def getitem(self, index):
@@ -88,6 +110,7 @@ def sharded(tensor):
 def setitem(self, index, value):
     """Every process calls it: unless torch's own writes into the shards, the whole tensor is gathered, changed and
     split again. What autograd records is torch's own, which raises an error for a parameter."""
+    refuse_copy(self, "an index")
     recorded = torch.is_grad_enabled() and (self.requires_grad or getattr(value, "requires_grad", False))
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if recorded or not sharded(self) or (basic(index) and not plain and sharded(torch.Tensor.__getitem__(self, index))):
