@@ -3,10 +3,9 @@
 torch's own layers do not accept this mix of dtypes.
 """
 
-import torch
 from torch import nn
 
-HALVES = (torch.bfloat16, torch.float16)
+from faithful.tensors import HALVES
 
 
 def in_fp32(model):

@@ -57,8 +57,8 @@ def end_with_the_launcher():
     if above and above[0] == parents[0]:
         end_with_the_parent(signal.SIGTERM)  # at once; `watch` looks every second
     if not above and started_by_a_launcher() and adopted():
-        line = "error: the launcher of this process is gone. If none has started it (but setsid, say, in a launcher's "
-        os.write(2, f"{line}environment): unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n".encode())
+        line = "error: this process has the environment of a launcher that is gone. To run it without a launcher: "
+        os.write(2, f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n".encode())
         os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
 
 

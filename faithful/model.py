@@ -22,7 +22,7 @@ class PreparedModel:
         self.optimizers, self.evidence = [], None
         self.live = None  # with `evidence`
         self.parameters = set(map(id, model.parameters()))
-        self.dtypes = dtypes.of(model.parameters())
+        self.dtypes = dtypes.dtypes_of(model.parameters())
 
     def is_of(self, model):
         return unwrapped(model) is unwrapped(self.model)

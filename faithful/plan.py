@@ -187,11 +187,11 @@ def rehearse(plan):
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
-    patches.replace("accelerate.state:PartialState.__init__", anywhere(PartialState.__init__))
+    patches.replace("accelerate.state:PartialState.__init__", without_cpu(PartialState.__init__))
     strategy.before_rehearsal()
 
 
-def anywhere(starts):
+def without_cpu(starts):
     """PartialState's __init__, `starts`, without its argument `cpu`, with which it makes no process group of FSDP's and
     DeepSpeed's. A rehearsal is on the CPU anyway."""
 

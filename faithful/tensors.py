@@ -7,6 +7,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def unwrapped(model):
     """The model inside DDP's, DeepSpeed's and torch.compile's wrapper. FSDP2 has none: it changes the model's class."""
@@ -72,7 +74,7 @@ def hashable(values):
     ZeRO's."""
     if values.is_complex():
         return torch.view_as_real(values)
-    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+    return values.float() if values.dtype in HALVES else values
 
 
 @torch.no_grad()

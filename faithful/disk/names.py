@@ -24,7 +24,7 @@ def inside(folder, name):
         path /= part
         kind = kind_of(path)
         if kind not in (None, wanted):
-            raise Unsafe(f"{short(str(path.relative_to(folder)))} is {article(kind)}, not a {wanted} of the checkpoint")
+            raise Unsafe(f"{short(str(path.relative_to(folder)))} is a {kind}, not a {wanted} of the checkpoint")
     return path
 
 
@@ -53,16 +53,12 @@ def kind_of(path):
     return next((kind for test, kind in kinds if test(mode)), "special file")
 
 
-def article(kind):
-    return f"a {kind}"
-
-
 def opened(path, flags=os.O_RDONLY):
     """The descriptor of a regular file. Raises OSError for what is none: a symlink, a folder, a pipe, a device."""
     path = Path(path)
     kind = kind_of(path)
     if kind not in (None, "file"):
-        raise OSError(f"it is {article(kind)}, not a file")
+        raise OSError(f"it is a {kind}, not a file")
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # changed since
         os.close(descriptor)

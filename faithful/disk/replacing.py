@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from faithful.disk.names import article, kind_of
+from faithful.disk.names import kind_of
 
 
 def sync(path):
@@ -23,7 +23,7 @@ def check_target(path):
     """Raises OSError unless the path is a regular file or absent."""
     kind = kind_of(path)
     if kind not in (None, "file"):
-        raise OSError(f"{path} is {article(kind)}: name a file or a new one")
+        raise OSError(f"{path} is a {kind}: name a file or a new one")
 
 
 def created(path):

@@ -1,2 +1,2 @@
-"""What happens between `prepare` and `end_training`: the prepared model, steps, loaders. It may import evidence,
-strategies and backends; it knows nothing of files and checkpoints."""
+"""What a script may do to a prepared model, from `prepare` to `end_training`, and what keeps training in step with it.
+It imports no strategy and no backend: they call it, or `live.py` calls their methods. It knows no files."""

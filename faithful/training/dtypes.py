@@ -12,11 +12,10 @@ import torch
 
 from faithful import config
 from faithful.errors import Refused
+from faithful.tensors import HALVES
 
-HALVES = (torch.bfloat16, torch.float16)
 
-
-def of(parameters):
+def dtypes_of(parameters):
     """The dtypes of parameters, of MS-AMP's levels those of the codes, which is cheap: 6 microseconds for a hundred."""
     with torch._C.DisableTorchFunctionSubclass():
         return [parameter.dtype for parameter in parameters]
@@ -27,7 +26,7 @@ def in_16_bit(parameters):
     return [p for p in parameters if p.requires_grad and p.dtype in HALVES and not hasattr(p, "amp8_linear")]
 
 
-def named(dtypes):
+def names_of(dtypes):
     """The names of dtypes for a line: `bfloat16 and float16`."""
     return " and ".join(dict.fromkeys(str(dtype)[6:] for dtype in dtypes))
 
@@ -37,7 +36,7 @@ def before_prepare(accelerator, models):
     the launch says to keep it."""
     plan, models = accelerator.plan, list(models)
     trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
-    if plan.precision != "fp32" and torch.float64 in of(trained):
+    if plan.precision != "fp32" and torch.float64 in dtypes_of(trained):
         raise Refused(
             f"the model's parameters are in float64, and {plan.precision} needs them in fp32: build the model in fp32, "
             "or use an fp32 config"
@@ -49,11 +48,11 @@ def before_prepare(accelerator, models):
     if config.keeps_dtype():
         if plan.precision != "fp32":
             raise Refused(
-                f"{config.KEEP}=1, and {len(parameters)} trainable parameters are in {named(of(parameters))}, which "
-                f"{plan.precision} needs in fp32: leave it out, or use an fp32 config"
+                f"{config.KEEP}=1, and {len(parameters)} trainable parameters are in {names_of(dtypes_of(parameters))}, "
+                f"which {plan.precision} needs in fp32: leave it out, or use an fp32 config"
             )
         return
-    before = named(of(parameters))
+    before = names_of(dtypes_of(parameters))
     more = sum(map(in_fp32, parameters))
     if plan.precision == "fp32" or not accelerator.strategy.fully_shards:  # FSDP2's computes with 16-bit weights
         more += sum(buffers_in_fp32(model, set(map(id, of_model))) for model, of_model in found)
@@ -92,11 +91,11 @@ def thawed(accelerator, model, parameters):
         return
     if not strategy.replicates:
         raise Refused(
-            f"the script trains {len(parameters)} parameters in {named(of(parameters))} that were frozen in prepare(), "
-            f"and {accelerator.plan.strategy} cannot put them into fp32 any more: let them require a gradient before "
+            f"the script trains {len(parameters)} parameters in {names_of(dtypes_of(parameters))} that were frozen in "
+            f"prepare(), and {accelerator.plan.strategy} cannot put them into fp32 any more: let them require a gradient before "
             "prepare(), or load the model in fp32"
         )
-    before = named(of(parameters))
+    before = names_of(dtypes_of(parameters))
     more = sum(map(in_fp32, parameters)) + buffers_in_fp32(model, set(map(id, parameters)))
     accelerator.note(
         f"{len(parameters)} parameters in {before} are trained from now on, and put into fp32, which takes {more:,} "
@@ -107,7 +106,7 @@ def thawed(accelerator, model, parameters):
 def refuse_cast(accelerator, parameters, before):
     """Raises Refused if the script has changed the dtype of a prepared model's parameters, unless it has plain torch's
     effect. before: their dtypes when they were prepared. Returns their dtypes."""
-    now = of(parameters)
+    now = dtypes_of(parameters)
     if now == before:
         return now
     changed = [p for p, dtype in zip(parameters, before, strict=True) if p.dtype != dtype]
@@ -120,7 +119,7 @@ def refuse_cast(accelerator, parameters, before):
     if strategy.replicates and (not trained or (plan.num_processes == 1 and plan.precision == "fp32" and as_in_torch)):
         return now
     raise Refused(
-        f"the script has put {len(changed)} parameters into {named(of(changed))} after prepare(), and "
+        f"the script has put {len(changed)} parameters into {names_of(dtypes_of(changed))} after prepare(), and "
         f"{plan.strategy} {plan.precision} trains them as prepare() has seen them: cast before prepare(), or a copy"
     )
 

@@ -28,7 +28,7 @@ class Live:
     def takes_part(self, parameters):
         """Some parameters are trained from now on."""
         dtypes.thawed(self.accelerator, self.model, parameters)
-        self.dtypes = dtypes.of(self.parameters)
+        self.dtypes = dtypes.dtypes_of(self.parameters)
 
     def before_forward(self, *_):
         """Before a forward pass: the script may have frozen parameters, or thawed them, or changed their dtype."""
