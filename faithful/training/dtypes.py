@@ -48,8 +48,8 @@ def before_prepare(accelerator, models):
     if config.keeps_dtype():
         if plan.precision != "fp32":
             raise Refused(
-                f"{config.KEEP}=1, and {len(parameters)} trainable ones are in {names_of(dtypes_of(parameters))}, "
-                f"which {plan.precision} needs in fp32: leave it out, or use an fp32 config"
+                f"{config.KEEP}=1, and {len(parameters)} trainable parameters are in {names_of(dtypes_of(parameters))},"
+                f" which {plan.precision} needs in fp32: leave it out, or use an fp32 config"
             )
         return
     before = names_of(dtypes_of(parameters))
@@ -92,8 +92,8 @@ def thawed(accelerator, model, parameters):
     if not strategy.replicates:
         raise Refused(
             f"the script trains {len(parameters)} parameters in {names_of(dtypes_of(parameters))} that were frozen in "
-            f"prepare(), and {accelerator.plan.strategy} cannot put them into fp32 any more: let them require a gradient "
-            "before prepare(), or load the model in fp32"
+            f"prepare(), and {accelerator.plan.strategy} cannot put them into fp32 any more: let them require a "
+            "gradient before prepare(), or load the model in fp32"
         )
     before = names_of(dtypes_of(parameters))
     more = sum(map(in_fp32, parameters)) + buffers_in_fp32(model, set(map(id, parameters)))
