@@ -43,6 +43,9 @@ def take_its_place():
 
     from faithful import config, patches, plan
     from faithful.accelerator import Accelerator
+    from faithful.scripts import trainer
+
+    trainer.allow_bf16()  # again, if a run of this process has ended
 
     if config.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
         patches.set_environment(config.ONCE, "0")
