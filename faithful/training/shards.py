@@ -20,6 +20,7 @@ ROW = "DTensor.__getitem__, __setitem__, data, methods that change it"
 METHODS = ("add_", "sub_", "mul_", "div_", "copy_", "masked_fill_", "lerp_", "addcmul_", "addcdiv_")
 ASSIGNMENTS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 OPERATORS = {"__setitem__", *ASSIGNMENTS, "__ifloordiv__", "__imod__", "__ipow__"}
+WHOLE = (torch.Tensor, torch.nn.Parameter)
 NO_VALUES = {"requires_grad_", "share_memory_", "detach_", "rename_", "resize_", "resize_as_", "set_"}
 
 
@@ -44,9 +45,12 @@ def changing(name):
     method, takes_whole = getattr(torch.Tensor, name), name in METHODS + ASSIGNMENTS
 
     @functools.wraps(method)
-    def call(self, *args, **kwargs):
-        refuse_copy(self, name)
-        return method(self, *(split_as(self, arg) if takes_whole else arg for arg in args), **kwargs)
+    def call(self, *args, **kwargs):  # an optimizer does so several times for each weight
+        if self._base is not None:
+            refuse_copy(self, name)
+        if takes_whole and any(type(arg) in WHOLE for arg in args):
+            args = [split_as(self, arg) for arg in args]
+        return method(self, *args, **kwargs)
 
     return call
 
@@ -69,7 +73,7 @@ def memory(tensor):
 
 def split_as(tensor, value):
     """`value`, as a DTensor if it is a whole tensor that is not a number."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
+    if type(value) not in WHOLE or not value.dim():
         return value
     whole = value.to(tensor.device).expand(tensor.shape)
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
