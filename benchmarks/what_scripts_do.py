@@ -94,11 +94,10 @@ def main():
     printed_before = {(one["script"], one["config"]): one["now"] for one in before.get("scripts", ())}
     for script in sorted(args.scripts.glob("*.py")) if args.scripts else ():
         for options, config in itertools.product(OPTIONS.get(script.stem, [""]), CONFIGS):
-            one = {
-                "script": f"{script.name} {options}".strip(),
-                "config": config,
-                "now": printed(script, options, config),
-            }
+            one = {"script": f"{script.name} {options}".strip(), "config": config}
+            if any(one.items() <= other.items() for other in scripts):
+                continue  # in a file that is joined
+            one["now"] = printed(script, options, config)
             if told := printed_before.get((one["script"], config)):
                 one["before"] = told
             scripts.append(one)
