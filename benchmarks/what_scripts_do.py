@@ -54,7 +54,7 @@ def printed(script, options, config):
             os.chdir(folder)
             take_its_place()
 
-        ranks = Ranks(config, argv, script=script, before=start)
+        ranks = Ranks(config, argv, script=script.resolve(), before=start)
         codes, text = ranks.wait(), ranks.text()
     lines = [line for line in text.splitlines() if re.match("RESULT|OUT|refused|models alive|precision|error", line)]
     lines = lines or text.splitlines()[-1:]

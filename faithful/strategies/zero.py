@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
+from torch.utils._pytree import tree_leaves
 
 from faithful import batch_norm, building, deepspeed_file, dummies, patches, places
 from faithful.clipping import GradientsElsewhere
@@ -163,6 +164,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
         with_checkpoints_of_its_own(engine, held)
         model.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
+        model.module.register_forward_hook(once_differentiable)
 
         def backward(loss, sync_gradients=True, **kwargs):
             engine.set_gradient_accumulation_boundary(sync_gradients)
@@ -511,6 +513,22 @@ def with_checkpoints_of_its_own(engine, held):
 
 def clip_as_configured(zero):
     zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping
+
+
+def once_differentiable(module, args, output):
+    """A hook of the model: a second derivative through its output is refused, for which DeepSpeed's engine, which gives
+    memory back in the first backward pass, has no rule."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(refuse_a_second_derivative)
+
+
+def refuse_a_second_derivative(gradient):
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise Refused(
+            "DeepSpeed's engine takes no second derivative (create_graph=True, a gradient penalty or a Hessian): use a "
+            "ddp config"
+        )
 
 
 def refuse_new_group(*_):
