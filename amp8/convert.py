@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -338,7 +339,7 @@ def attach(model, last_micro_batch=None):
     """
     state = state_of(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        state.wrapper = model
+        state.wrapper = weakref.proxy(model)  # Python does not see what the C++ side of the wrapper holds
     state.asked = last_micro_batch
     state.told = state.told or last_micro_batch is not None
     return model

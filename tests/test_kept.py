@@ -575,7 +575,9 @@ print("alive:", [type(one()).__name__ for one in old if one() is not None], flus
 """
 
 
-@pytest.mark.parametrize("config", ["single_fp32", "single_fp8_msamp_o2", "ddp_bf16", "fsdp_bf16", "zero2_bf16"])
+@pytest.mark.parametrize(
+    "config", ["single_fp32", "single_fp8_msamp_o2", "ddp_fp8_msamp_o2", "ddp_bf16", "fsdp_bf16", "zero2_bf16"]
+)
 def test_a_training_that_the_script_has_dropped_is_freed_and_its_record_closed(tmp_path, config):
     log = run(tmp_path, TRAININGS, config=config)
     assert set(re.findall("alive: .*", log)) == {"alive: []"}, log
