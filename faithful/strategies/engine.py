@@ -212,80 +212,102 @@ def set_gradient(zero, parameter, whole):
 
 
 class Fragments:
-    """Lets torch's optimizer update this process's fragment of each parameter, in place of the flat masters: those with
-    a gradient, as in plain torch. Each fragment has its own state and step counter.
+    """Lets torch's optimizer update what plain torch would: the parameters with a gradient, each with a step counter of
+    its own. It updates a flat master as a whole as long as all its parameters have a gradient in each step, which costs
+    one call instead of one for each parameter, and the fragments of it from the first step in which they have not.
 
     held: has `reached`, the ids of the parameters with a gradient. `views`: {id of a parameter: its fragment of the
-    masters}, some of which are empty.
+    masters}, some of which are empty. `apart`: the numbers of the masters whose fragments are updated.
     """
 
     def __init__(self, zero, held):
-        self.zero, self.held, self.optimizer, self.flats = zero, held, zero.optimizer, []
-        parts = {id(p): fragment(zero, p, masters(zero)) for group in groups(zero) for p in group}
-        self.views = {key: nn.Parameter(part.detach()) for key, part in parts.items()}
-        self.split()
-        self.optimizer.register_step_pre_hook(self.apart)
-        self.optimizer.register_step_post_hook(self.together)
+        self.zero, self.held, self.optimizer, self.flats, self.apart = zero, held, zero.optimizer, [], set()
+        self.places = {id(p): (at, *position(zero, p)[1:]) for at, group in enumerate(groups(zero)) for p in group}
+        self.views = {id(p): nn.Parameter(self.cut(p, masters(zero)).detach()) for group in groups(zero) for p in group}
+        self.optimizer.register_step_pre_hook(self.choose)
+        self.optimizer.register_step_post_hook(self.done)
 
-    def apart(self, *_):
+    def cut(self, parameter, flats):
+        at, start, length = self.places[id(parameter)]
+        return flats[at].narrow(0, start, length)
+
+    def choose(self, *_):
         """Before a step of torch's optimizer, which DeepSpeed calls for each flat master."""
         self.flats = [group["params"] for group in self.optimizer.param_groups]
-        grads = [flat.grad for flat in masters(self.zero)]
         for group in self.optimizer.param_groups:
-            group["params"] = [view for flat in group["params"] for view in self.with_gradients(flat, grads)]
+            group["params"] = [part for flat in group["params"] for part in self.with_gradients(flat)]
 
-    def with_gradients(self, flat, grads):
+    def with_gradients(self, flat):
         [at] = [at for at, master in enumerate(masters(self.zero)) if master is flat]
-        for parameter in groups(self.zero)[at]:
-            if id(parameter) in self.held.reached:
-                view = self.views[id(parameter)]
-                view.grad = fragment(self.zero, parameter, grads) if len(view) else torch.zeros_like(view)
-                yield view
+        reached = [parameter for parameter in groups(self.zero)[at] if id(parameter) in self.held.reached]
+        if len(reached) == len(groups(self.zero)[at]) and at not in self.apart:
+            return [flat]
+        self.split(at)
+        grads = [master.grad for master in masters(self.zero)]
+        for parameter in reached:
+            view = self.views[id(parameter)]
+            view.grad = self.cut(parameter, grads) if len(view) else torch.zeros_like(view)
+        return [self.views[id(parameter)] for parameter in reached]
 
-    def together(self, *_):
+    def done(self, *_):
         for group, flats in zip(self.optimizer.param_groups, self.flats, strict=True):
-            for view in group["params"]:
-                view.grad = None
             group["params"] = flats
+        for at in self.apart:
+            for parameter in groups(self.zero)[at]:
+                self.views[id(parameter)].grad = None
 
-    def split(self):
-        """Makes states of the fragments out of those of the flat masters, which DeepSpeed may have made or loaded."""
-        for flat, group in zip(masters(self.zero), groups(self.zero), strict=True):
-            state = self.optimizer.state.pop(flat, {})
-            for parameter in group if state else ():
-                _, at, length = position(self.zero, parameter)
-                self.optimizer.state[self.views[id(parameter)]] = {
-                    key: value.narrow(0, at, length).clone() if value.shape == flat.shape else value.clone()
-                    for key, value in state.items()
-                    if torch.is_tensor(value)
-                }
+    def split(self, at):
+        """Updates the fragments of this flat master from now on. Each takes its part of the state."""
+        if at in self.apart:
+            return
+        for parameter in groups(self.zero)[at]:
+            if state := self.state(parameter):
+                self.optimizer.state[self.views[id(parameter)]] = {key: value.clone() for key, value in state.items()}
+        self.optimizer.state.pop(masters(self.zero)[at], None)
+        self.apart.add(at)
+
+    def join(self, at):
+        """The state of the flat master, made of those of its fragments, whose largest step counter it takes."""
+        flat, joined = masters(self.zero)[at], {}
+        for parameter in groups(self.zero)[at]:
+            _, start, length = self.places[id(parameter)]
+            for key, value in self.optimizer.state.pop(self.views[id(parameter)], {}).items():
+                if torch.is_tensor(value) and value.dim():
+                    joined.setdefault(key, torch.zeros_like(flat.detach())).narrow(0, start, length).copy_(value)
+                elif torch.is_tensor(value):
+                    joined[key] = torch.maximum(joined[key], value) if key in joined else value.clone()
+        if joined:
+            self.optimizer.state[flat] = joined
 
     @contextlib.contextmanager
     def joined(self):
-        """States of the flat masters, for DeepSpeed's own checkpoints. The step counter is the largest one."""
-        states = {key: self.optimizer.state.pop(view, {}) for key, view in self.views.items()}
-        for flat, group in zip(masters(self.zero), groups(self.zero), strict=True):
-            state = self.optimizer.state[flat]
-            for parameter in group:
-                _, at, length = position(self.zero, parameter)
-                for key, value in states[id(parameter)].items():
-                    if torch.is_tensor(value) and value.dim():
-                        state.setdefault(key, torch.zeros_like(flat.detach())).narrow(0, at, length).copy_(value)
-                    elif torch.is_tensor(value):
-                        state[key] = torch.maximum(state[key], value) if key in state else value.clone()
+        """States of the flat masters, for DeepSpeed's own checkpoints."""
+        kept = {key: self.optimizer.state[view] for key, view in self.views.items() if view in self.optimizer.state}
+        for at in self.apart:
+            self.join(at)
         try:
             yield
         finally:
-            for flat in masters(self.zero):
-                self.optimizer.state.pop(flat, None)
-            for key, state in states.items():
-                if state:
-                    self.optimizer.state[self.views[key]] = state
+            for at in self.apart:
+                self.optimizer.state.pop(masters(self.zero)[at], None)
+            self.optimizer.state.update({self.views[key]: state for key, state in kept.items()})
 
     def state(self, parameter):
         """{key: tensor} of this process's fragment of the parameter."""
-        state = self.optimizer.state.get(self.views[id(parameter)], {})
-        return {key: value for key, value in state.items() if torch.is_tensor(value)}
+        at, start, length = self.places[id(parameter)]
+        flat = masters(self.zero)[at]
+        state = self.optimizer.state.get(self.views[id(parameter)] if at in self.apart else flat, {})
+        return {
+            key: value.narrow(0, start, length) if at not in self.apart and value.shape == flat.shape else value
+            for key, value in state.items()
+            if torch.is_tensor(value)
+        }
+
+    def loaded(self):
+        """After DeepSpeed has loaded states of the flat masters."""
+        for view in self.views.values():
+            self.optimizer.state.pop(view, None)
+        self.apart.clear()
 
     def restore(self, names, parts):
         """Fills the states with those of a checkpoint, and deletes others. names: {id of a parameter: name}."""
@@ -296,6 +318,7 @@ class Fragments:
                 saved[name][key] = place
         fused = self.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
         for at, group in enumerate(groups(self.zero)):
+            self.split(at)
             earlier = saved.get(f"group{at}", {})  # checkpoints had one counter for each flat master once
             for parameter in group:
                 view, own = self.views[id(parameter)], saved.get(names[id(parameter)], {})
@@ -306,6 +329,15 @@ class Fragments:
                     state[key] = filled(held.get(key), value.to(where))
                 if state:
                     self.optimizer.state[view] = state
+            if self.alike(group):
+                self.join(at)
+                self.apart.discard(at)
+
+    def alike(self, group):
+        """Whether the parameters have the same counters, as after steps in which all had a gradient."""
+        states = [self.optimizer.state.get(self.views[id(parameter)], {}) for parameter in group]
+        counters = [{key: float(value) for key, value in state.items() if not value.dim()} for state in states]
+        return all(map(counters[0].__eq__, counters)) and all(state.keys() == states[0].keys() for state in states)
 
 
 def restore_engine(zero, held, parameters, parts):

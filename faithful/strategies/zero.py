@@ -505,7 +505,7 @@ def with_checkpoints_of_its_own(engine, held):
 
     def load_checkpoint(*args, **kwargs):
         loaded = loads(*args, **kwargs)
-        held.fragments.split()
+        held.fragments.loaded()
         return loaded
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
