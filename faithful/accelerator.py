@@ -33,7 +33,7 @@ from faithful import (
 )
 from faithful.batch import FirstBatch
 from faithful.communication import OneStep
-from faithful.errors import Refused
+from faithful.errors import Refused, SkippedAlone
 from faithful.evidence import notes, refuse_what_would_not_train
 from faithful.machine import Memory
 from faithful.model import PreparedModel, convert, trains
@@ -254,8 +254,15 @@ class Accelerator(accelerate.Accelerator):
     def accumulate(self, *models):
         self.never_accumulates = False
         self.stop_if_agreed()
+        begun = whereabouts.passes_begun()
         with super().accumulate(*models), self.communication.counted(self):
             yield
+        if self.strategy.exchanges_in_passes and begun == whereabouts.passes_begun() and not whereabouts.all_skip():
+            raise SkippedAlone(
+                "this process skips a micro-batch that another one computes, but under "
+                f"{self.plan.strategy} all of them exchange weights or gradients in each pass: compute it and multiply "
+                "its loss by 0, or use a ddp config"
+            )
 
     def backward(self, loss, **kwargs):
         self.begin()

@@ -32,6 +32,12 @@ class NoValues(Refused):
     of_one_process = True
 
 
+class SkippedAlone(Refused):
+    """This process skips a forward and backward pass in which others wait for it."""
+
+    of_one_process = True
+
+
 class Stopped(SystemExit):
     """Ends a run after SIGTERM, when its checkpoint is written. Exits with 143, as SIGTERM itself would. After Ctrl-C
     the run raises KeyboardInterrupt instead, which scripts may catch."""

@@ -13,6 +13,7 @@ from faithful import launcher
 from faithful.config import timeout_seconds
 
 COMES = 10  # seconds that the main process waits for others of which nothing is known, see `all_ranks_called`
+SKIPS = 60  # seconds that a process waits for others to skip a micro-batch, too
 # begun: how many forward passes, epochs and collectives of the script this process has begun. Only the main process
 # fills the other two. judged: the calls that it has answered; impatient: kinds of calls to which others did not come.
 here = {"begun": collections.Counter(), "judged": set(), "impatient": set()}
@@ -33,6 +34,10 @@ def passes(*_):
 
     if torch.is_grad_enabled():
         begins("forward")
+
+
+def passes_begun():
+    return here["begun"]["forward"]
 
 
 def begins(kind):
@@ -60,6 +65,19 @@ def all_ranks_called(what, needed=False):
     while not store.check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
         time.sleep(0.005)
     return store.get(f"{call}/verdict") == b"all"
+
+
+def all_skip():
+    """Whether every process skips the micro-batch that this one skips. No collective, as the others may be in one: each
+    waits SKIPS seconds for the others."""
+    import torch.distributed as dist
+
+    store, call = launcher.store(), f"all_skip/{next(launcher.calls('all_skip'))}"
+    come, end = store.add(call, 1), time.monotonic() + SKIPS
+    while come < dist.get_world_size() and time.monotonic() < end:
+        time.sleep(0.05)
+        come = store.add(call, 0)
+    return come >= dist.get_world_size()
 
 
 def others_come(call, what, needed):

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from conftest import train
+from conftest import Ranks, train
 from torch import nn
 
-from faithful import Accelerator
+from faithful import Accelerator, whereabouts
 
 
 def built():
@@ -109,6 +109,15 @@ def test_with_other_numbers_of_backward_passes_they_train_as_torch_does(tmp_path
     train("ddp_fp32", tmp_path / "run", script=functools.partial(trained, way))
     log = (tmp_path / "run.log").read_text()
     assert float(re.search(r"apart: (\S+)", log).group(1)) < 1e-5
+
+
+@pytest.mark.parametrize("config", ["fsdp_fp32", "zero2_bf16"])
+def test_where_processes_exchange_in_each_pass_one_that_skips_is_refused(tmp_path, monkeypatch, config):
+    monkeypatch.setattr(whereabouts, "SKIPS", 2)
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=functools.partial(trained, skips_some))
+    assert ranks.wait()[1] == 2  # the other one is in a collective until the launcher, or `wait`, ends it
+    log = ranks.text()
+    assert "refused: this process skips a micro-batch that another one computes" in log and "Traceback" not in log
 
 
 def test_the_loss_of_each_is_said_when_one_is_not_finite(tmp_path):

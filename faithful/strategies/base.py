@@ -46,6 +46,7 @@ class Strategy:
     sharded_kinds = ("weight", "gradient", "gathered", "master", "optimizer")  # keys of bytes_per_parameter
     gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
     same_batch = False  # whether all processes compute the same batch
+    exchanges_in_passes = False  # whether processes exchange in each pass, so that all need the same number of them
     keeps_masters = False  # whether the optimizer updates fp32 copies of the weights, whatever dtype the model has
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
     any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved

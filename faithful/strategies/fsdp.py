@@ -28,6 +28,7 @@ class FSDP(Strategy):
     rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
     fully_shards = True
     must_shard = True
+    exchanges_in_passes = True
     any_number_of_processes = True
     mixes_dtensors = True  # parameters without dimensions are tensors
 

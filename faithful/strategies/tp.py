@@ -24,6 +24,7 @@ class TensorParallel(Strategy):
     must_shard = True
     same_batch = True
     mixes_dtensors = True
+    exchanges_in_passes = True
 
     def started(self, accelerator):
         compile_for_this_rank(accelerator)

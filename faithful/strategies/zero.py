@@ -63,6 +63,7 @@ class ZeRO(GradientsElsewhere, Strategy):
     def __init__(self, plan):
         super().__init__(plan)
         self.keeps_masters = plan.precision != "fp32"
+        self.exchanges_in_passes = plan.strategy != "zero1"
         self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if plan.strategy == "zero3" else ())
 
     def before_rehearsal(self):
