@@ -37,6 +37,7 @@ LONGEST = 3600  # seconds that processes wait for one that writes or verifies it
 # Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
 # long after it has sent them SIGTERM, and its default is 30.
 SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
+LOOPBACK = "127.0.0.1"
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
@@ -221,7 +222,8 @@ def rendezvous(timeout):
         time.sleep(0.1)
     # multi_tenant: torch's init_process_group makes a store at the same address, and both are served by one server.
     options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
-    rendezvous.store = store = dist.TCPStore(address, port, is_master=serves, **options)  # init_process_group joins it
+    store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
+    rendezvous.store = store  # init_process_group joins it
     store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
     store.add("came", 1)
     # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
@@ -240,15 +242,39 @@ def store_of_our_own(launchers, rank, address, port, options):
     import torch.distributed as dist
 
     if rank == 0:
-        store = dist.TCPStore("localhost", 0, is_master=True, **options)
         with socket.create_connection((address, port)) as connection:  # others reach rank 0 as it reaches them
-            launchers.set("ours", f"{connection.getsockname()[0]} {store.port}")
+            host = LOOPBACK if on_one_machine() else connection.getsockname()[0]
+        store = served(host, 0, options)
+        launchers.set("ours", f"{host} {store.port}")
     else:
         host, _, port = launchers.get("ours").decode().partition(" ")
-        host = address if ipaddress.ip_address(host).is_loopback else host
+        host = address if is_loopback(host) and not on_one_machine() else host
         store = dist.TCPStore(host, int(port), is_master=False, **options)
     store.set(f"came/{rank}", launchers.get(f"came/{rank}"))
     return store
+
+
+def served(host, port, options):
+    """A store that this process serves at `host`, as the name resolves here, and at no other address of this machine:
+    torch would serve it on all of them. It does where the others know the address only by a name that means something
+    else here: a loopback address, though they are on other machines, or an address that no interface has."""
+    import torch.distributed as dist
+
+    listens = None
+    with contextlib.suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if on_one_machine() or not is_loopback(where[0]):
+            server = socket.create_server(where, family=family)
+            port, listens = server.getsockname()[1], server.detach()
+    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listens, **options)
+
+
+def on_one_machine():
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def is_loopback(address):
+    return ipaddress.ip_address(address).is_loopback
 
 
 def store():
