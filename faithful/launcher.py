@@ -16,7 +16,7 @@ import functools
 import ipaddress
 import itertools
 import json
-import multiprocessing
+import multiprocessing.queues
 import os
 import re
 import signal
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from faithful import printing
 from faithful.config import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
@@ -59,7 +60,7 @@ def end_with_the_launcher():
         end_with_the_parent(signal.SIGTERM)  # at once; `watch` looks every second
     if not above and started_by_a_launcher() and adopted():
         line = "error: this process has the environment of a launcher that is gone. To run it without a launcher: "
-        os.write(2, f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n".encode())
+        printing.at_once(f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n")
         os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
 
 
@@ -97,12 +98,22 @@ def end_with_the_parent(number):
 def loader_process(own, worker_id):
     """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
     but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
+    multiprocessing.queues.Queue._on_queue_feeder_error = hand_over_the_error
     if sys.platform == "linux":  # elsewhere it would not end
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_the_parent(signal.SIGKILL)
     if own is not None:
         own(worker_id)
+
+
+def hand_over_the_error(queue, error, batch):
+    """Sends the error of a worker that cannot send its batch. multiprocessing would print it, and the training process
+    would wait for that batch forever."""
+    from torch._utils import ExceptionWrapper
+
+    index = batch[0] if isinstance(batch, tuple) and batch else None  # else of a queue of the script's
+    queue.put((index, ExceptionWrapper((type(error), error, error.__traceback__), "in a DataLoader worker process")))
 
 
 def end_loader_processes():

@@ -60,7 +60,7 @@ def says_where_it_listens():
 
     from faithful import Accelerator
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(project_dir=sys.argv[2])
     model = torch.nn.Linear(4, 4)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     accelerator.wait_for_everyone()
