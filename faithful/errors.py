@@ -26,6 +26,19 @@ class Alone(Refused):
     of_one_process = True
 
 
+class OutOfSharedMemory(Refused):
+    """Data loaders' workers hand over batches in shared memory, and it is full, for the process that prints this."""
+
+    of_one_process = True
+
+    def __init__(self, said="No space left on device"):
+        super().__init__(
+            f"/dev/shm is too small for the batches of the data loaders' workers ({said}): make it bigger (docker run "
+            "--shm-size 8g; an emptyDir of medium Memory in Kubernetes), or use fewer or no workers "
+            "(--dataloader_num_workers 0)"
+        )
+
+
 class NoValues(Refused):
     """The script uses weights that only process 0 has, so only the others print this."""
 

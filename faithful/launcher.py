@@ -16,7 +16,7 @@ import functools
 import ipaddress
 import itertools
 import json
-import multiprocessing
+import multiprocessing.queues
 import os
 import re
 import signal
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from faithful import printing
 from faithful.config import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.rules import port_in_use
@@ -37,6 +38,7 @@ LONGEST = 3600  # seconds that processes wait for one that writes or verifies it
 # Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
 # long after it has sent them SIGTERM, and its default is 30.
 SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
+LOOPBACK = "127.0.0.1"
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
@@ -58,7 +60,7 @@ def end_with_the_launcher():
         end_with_the_parent(signal.SIGTERM)  # at once; `watch` looks every second
     if not above and started_by_a_launcher() and adopted():
         line = "error: this process has the environment of a launcher that is gone. To run it without a launcher: "
-        os.write(2, f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n".encode())
+        printing.at_once(f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n")
         os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
 
 
@@ -96,12 +98,22 @@ def end_with_the_parent(number):
 def loader_process(own, worker_id):
     """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
     but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
+    multiprocessing.queues.Queue._on_queue_feeder_error = hand_over_the_error
     if sys.platform == "linux":  # elsewhere it would not end
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         end_with_the_parent(signal.SIGKILL)
     if own is not None:
         own(worker_id)
+
+
+def hand_over_the_error(queue, error, batch):
+    """Sends the error of a worker that cannot send its batch. multiprocessing would print it, and the training process
+    would wait for that batch forever."""
+    from torch._utils import ExceptionWrapper
+
+    index = batch[0] if isinstance(batch, tuple) and batch else None  # else of a queue of the script's
+    queue.put((index, ExceptionWrapper((type(error), error, error.__traceback__), "in a DataLoader worker process")))
 
 
 def end_loader_processes():
@@ -221,7 +233,8 @@ def rendezvous(timeout):
         time.sleep(0.1)
     # multi_tenant: torch's init_process_group makes a store at the same address, and both are served by one server.
     options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
-    rendezvous.store = store = dist.TCPStore(address, port, is_master=serves, **options)  # init_process_group joins it
+    store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
+    rendezvous.store = store  # init_process_group joins it
     store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
     store.add("came", 1)
     # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
@@ -240,15 +253,39 @@ def store_of_our_own(launchers, rank, address, port, options):
     import torch.distributed as dist
 
     if rank == 0:
-        store = dist.TCPStore("localhost", 0, is_master=True, **options)
         with socket.create_connection((address, port)) as connection:  # others reach rank 0 as it reaches them
-            launchers.set("ours", f"{connection.getsockname()[0]} {store.port}")
+            host = LOOPBACK if on_one_machine() else connection.getsockname()[0]
+        store = served(host, 0, options)
+        launchers.set("ours", f"{host} {store.port}")
     else:
         host, _, port = launchers.get("ours").decode().partition(" ")
-        host = address if ipaddress.ip_address(host).is_loopback else host
+        host = address if is_loopback(host) and not on_one_machine() else host
         store = dist.TCPStore(host, int(port), is_master=False, **options)
     store.set(f"came/{rank}", launchers.get(f"came/{rank}"))
     return store
+
+
+def served(host, port, options):
+    """A store that this process serves at `host`, as the name resolves here, and at no other address of this machine:
+    torch would serve it on all of them. It does where the others know the address only by a name that means something
+    else here: a loopback address, though they are on other machines, or an address that no interface has."""
+    import torch.distributed as dist
+
+    listens = None
+    with contextlib.suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if on_one_machine() or not is_loopback(where[0]):
+            server = socket.create_server(where, family=family)
+            port, listens = server.getsockname()[1], server.detach()
+    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listens, **options)
+
+
+def on_one_machine():
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def is_loopback(address):
+    return ipaddress.ip_address(address).is_loopback
 
 
 def store():

@@ -7,6 +7,7 @@ workers draw a seed once, in their loader's first epoch: those of a resumed run 
 torchdata StatefulDataLoader saves its own place in the data.
 """
 
+import errno
 import itertools
 import json
 import weakref
@@ -16,7 +17,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from faithful import whereabouts
-from faithful.errors import Refused
+from faithful.errors import OutOfSharedMemory, Refused
 from faithful.values import pack, unpack
 
 
@@ -147,6 +148,10 @@ class Watched(DataLoader):
             epoch.workers = torch.get_rng_state() if own is None else own.get_state()
         try:
             return super()._get_iterator()
+        except OSError as error:  # of a semaphore
+            if error.errno == errno.ENOSPC:
+                raise OutOfSharedMemory from None
+            raise
         finally:
             self.generator = own
 

@@ -21,8 +21,8 @@ import threading
 import time
 import traceback
 
-from faithful import config, launcher
-from faithful.errors import Refused
+from faithful import config, launcher, printing
+from faithful.errors import OutOfSharedMemory, Refused
 
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted = None  # when Ctrl-C came
@@ -50,6 +50,7 @@ def guard(accelerators):
     if guarded == os.getpid():
         return
     guarded, ended = os.getpid(), False
+    printing.survive()
     launcher.end_with_the_launcher()
     hook = sys.excepthook
     sys.excepthook = functools.partial(show, accelerators, hook)
@@ -198,8 +199,8 @@ def interrupt(*_):
     now = time.monotonic()
     if interrupted and now > interrupted + 1:  # within a second it is the same Ctrl-C, sent on by the launcher
         raise KeyboardInterrupt
-    if not interrupted and config.rank() == 0:  # os.write: the signal may have interrupted a print()
-        os.write(2, b"\nCtrl-C: stopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
+    if not interrupted and config.rank() == 0:
+        printing.at_once("\nCtrl-C: stopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
     stop_asked, interrupted = True, interrupted or now
 
 
@@ -249,6 +250,9 @@ def explained(problem, run):
         return problem
     from faithful.training import dtypes
 
+    errors = f"{problem} {getattr(problem, '__cause__', '')}"  # the cause: why a data loader's worker was killed
+    if full := re.search("shared memory.*(No space left|Cannot allocate)|out of shared memory", errors):
+        return OutOfSharedMemory(full[1] or full[0])
     said = run.strategy.explain(str(problem)) or (run.put_in_fp32 and dtypes.explain(str(problem)))
     return said or problem
 
@@ -282,7 +286,8 @@ def say(problem, error, run, print_error):
         here_alone = getattr(problem, "of_one_process", False)
         if print_error and (here_alone or may_speak()):
             for line in error.splitlines():
-                print(f"{'refused' if problem.exit_code == 2 else 'error'}: {line}", file=sys.stderr, flush=True)
+                what = "refused" if problem.exit_code == 2 else "error"
+                print(f"{what}: {printing.plain(line)}", file=sys.stderr, flush=True)
     elif isinstance(problem, KeyboardInterrupt) or interrupted:
         if print_error:
             ignore_ctrl_c()
