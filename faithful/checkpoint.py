@@ -37,15 +37,18 @@ RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
 MOST = 1_000_000  # processes
 # What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
 AGE = {"counter?": readers.count(), "saved?": readers.number}
-RANKS = {"alone": bool, "plan": {"num_processes": readers.count(1, MOST)}}
+PLAN = {"num_processes": readers.count(1, MOST)} | {
+    f"{key}?": readers.word for key in ("strategy", "precision", "backend", "level")
+}
+RANKS = {"alone": bool, "plan": PLAN}
 STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
-LISTS = {key: list for key in ("groups", "schedulers", "registered", "loaders", "optimizers?", "moments?")}
-WHOLE = (
-    AGE
-    | RANKS
-    | LISTS
-    | {"steps": STEPS, "models?": readers.count(0, MOST), "scaler": (dict, type(None)), "cuts": dict}
-)
+LOADER = {"running": bool, "epoch?": (None, readers.count()), "same_workers?": bool}
+WHOLE = AGE | RANKS | {
+    "steps": STEPS, "models?": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
+    "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)},
+    "groups": list, "optimizers?": list, "schedulers": list, "registered": list, "moments?": [{str: str}],
+    "loaders": [lambda state: isinstance(state, bool | dict)],
+}  # fmt: skip
 
 
 def digest(path, kind="xxh3_128"):
@@ -58,22 +61,28 @@ def entry(path):
     return {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
 
 
+def is_entry(value):
+    """Whether this is an entry of a manifest."""
+    return isinstance(value, dict) and readers.count()(value.get("bytes")) and isinstance(hash_in(value)[2], str)
+
+
 def hash_in(entry):
-    """(bytes, name of the hash, hash) of an entry of a manifest. Raises LookupError or TypeError if it is damaged."""
+    """(bytes, name of the hash, hash) of an entry of a manifest."""
     kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
-    return entry["bytes"], kind, entry[kind]
+    return entry["bytes"], kind, entry.get(kind)
 
 
 def manifest_of(folder):
     """{name: (bytes, name of the hash, hash)} of a checkpoint's files. Each name is that of a file in the folder, or of
-    one that is missing there. Raises OSError, and ValueError, LookupError, TypeError or AttributeError if damaged."""
-    manifest = {name: hash_in(wanted) for name, wanted in readers.value_of(folder / MANIFEST).items()}
+    one that is missing there. Raises OSError, and ValueError if it is damaged."""
+    file = folder / MANIFEST
+    manifest = readers.of_kind(file, readers.value_of(file), {str: is_entry})
     for name in manifest:
         names.inside(folder, name)
-    return manifest
+    return {name: hash_in(wanted) for name, wanted in manifest.items()}
 
 
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged manifest raises
+DAMAGE = (OSError, ValueError)  # what reading a damaged manifest raises
 
 
 def is_as_written(path, wanted, whole=True):
@@ -170,6 +179,10 @@ class Save:
         """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
         this disk."""
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
+        if (self.temporary / STATE).stat().st_size > readers.LARGEST:
+            raise OSError(
+                f"its values that are no tensors take more than {readers.LARGEST >> 20} MiB: make them tensors"
+            )
         for path in sorted(path for path in self.temporary.rglob("*") if not path.is_dir() or path.is_symlink()):
             name = str(path.relative_to(self.temporary))
             names.inside(self.temporary, name)  # a hook of the script may have made a symlink
@@ -306,7 +319,7 @@ def unsound(folder, rank=0, processes=1):
     except names.Unsafe as error:
         return f"its {MANIFEST} is none of ours: {error}"
     except DAMAGE as error:
-        return f"no readable {MANIFEST} ({type(error).__name__})"
+        return str(error) if isinstance(error, readers.Damaged) else f"no readable {MANIFEST} ({type(error).__name__})"
     if missing := sorted(name for name in {*manifest, STATE} if not (folder / name).is_file()):
         return f"files {missing} are missing"
     if STATE not in manifest:
@@ -397,14 +410,16 @@ def whole_state(file, state):
         "keeper?": readers.count(0, processes - 1),
         "replicas?": lambda n: type(n) is int and n in range(1, processes + 1),
     }
+    readers.of_kind(
+        file, {"loaders": [one for one in state["loaders"] if isinstance(one, dict)]}, {"loaders": [LOADER]}
+    )
     return readers.of_kind(file, state, within)
 
 
 def cuts_of(file):
     """{name: dimension along which tensor parallel has split it, or None} in a trainer_state.json. Raises Refused."""
     try:
-        found = readers.of_kind(file, readers.value_of(file), {"cuts": dict})["cuts"]
-        return readers.of_kind(file, found, dict.fromkeys(found, lambda at: at is None or at in range(64)), "cuts")
+        return readers.of_kind(file, readers.value_of(file), {"cuts": WHOLE["cuts"]})["cuts"]
     except (OSError, ValueError) as error:
         raise Refused(f"{error}: take another checkpoint") from None
 

@@ -254,7 +254,7 @@ def end_for(folder, why):
     """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
     launcher knows."""
     with contextlib.suppress(OSError, ValueError):
-        record = readers.value_of(folder / "run.json")
+        record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), {"status": str})
         if record["status"] == "running":
             error = errors_left(folder) or why
             write_json(folder / "run.json", record | {"status": "failed", "error": error, "finished": now()})

@@ -4,7 +4,6 @@ Every model lists the class names of its blocks in `_no_split_modules`: FSDP2 sh
 """
 
 import importlib
-import json
 from pathlib import Path
 
 import timm
@@ -17,6 +16,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from shared import about
 from shared.args import Refused
 
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
@@ -236,11 +236,18 @@ def first_list(model):
 
 
 def own_run(name):
-    """The record of a run, with its data.json as "data", if `name` is the folder of a recipe's run; else None."""
-    data = Path(name, "data.json")
-    if not data.is_file():
+    """The record of a run, with its data.json as "data", if `name` is the folder of a recipe's run; else None. Raises
+    Refused if they do not hold what a recipe writes."""
+    if not Path(name, "data.json").is_file():
         return None
-    return json.loads(Path(name, "run.json").read_text()) | {"data": json.loads(data.read_text())}
+    record, facts = about.read(Path(name, "run.json")), about.read(Path(name, "data.json"))
+    for key, right in about.FORM.items():
+        if key in facts and not right(facts[key]):
+            raise Refused(f"{name}/data.json: {key} is {facts[key]!a:.60}, which it cannot be")
+    args = record.get("args")
+    if not (isinstance(record.get("recipe"), str) and isinstance(args, dict) and isinstance(args.get("model"), str)):
+        raise Refused(f"{name}/run.json is not the record of a recipe's run")
+    return record | {"data": facts}
 
 
 def model_folder(name):
@@ -260,7 +267,7 @@ def of_timm(name, pretrained, sizes, **options):
 
 def as_recorded(record, folder):
     """The model of the run in `folder` with random weights. record: own_run(folder)."""
-    args, about, recipe = record["args"], record["data"], record["recipe"]
+    args, facts, recipe = record["args"], record["data"], record["recipe"]
     saved = Path(folder, "model", "config.json")
     if recipe in ("gpt", "sft") and saved.is_file():
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(saved.parent))
@@ -268,12 +275,12 @@ def as_recorded(record, folder):
         config = transformers.AutoConfig.from_pretrained(saved.parent)
         return transformers.AutoModelForSequenceClassification.from_config(config)
     if recipe in ("gpt", "sft"):
-        return gpt(args["model"], about["vocab_size"], about["sequence_length"])
+        return gpt(args["model"], facts["vocab_size"], facts["sequence_length"])
     if recipe == "bert":
-        return bert(args["model"], about["vocab_size"], about["sequence_length"], len(about["classes"]))
+        return bert(args["model"], facts["vocab_size"], facts["sequence_length"], len(facts["classes"]))
     if before := own_run(args["model"]):
-        return as_recorded(before | {"data": about}, args["model"])
-    image_size, channels, classes = about["image_size"], about["in_chans"], about["num_classes"]
+        return as_recorded(before | {"data": facts}, args["model"])
+    image_size, channels, classes = facts["image_size"], facts["in_chans"], facts["num_classes"]
     if recipe == "vit":
         return vit(args["model"], image_size, channels, classes)
     return resnet(args["model"], 224 if args["pretrained"] else image_size, channels, classes)  # 224: keeps its stem

@@ -21,7 +21,6 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
      what it calls worse last
 """
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -29,8 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine, rules  # noqa: E402
+from faithful.disk import readers  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find, report, study  # noqa: E402
+from tools import cli, find, records, report, study  # noqa: E402
 from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
@@ -81,7 +81,7 @@ def known_loss(comparison, name):
         return None, f"no numbers: {row['error']}"
     if row is comparison["rows"][0]:
         return "equal", "the baseline"
-    measure = row["measures"].get(comparison["measure"]) or {}
+    measure = row.get("measures", {}).get(comparison["measure"]) or {}
     return measure.get("kind"), f"{comparison['measure']} {report.verdict_words(measure)}"
 
 
@@ -89,8 +89,8 @@ def measured_speed(comparison, name):
     """Samples per second, if the comparison ran on real hardware and without emulation."""
     for row in comparison["rows"] if comparison else ():
         if row["config"] == name and not row["control"]:
-            real = not row["error"] and not row["emulated"] and not row["rehearsal"]
-            return row["measures"]["samples_per_second"]["mean"] if real else None
+            real = not row["error"] and not row.get("emulated") and not row.get("rehearsal")
+            return row.get("measures", {}).get("samples_per_second", {}).get("mean") if real else None
     return None
 
 
@@ -154,12 +154,12 @@ def read_comparison(folder):
     if not file.is_file():
         raise Refused(f"--comparison {folder}: no report.json there; ./launch.sh compare writes one")
     try:
-        comparison = json.loads(file.read_text())
-    except ValueError as error:
-        raise Refused(f"--comparison {folder}: {file} is not JSON ({error})") from None
-    if comparison.get("schema_version") != 2:
-        raise Refused(f"{file} is of another version: run its command again, finished runs are not repeated")
-    return comparison
+        comparison = readers.of_kind(file, readers.value_of(file), {})
+        if comparison.get("schema_version") != 2:
+            raise Refused(f"{file} is of another version: run its command again, finished runs are not repeated")
+        return readers.of_kind(file, comparison, records.COMPARISON)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--comparison {folder}: {error}") from None
 
 
 def arguments(argv):

@@ -6,7 +6,7 @@ import sys
 
 import faithful
 from faithful import launcher
-from faithful.disk import replacing
+from faithful.disk import names, replacing
 from shared import args
 
 
@@ -74,6 +74,6 @@ def run(main):
         code = main(sys.argv[1:])
     except (args.Refused, faithful.Refused) as refused:
         for line in refused.args:
-            print(f"refused: {line}", file=sys.stderr)
+            print("refused:", "\n".join(map(names.printable, str(line).split("\n"))), file=sys.stderr)
         code = refused.exit_code
     sys.exit(code)

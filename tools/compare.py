@@ -48,6 +48,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import machine  # noqa: E402
+from faithful.disk import readers  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, judge, paired, records, report  # noqa: E402
 
@@ -226,7 +227,10 @@ def estimator(folder):
     file = Path(folder) / "estimates.json"
 
     def guess(record):
-        estimates = json.loads(file.read_text()) if file.exists() else {}
+        try:
+            estimates = readers.of_kind(file, readers.value_of(file), {str: (None, {"total": readers.number})})
+        except (OSError, ValueError):
+            estimates = {}  # none yet, or damaged
         recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
         free = records.FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
         options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
@@ -236,7 +240,7 @@ def estimator(folder):
         if key not in estimates and text and recipe.is_file():
             estimates[key] = estimate_of(record, text, recipe, options)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(estimates, indent=1) + "\n")
+            cli.write(file, json.dumps(estimates, indent=1) + "\n")
         return estimates.get(key)
 
     return guess

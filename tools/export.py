@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import checkpoint, places, tensor_files, weight_files  # noqa: E402
@@ -55,6 +56,9 @@ TE_BLOCK = {
     ".layernorm_mlp.fc2_": ".mlp.fc2.",
 }
 # Strategies whose checkpoints hold whole tensors, slices along one dimension, or slices of the flattened tensor.
+# What data.json must have for a recipe's model, and to prepare its inputs.
+NEEDED = {"vit": ("image_size", "in_chans", "num_classes"), "bert": ("sequence_length", "classes")}
+NEEDED |= dict.fromkeys(("gpt", "sft"), ("sequence_length", "vocab_size"))
 READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 
@@ -103,7 +107,7 @@ def source_of(run, step=None):
             reason = "it has no file of tensors"
         if reason is None:
             files = [files[rank] for rank in sorted(files)]
-            replicas = record["plan"].get("replicas", 1)  # hsdp: the first group of ranks holds the whole model
+            replicas = min(record["plan"].get("replicas", 1), len(files))  # hsdp: the first group has all of it
             return [file for file in files[: len(files) // replicas] if has_part(file)], folder.name
         if step is not None:
             raise Refused(f"{folder}: {reason}")
@@ -130,7 +134,7 @@ def plain_tensors(files):
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
-        timm_name(name): partial(as_fp32, tensor)
+        timm_name(name): partial(as_fp32, tensor, files[0].parent, name)
         for name, tensor in tensors.items()
         # without the scales and histories of FP8 layers; without rotary frequencies, which transformers computes itself
         if ".fp8_" not in f".{name}" and not name.endswith(("_extra_state", "inv_freq"))
@@ -143,11 +147,18 @@ def without_adapters(tensors, record):
         return tensors
     from shared import sft
 
-    return sft.merged(tensors, record["args"]["lora_alpha"] / record["args"]["lora_rank"])
+    try:
+        return sft.merged(tensors, record["args"]["lora_alpha"] / record["args"]["lora_rank"])
+    except (LookupError, TypeError, ArithmeticError) as error:
+        raise Refused(f"the adapters cannot be merged ({type(error).__name__}: {names.short(str(error))})") from None
 
 
-def as_fp32(load):
-    tensor = load()
+def as_fp32(load, folder, name):
+    try:
+        tensor = load()
+    except (LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        why = names.printable(str(error).strip().splitlines()[0][:200])
+        raise Refused(f"{folder}: {names.short(name)} cannot be put together from the files ({why})") from None
     return tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
 
 
@@ -192,12 +203,15 @@ def from_levels(parts):
         return torch.cat([part[key] for part in parts]) if key.startswith("rows/") else of_key[key][key]
 
     def decoded(codes, scale):
-        return read(codes).float() / read(scale)
+        values, scales = read(codes), read(scale)
+        if torch.broadcast_shapes(values.shape, scales.shape) != values.shape:  # what a stranger has made larger
+            raise ValueError(f"{tuple(values.shape)} codes, {tuple(scales.shape)} scales")
+        return values.float() / scales
 
     keys = {key.split("/", 2)[2]: key for key in of_key if key.startswith(kinds[:2])}
     tensors = {name: partial(read, key) for name, key in keys.items()}
     for layer in [name.removesuffix(".weight_amax") for name in keys if name.endswith(".weight_amax")]:
-        codes, scale = keys[f"{layer}.weight"], keys[f"{layer}.weight_scale"]
+        codes, scale = keys.get(f"{layer}.weight"), keys.get(f"{layer}.weight_scale")
         if f"rank/master/{layer}" in of_key:
             codes, scale = f"rank/master/{layer}", f"rank/master/{layer}.scale"
         tensors[f"{layer}.weight"] = partial(decoded, codes, scale)
@@ -264,18 +278,28 @@ def load(run, step=None):
             f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
             "alone. ./launch.sh export RUN writes the weights as safetensors"
         )
+    if missing := [key for key in NEEDED.get(record["recipe"], NEEDED["vit"]) if record["data"].get(key) is None]:
+        raise Refused(f"{run}/data.json lacks {missing[0]}")
     files, source = source_of(run, step)
     tensors = {name: load() for name, load in without_adapters(plain_tensors(files), record).items()}
-    try:
+
+    def build():
         if record["recipe"] == "diffusion":
-            sizes = (record["data"][key] for key in ("image_size", "in_chans", "num_classes"))
-            model = diffusion.dit(record["args"]["model"], *sizes)
-        else:
-            model = models.as_recorded(record, run)
+            return diffusion.dit(record["args"]["model"], *(record["data"][key] for key in NEEDED["vit"]))
+        return models.as_recorded(record, run)
+
+    try:
+        with torch.device("meta"):  # the sizes may be anyone's: nothing is made that the file's tensors do not fill
+            wanted = {name: tensor.shape for name, tensor in build().named_parameters()}
+        if other := [name for name in wanted.keys() & tensors.keys() if tensors[name].shape != wanted[name]]:
+            raise Refused(f"{run}: {min(other)} has another shape than in the model of run.json and data.json")
+        if more := sorted(wanted.keys() - tensors.keys()):
+            raise Refused(f"{run}: weights and model differ: {', '.join(more[:3])}, ...")
+        model = build()
         shared_weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         shared_weights -= {name for name, _ in model.named_parameters()}
         missing, unexpected = model.load_state_dict(tensors, strict=False)
-    except (RuntimeError, KeyError, TypeError) as error:
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Refused(f"{run}: no model for these weights ({str(error).strip().splitlines()[0]})") from None
     if set(missing) - shared_weights or unexpected:
         raise Refused(f"{run}: weights and model differ: {', '.join([*missing, *unexpected][:3])}, ...")

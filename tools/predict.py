@@ -31,7 +31,9 @@ def precision_of(precision, model, record, device):
     weights are rounded in place if the evaluation used rounded ones."""
     if precision == "plain":
         return contextlib.nullcontext()
-    precision = record["evidence"]["eval_precision"]
+    precision = (record.get("evidence") or {}).get("eval_precision")
+    if precision is None:
+        raise Refused("run.json does not say in which precision the run was evaluated: add --precision plain")
     if "gathered as e4m3" in precision:
         round_weights(model, record)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.split(",")[0])
@@ -40,7 +42,7 @@ def precision_of(precision, model, record, device):
 
 def round_weights(model, record):
     """Rounds the weights of FP8 layers to e4m3 with one scale per tensor, like torchao's FP8 all-gather."""
-    left = {entry["name"] for entry in record["evidence"]["linear_skipped"]}
+    left = {entry["name"] for entry in record["evidence"].get("linear_skipped", ())}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name not in left:
             scale = 448.0 / module.weight.detach().abs().max().double().clamp(min=1e-12)
@@ -81,7 +83,7 @@ def transform_of(about):
 def classes(model, record, paths, precision="evaluated", batch_size=64, device="cpu"):
     """[(path, class, probability)] for image files."""
     device, about = torch.device(device), record["data"]
-    class_names = about["classes"] or [str(label) for label in range(about["num_classes"])]
+    class_names = about.get("classes") or [str(label) for label in range(about["num_classes"])]
     transform = transform_of(about)
     context = precision_of(precision, model, record, device)
     model, rows = model.to(device), []
@@ -138,7 +140,7 @@ def drawn(args, device):
 
     model, record, _ = load(args.run, args.checkpoint)
     about = record["data"]
-    names = about["classes"] or [str(label) for label in range(about["num_classes"])]
+    names = about.get("classes") or [str(label) for label in range(about["num_classes"])]
     if missing := [name for name in args.classes or () if name not in names]:
         raise Refused(f"{args.run} has no class {missing[0]}: it has {', '.join(names[:20])}")
     classes = [names.index(name) for name in args.classes or names[:10]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from faithful.disk import readers
 from faithful.disk.readers import count, number
-from shared import args
+from shared import about, args
 from shared.args import Refused
 
 SCHEMA = 2  # of run.json
@@ -17,45 +17,66 @@ ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside m
 FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
 
 
-def none_or(form):
-    return lambda value: value is None or form(value)
+def words(value):
+    return value is None or isinstance(value, str)
 
 
-def text(value):
-    return isinstance(value, str)
+def logged_number(value):
+    return number(value) or value in NOT_FINITE
 
 
-def texts(value):
-    return isinstance(value, list) and all(map(text, value))
-
-
-NOTHING_OR_TEXT, NOTHING_OR_NUMBER, NOTHING_OR_OBJECT = none_or(text), none_or(number), (dict, type(None))
-PLAN = {"strategy": str, "precision?": str, "num_processes?": count(1, 10**6), "replicas?": count(1, 10**6)}
+COUNT, SIZE, NOT_ALWAYS = count(), count(1, 100_000), (None, number)
+PLAN = {
+    "strategy": str, "precision?": str, "num_processes?": count(1, 10**6), "replicas?": count(1, 10**6),
+    "level?": words, "rehearsal?": bool, "emulated?": bool,
+}  # fmt: skip
+SEEN = {
+    "samples_per_step?": (None, COUNT), "first_batch?": words, "nudged?": (None, bool),
+    "optimizer?": (None, {"class?": str}),
+    "loss_curve?": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
+}  # fmt: skip
+EVIDENCE = {
+    "truth?": str, "parameters?": COUNT, "linear_total?": COUNT, "linear_converted?": COUNT, "linear_names?": [str],
+    "linear_skipped?": [{"name": str, "reason": str}], "share_converted?": NOT_ALWAYS, "eval_precision?": words,
+    "initial_weights?": words, "optimizer_owns_all?": bool, "wire_bytes_per_step?": NOT_ALWAYS,
+    "bytes_per_parameter?": (None, {str: number}), "share_per_process?": (None, {str: number}),
+    "dtypes?": {"parameters?": {str: COUNT}, "gradients?": {str: COUNT}, "optimizer_state?": {str: {str: COUNT}}},
+}  # fmt: skip
+THROUGHPUT = {
+    f"{key}?": NOT_ALWAYS for key in ("samples_per_second_median", "step_seconds_median", "step_seconds_p90",
+                                      "steps_measured", "steps_excluded")
+}  # fmt: skip
 # What run.json must hold to be shown, exported or compared. Keys with `?` are not in the records of all versions.
 RECORD = {
-    "status": str, "recipe": str, "plan": PLAN, "command?": str, "args?": NOTHING_OR_OBJECT, "seen?": NOTHING_OR_OBJECT,
-    "config?": {"name?": NOTHING_OR_TEXT, "text?": NOTHING_OR_TEXT, "sha256?": NOTHING_OR_TEXT},
-    "evidence?": NOTHING_OR_OBJECT, "notes?": texts, "versions?": dict, "device_name?": NOTHING_OR_TEXT,
-    "started?": str, "finished?": NOTHING_OR_TEXT, "throughput?": NOTHING_OR_OBJECT, "final?": NOTHING_OR_OBJECT,
-    "peak_memory_bytes?": NOTHING_OR_NUMBER, "error?": NOTHING_OR_TEXT, "code_sha256?": NOTHING_OR_TEXT,
+    "status": str, "recipe": str, "plan": PLAN, "command?": str, "args?": (None, dict), "seen?": (None, SEEN),
+    "config?": {"name?": words, "text?": words, "sha256?": words}, "evidence?": (None, EVIDENCE), "notes?": [str],
+    "versions?": {str: words}, "device_name?": words, "started?": str, "finished?": words,
+    "throughput?": (None, THROUGHPUT), "final?": (None, {"step?": number, "metrics?": (None, dict)}),
+    "peak_memory_bytes?": NOT_ALWAYS, "gpu_utilization_mean?": NOT_ALWAYS, "error?": words, "code_sha256?": words,
+    "git_commit?": words,
 }  # fmt: skip
-SIZE = count(1, 100_000)
+# What report.json of a comparison must hold to be read again.
+MEASURE = {
+    "kind?": words,
+    "verdict?": words,
+    "mean?": NOT_ALWAYS,
+    "relative?": NOT_ALWAYS,
+    "interval?": (None, lambda ends: isinstance(ends, list) and len(ends) == 2 and all(map(number, ends))),
+}
+ROW = {"config": str, "control": bool, "error": words, "emulated?": bool, "rehearsal?": bool,
+       "measures?": {str: MEASURE}}  # fmt: skip
+COMPARISON = {"rows": [ROW], "measure": words, "args": dict, "recipe": words, "device": words}
 # What data.json must hold to build the model and to prepare an input.
-DATA = {
-    "fingerprint?": NOTHING_OR_TEXT, "image_size?": none_or(SIZE), "in_chans?": count(1, 64), "num_classes?": SIZE,
-    "sequence_length?": SIZE, "vocab_size?": count(1, 10**7), "classes?": none_or(texts), "interpolation?": str,
-    "crop_pct?": number, "mean?": lambda value: numbers(value), "std?": lambda value: numbers(value),
-}  # fmt: skip
-
-
-def numbers(value):
-    return isinstance(value, list) and 0 < len(value) <= 64 and all(map(number, value))
+DATA = {f"{key}?": form for key, form in about.FORM.items()}
 
 
 def record_of(folder):
     """The run.json of a run. Raises Refused if there is none, or if it does not hold what a run writes."""
     try:
-        return readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), RECORD)
+        record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), RECORD)
+        if curve := (record.get("seen") or {}).get("loss_curve"):
+            record["seen"]["loss_curve"] = [point for point in curve if number(point[1])]
+        return record
     except OSError as error:
         why = error.strerror or error
         raise Refused(f"{folder} is not the folder of a run: no readable run.json ({why})") from None
@@ -76,15 +97,17 @@ def believed(folder):
     """Turns the error of who meets a missing key or another type in a run's record into Refused."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         why = f"{type(error).__name__}: {readers.short(str(error))}"
         raise Refused(f"{folder}/run.json does not hold what a run writes ({why})") from None
 
 
 def rows_of(folder):
-    """The rows of metrics.jsonl, without torn ones. Raises Refused if it is no file."""
+    """The rows of metrics.jsonl that have a step, with the numbers in them: {name: number}. Torn rows are left out, and
+    what a script has logged beside numbers. Raises Refused if it is no file."""
     try:
-        return [row for _, row in readers.rows_of(folder / "metrics.jsonl")[0]]
+        rows = [row for _, row in readers.rows_of(folder / "metrics.jsonl")[0] if number(row.get("step"))]
+        return [{key: value for key, value in row.items() if number(value)} for row in rows]
     except OSError as error:
         raise Refused(f"{folder}/metrics.jsonl cannot be read: {error}") from None
 
@@ -140,7 +163,7 @@ def logged(record):
     """The last metrics that the run logged."""
     values = (record.get("final") or {}).get("metrics") or {}
     values = {key: float(value) if value in NOT_FINITE else value for key, value in values.items() if key not in ASIDE}
-    return {key: value for key, value in values.items() if isinstance(value, int | float)}
+    return {key: value for key, value in values.items() if number(value) or str(value) in NOT_FINITE}
 
 
 def nudged(run):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faithful.disk.names import printable  # noqa: E402
 from tools import cli, records  # noqa: E402
 
 
@@ -21,7 +22,7 @@ def rows(record):
     yield "optimizer steps", final.get("step") or (curve[-1][0] if curve else None)
     yield "training loss", curve and " -> ".join(f"{loss:.4f} (step {step})" for step, loss in (curve[0], curve[-1]))
     for name, value in (final.get("metrics") or {}).items():
-        yield name, f"{value:.4f}"
+        yield name, f"{value:.4f}" if records.number(value) else records.readers.short(value)
     yield "samples/s (median)", per_second and f"{per_second:.0f} over {throughput['steps_measured']} steps"
     yield "peak memory", memory and f"{memory / 2**20:.0f} MiB per process"
     per_parameter = evidence.get("bytes_per_parameter")
@@ -32,7 +33,7 @@ def rows(record):
 
 
 def text(folder):
-    table = [(name, str(value)) for name, value in rows(records.record_of(folder)) if value]
+    table = [(name, printable(str(value))) for name, value in rows(records.record_of(folder)) if value]
     files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(files)}"))
     return "\n".join(f"  {line}" for line in cli.columns(table))

@@ -3,10 +3,18 @@ others may have made is opened by `opened`: neither leaves the folder, and no de
 
 import os
 import re
+import reprlib
 import stat
 from pathlib import Path
 
 LONGEST = 255  # bytes of a file's name on the usual file systems
+SHORT = reprlib.Repr()  # looks at the first items only, and not far into what is nested
+SHORT.maxstring = SHORT.maxother = 60
+
+
+def printable(text):
+    """Text from a file for a terminal: control characters and halves of characters are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Unsafe(ValueError):
@@ -38,8 +46,8 @@ def plain(part):
 
 
 def short(name):
-    """The name as text of at most 60 characters, without control characters."""
-    text = ascii(name)
+    """The name, or any other value of a file, as text of at most 60 characters, all of them ASCII and printable."""
+    text = SHORT.repr(name).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

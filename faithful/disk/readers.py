@@ -2,10 +2,12 @@
 and nowhere else. Each function raises Damaged with a line that names the file."""
 
 import json
-import math
 import os
 
 from faithful.disk.names import opened, short
+
+LARGEST = 1 << 28  # bytes of a file of ours: what it says is held in memory, in many times as many
+DEEPEST = 200  # objects and lists in one another
 
 
 class Damaged(ValueError):
@@ -15,41 +17,69 @@ class Damaged(ValueError):
 def bytes_of(path):
     """The bytes of a regular file. Raises OSError."""
     with os.fdopen(opened(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise OSError(f"it is larger than {LARGEST >> 20} MiB")
         return file.read()
 
 
 def value_of(path):
     """The value in a JSON file. Raises Damaged, and OSError where it cannot be read."""
     try:
-        return json.loads(bytes_of(path))
+        return parsed(bytes_of(path))
     except RecursionError:
         raise Damaged(f"{path} is nested too deep") from None
     except ValueError as error:
         raise Damaged(f"{path} is not JSON ({str(error).splitlines()[0]})") from None
 
 
-def of_kind(path, value, kinds, at=""):
-    """`value` if it has the form `kinds`, else raises Damaged, which names the key `at`.
+def parsed(text):
+    """The value that a JSON text holds. Raises ValueError, and RecursionError where it is nested too deep."""
+    value = json.loads(text)
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in inside_of(one)]
+        if not level:
+            return value
+    raise RecursionError
 
-    kinds: a type or a tuple of types; a function from a value to whether it is right; or {key: form}, where a key with
-    `?` at its end may be absent and other keys are ignored."""
-    if isinstance(kinds, dict):
-        if not isinstance(value, dict):
-            raise Damaged(f"{path}: {at or 'its content'} is {kind(value)}, not an object")
-        for key, inner in kinds.items():
+
+def inside_of(one):
+    return one.values() if isinstance(one, dict) else one
+
+
+def of_kind(path, value, form, at=""):
+    """`value` if it has the form `form`, else raises Damaged, which names the key `at`.
+
+    form: a type or a tuple of types; a function from a value to whether it is right; (None, form), which may be null;
+    [form], a list; {str: form}, an object with any keys; or {key: form}, where a key with `?` at its end may be absent
+    and other keys are ignored."""
+    if isinstance(form, tuple) and form[0] is None:
+        return value if value is None else of_kind(path, value, form[1], at)
+    if isinstance(form, dict | list):
+        wanted = type(form)
+        if not isinstance(value, wanted):
+            raise Damaged(f"{path}: {at or 'its content'} is {kind(value)}, not {KINDS[wanted]}")
+        if wanted is list or str in form:
+            every = form[0] if wanted is list else form[str]
+            for key, inner in enumerate(value) if wanted is list else value.items():
+                of_kind(path, inner, every, f"{at}.{key if wanted is list else short(key)[1:-1]}".strip("."))
+            return value
+        for key, inner in form.items():
             name, there = key.rstrip("?"), f"{at}.{key}".strip(".?")
             if name in value:
                 of_kind(path, value[name], inner, there)
             elif not key.endswith("?"):
                 raise Damaged(f"{path} lacks {there}")
-    elif not (isinstance(value, kinds) if isinstance(kinds, type | tuple) else kinds(value)):
+    elif not (isinstance(value, form) if isinstance(form, type | tuple) else form(value)):
         raise Damaged(f"{path}: {at} is {short(value)}, which it cannot be")
     return value
 
 
+KINDS = {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}
+
+
 def kind(value):
-    names = {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}
-    return names.get(type(value), "a number")
+    return KINDS.get(type(value), "a number")
 
 
 def count(first=0, last=2**63 - 1):
@@ -58,8 +88,13 @@ def count(first=0, last=2**63 - 1):
 
 
 def number(value):
-    """The form of a finite number."""
-    return type(value) in (int, float) and abs(value) < 2**63 and math.isfinite(value)
+    """The form of a finite number. Larger ones than 1e100 nobody has measured, and arithmetic with them overflows."""
+    return type(value) in (int, float) and abs(value) < 1e100
+
+
+def word(value):
+    """The form of null, or of a short text for a message."""
+    return value is None or isinstance(value, str) and len(value) <= 60 and value.isprintable()
 
 
 def rows_of(path):
@@ -72,7 +107,7 @@ def rows_of(path):
     whole, damaged = [], 0
     for line in filter(bytes.strip, lines):
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):

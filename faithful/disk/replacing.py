@@ -65,7 +65,7 @@ def move(temporary, path, mode):
 def write_text(path, text):
     """Writes a file in one step."""
     with replaced(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path, value):

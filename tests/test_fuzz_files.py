@@ -1,0 +1,285 @@
+"""Files that anyone may have made: whatever is in them, readers and what uses them return, or raise the one error of
+theirs, in one line that a terminal can print, and touch nothing outside the folder.
+
+What was found once is kept in tests/corpus/<reader>/ and tried in the default run. The slow tests look for more."""
+
+import contextlib
+import copy
+import datetime
+import functools
+import json
+import resource
+import shutil
+import struct
+
+import hypothesis
+import pytest
+import torch
+from conftest import ROOT, train
+from hypothesis import strategies as some
+from safetensors.torch import save_file
+
+from faithful import checkpoint, state
+from faithful.disk import readers
+from faithful.errors import Refused
+from shared import args, models
+from tools import accelerate_launch, advise, diagnose, export, judge, predict, records, show
+
+CORPUS = ROOT / "tests" / "corpus"
+CLEAN = (Refused, args.Refused, readers.Damaged, OSError)
+INPUTS = 20_000  # of each reader, in the slow tests
+
+
+# ---- what uses each file: `fast` for every input, `slow` for one in hundred ----
+
+
+def attempt(use, *words, **options):
+    """Calls it. A clean error is one line that can be printed."""
+    try:
+        return use(*words, **options)
+    except CLEAN as error:
+        for line in error.args if isinstance(error, Refused | args.Refused) else [str(error)]:
+            assert len(str(line)) < 3000, line
+            assert str(line).replace("\n", " ", 9).isprintable(), line  # a comparison names each difference in a line
+
+
+def of_record(run):
+    attempt(export.source_of, run)
+    attempt(models.own_run, str(run))
+    attempt(diagnose.of_run, run)
+    said = attempt(believing, show.text, run)
+    assert said is None or said.replace("\n", "").isprintable(), said
+    compared(run)
+
+
+def believing(use, run):
+    with records.believed(run):
+        return use(run)
+
+
+def compared(run):
+    read = records.read(run)
+    assert read["problem"] is None or read["problem"].isprintable(), read["problem"]
+    attempt(judge.make, [read, records.read(run.parent / "run")], "")
+
+
+def drawn(run):
+    attempt(believing, show.page_of, run)
+    attempt(accelerate_launch.what_next, run)
+
+
+def of_data(run):
+    attempt(models.own_run, str(run))
+    attempt(models.data_config, str(run))
+    attempt(export.record_of, run)
+
+
+def predicted(run):
+    """What predict prepares: the model, and how an image becomes its input."""
+    if (loaded := attempt(export.load, run)) is not None:
+        attempt(predict.classes, loaded[0], loaded[1], [run.parent / "image.png"])
+
+
+def of_checkpoint(run):
+    """The choice of the newest checkpoint, for export and for a run that goes on, and what that reads of it."""
+    attempt(export.source_of, run)
+    for folder in checkpoint.candidates(run):
+        reason = attempt(checkpoint.unsound, folder)
+        assert reason is None or reason.isprintable(), reason
+        if reason is None and (values := attempt(checkpoint.read_state, folder)):
+            attempt(state.read_values, folder, values, {}, ("registered", "groups", "schedulers", "optimizers"))
+
+
+def of_state(run):
+    """As `of_checkpoint`, with the manifest that an author who means harm writes."""
+    folder = run / "checkpoint-4"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["trainer_state.json"] = checkpoint.entry(folder / "trainer_state.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    attempt(checkpoint.cuts_of, folder / "trainer_state.json")
+    of_checkpoint(run)
+
+
+def of_tensors(run):
+    for load in (attempt(export.plain_tensors, [run / "checkpoint-4" / "rank0.safetensors"]) or {}).values():
+        attempt(load)
+
+
+def of_report(run):
+    if (comparison := attempt(advise.read_comparison, run)) is not None:
+        for name in ("single_bf16", "single_fp8"):
+            attempt(advise.known_loss, comparison, name)
+            attempt(advise.measured_speed, comparison, name)
+
+
+def nothing(run):
+    pass
+
+
+READERS = {  # name: (file, fast, slow)
+    "record": ("run.json", of_record, drawn),
+    "metrics": ("metrics.jsonl", compared, drawn),
+    "data": ("data.json", of_data, predicted),
+    "report": ("report.json", of_report, nothing),
+    "manifest": ("checkpoint-4/manifest.json", of_checkpoint, nothing),
+    "trainer_state": ("checkpoint-4/trainer_state.json", of_state, nothing),
+    "safetensors": ("checkpoint-4/rank0.safetensors", of_tensors, nothing),
+}
+TENSORS = {
+    "0:model/w": torch.ones(2, 3), "0:buffer/b": torch.ones(2), "0:shape/w": torch.tensor([3, 2]),
+    "0:optimizer/w/step": torch.tensor(1.0), "random/torch": torch.ones(4, dtype=torch.uint8),
+}  # fmt: skip
+LEVELS = {
+    "0:all/level": torch.tensor(3), "0:all/model/w": torch.ones(2), "0:rows/model/l.weight": torch.ones(2, 3),
+    "0:all/model/l.weight_scale": torch.tensor(2.0), "0:all/model/l.weight_amax": torch.tensor(2.0),
+    "0:rank/master/l": torch.ones(2, 3), "0:rank/master/l.scale": torch.tensor(2.0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """{name of a reader: a run's folder of its own}."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    run = train("single_fp8", folder / "run", "--max_steps", 4, "--save_steps", 2, "--eval_steps", 2)
+    shutil.copy(ROOT / "results" / "compare_digits" / "report.json", run)
+    runs = {name: shutil.copytree(run, folder / name) for name in READERS}
+    for name in ("manifest", "trainer_state", "safetensors"):  # small files of tensors, and no finished model
+        shutil.rmtree(runs[name] / "model")
+        for at in runs[name].glob("checkpoint-*"):
+            save_file(TENSORS, at / "rank0.safetensors")
+            manifest = {path.name: checkpoint.entry(path) for path in at.iterdir() if path.name != "manifest.json"}
+            (at / "manifest.json").write_text(json.dumps(manifest))
+    from PIL import Image
+
+    Image.new("RGB", (9, 7)).save(folder / "image.png")
+    (folder / "secret").write_text("mine")
+    before = sorted(path.name for path in folder.iterdir())
+    yield runs
+    assert sorted(path.name for path in folder.iterdir()) == before and (folder / "secret").read_text() == "mine"
+
+
+@contextlib.contextmanager
+def in_place(run, name, content):
+    """The folder with these bytes as the reader's file; afterwards it is as it was."""
+    file = run / READERS[name][0]
+    others = [path for path in (file, file.parent / "manifest.json") if path.exists()]
+    kept = {path: path.read_bytes() for path in others}
+    file.write_bytes(content)
+    try:
+        yield
+    finally:
+        for path, was in kept.items():
+            path.write_bytes(was)
+
+
+# ---- what is known ----
+
+KEPT = sorted(path for path in CORPUS.glob("*/*") if path.parent.name in READERS)
+
+
+def test_what_was_found_once_is_a_clean_error_or_none(made):
+    assert len(KEPT) > 10
+    for path in KEPT:
+        name = path.parent.name
+        with in_place(made[name], name, path.read_bytes()):
+            for use in READERS[name][1:]:
+                use(made[name])
+
+
+# ---- what is found ----
+
+ODD = [
+    None, True, -1, 0, 1, 64, 10**9, 2**63, 10**30, int("9" * 4000), 1e-320, 1e99, 1e308, float("nan"), float("inf"), "",
+    "x", "nan", "\x1b[2J", "a\nb", "\ud800", "../secret", "/etc/passwd", "a" * 5000, "vit_huge", "fp8", "finished", [],
+    {}, [[]], [[1]], [None], [1, 2], {"": {}}, {"!": "tensor", "at": "x"}, {"!": "tuple", "items": 3}, [0] * 2000,
+    functools.reduce(lambda inner, _: [inner], range(190), 1), functools.reduce(lambda a, _: {"a": a}, range(190), 1),
+]  # fmt: skip
+VALUES = some.sampled_from(ODD) | some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=9),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+SPLICES = some.tuples(some.floats(0, 1), some.integers(0, 40), some.binary(max_size=12))
+
+
+def places(value, at=()):
+    """The keys that lead to each value inside; of a list the first items."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield (*at, key)
+        yield from places(inner, (*at, key))
+
+
+@some.composite
+def mutated(draw, values):
+    """One of the JSON values, with one to three changes."""
+    value = copy.deepcopy(draw(some.sampled_from(values)))
+    for _ in range(draw(some.integers(1, 3))):
+        if not (known := list(places(value))):
+            break
+        *above, last = draw(some.sampled_from(known))
+        inner = functools.reduce(lambda at, key: at[key], above, value)
+        change = draw(some.sampled_from(["replace", "replace", "delete", "rename"]))
+        if change == "replace":
+            inner[last] = copy.deepcopy(draw(VALUES))
+        elif change == "delete" or isinstance(inner, list):
+            del inner[last]
+        else:
+            inner[str(draw(some.sampled_from(["", "x\n", "\ud800", "../secret", "a/../b", "0", "x" * 300])))] = (
+                inner.pop(last)
+            )
+    return value
+
+
+@some.composite
+def spliced(draw, content):
+    """The bytes, with some cut out and others put in their place; or any bytes."""
+    at, out, put = draw(SPLICES)
+    at = int(at * len(content))
+    return draw(
+        some.just(content[:at] + put + content[at + out :]) | some.just(content[:at]) | some.binary(max_size=99)
+    )
+
+
+def inputs_of(name, content):
+    if name == "metrics":
+        rows = [json.loads(line) for line in content.splitlines()]
+        changed = some.lists(mutated(rows), min_size=1, max_size=5).map(lambda rows: [*map(json.dumps, rows)])
+        return changed.map(lambda lines: "\n".join(lines).encode()) | spliced(content)
+    if name == "safetensors":
+        return some.sampled_from([TENSORS, LEVELS]).flatmap(headers) | spliced(content)
+    return mutated([json.loads(content)]).map(lambda value: json.dumps(value).encode()) | spliced(content)
+
+
+@some.composite
+def headers(draw, tensors):
+    """A file of tensors with another header than it should have, or a header's length that is wrong."""
+    from safetensors.torch import save
+
+    content = save(tensors)
+    size = struct.unpack("<Q", content[:8])[0]
+    text = json.dumps(draw(mutated([json.loads(content[8 : 8 + size])]))).encode()
+    said = draw(some.just(len(text)) | some.sampled_from([0, 2**40, 2**63, 2**64 - 1, 10**8, len(text) - 1]))
+    return struct.pack("<Q", said) + text + content[8 + size :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_no_file_does_more_than_be_refused(made, name):
+    """In five seconds, and in 500 MB."""
+    run, (file, fast, slow) = made[name], READERS[name]
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    @hypothesis.settings(
+        max_examples=INPUTS, deadline=datetime.timedelta(seconds=5), derandomize=True, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(inputs_of(name, (run / file).read_bytes()), some.integers(0, 99))
+    def looks(content, number):
+        with in_place(run, name, content):
+            fast(run)
+            if number == 71:
+                slow(run)
+
+    looks()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 500 * 1024  # KiB
