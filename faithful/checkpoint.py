@@ -298,8 +298,15 @@ def has_damaged_state(folder):
 
 
 def unsound(folder, rank=0, processes=1):
-    """Why a checkpoint is incomplete or damaged, or None. Files of others are ignored. Reads every byte; of several
-    processes each reads the files of its rank, and the first one those of no rank too."""
+    """Why a checkpoint is incomplete or damaged or cannot be read, or None. Files of others are ignored. Reads every
+    byte; of several processes each reads the files of its rank, and the first one those of no rank too."""
+    try:
+        return damage(folder, rank, processes)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+
+
+def damage(folder, rank, processes):
     try:
         settle(folder)
         manifest = manifest_of(folder)
@@ -376,7 +383,7 @@ def read_state(folder):
     file = folder / STATE
     try:
         state = readers.of_kind(file, readers.value_of(file), {})
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise Refused(f"{error}: take another checkpoint") from None
     if state.get("format") not in READABLE:
         raise Refused(
@@ -405,7 +412,7 @@ def cuts_of(file):
     try:
         found = readers.of_kind(file, readers.value_of(file), {"cuts": dict})["cuts"]
         return readers.of_kind(file, found, dict.fromkeys(found, lambda at: at is None or at in range(64)), "cuts")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise Refused(f"{error}: take another checkpoint") from None
 
 

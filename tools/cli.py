@@ -76,4 +76,9 @@ def run(main):
         for line in refused.args:
             print(f"refused: {line}", file=sys.stderr)
         code = refused.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"refused: {error.filename} cannot be read or written: {error.strerror}", file=sys.stderr)
+        code = 2
     sys.exit(code)

@@ -236,7 +236,7 @@ def estimator(folder):
         if key not in estimates and text and recipe.is_file():
             estimates[key] = estimate_of(record, text, recipe, options)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(estimates, indent=1) + "\n")
+            cli.write(file, json.dumps(estimates, indent=1) + "\n")
         return estimates.get(key)
 
     return guess
