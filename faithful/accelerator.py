@@ -379,7 +379,8 @@ class Accelerator(accelerate.Accelerator):
     def newest_checkpoint(self):
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
         saving.wait(self)
-        return next(iter(checkpoint.list_checkpoints(saving.default_folder(self))), None)
+        with contextlib.suppress(OSError):
+            return next(iter(checkpoint.list_checkpoints(saving.default_folder(self))), None)
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""

@@ -106,7 +106,11 @@ class Save:
         self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
         linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
         folder = folder if linked else folder.resolve()
-        existed, self.count = folder.exists(), next_count(folder.parent) if self.main else None
+        existed, self.count = folder.exists(), None
+        try:
+            self.count = next_count(folder.parent) if self.main else None
+        except OSError as problem:
+            self.error = str(problem)
         if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
             folder, existed, linked = broadcast_object_list([folder, existed, linked])
         if linked:
@@ -171,9 +175,10 @@ class Save:
         if self.error:
             self.give_up()
         elif self.rank == self.keeper and self.keep:
-            older = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
-            for old in older[self.keep - 1 :]:
-                shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
+                older = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
+                for old in older[self.keep - 1 :]:
+                    shutil.rmtree(old, ignore_errors=True)
 
     def complete(self, files, state):
         """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
@@ -269,8 +274,12 @@ def number(folder):
 def list_checkpoints(output_dir):
     """The checkpoint folders in `output_dir`, newest first: by a counter, because clocks are set, and a run that goes
     on from an older one writes smaller numbers than those of the steps that it gave up. Those from before the counter
-    was saved come after them, by their time. Then by number. Incomplete and damaged ones are the last."""
-    found = [path for path in Path(output_dir).glob("checkpoint*") if number(path) is not None]
+    was saved come after them, by their time. Then by number. Incomplete and damaged ones are the last. Raises OSError
+    for a folder that cannot be read, which may hold some (Path.glob finds none in it)."""
+    try:
+        found = [path for path in map(Path(output_dir).joinpath, os.listdir(output_dir)) if number(path) is not None]
+    except (FileNotFoundError, NotADirectoryError):
+        found = []
     return sorted(found, key=lambda folder: (*age_of(folder), number(folder)), reverse=True)
 
 
@@ -311,8 +320,15 @@ def has_damaged_state(folder):
 
 
 def unsound(folder, rank=0, processes=1):
-    """Why a checkpoint is incomplete or damaged, or None. Files of others are ignored. Reads every byte; of several
-    processes each reads the files of its rank, and the first one those of no rank too."""
+    """Why a checkpoint is incomplete or damaged or cannot be read, or None. Files of others are ignored. Reads every
+    byte; of several processes each reads the files of its rank, and the first one those of no rank too."""
+    try:
+        return damage(folder, rank, processes)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+
+
+def damage(folder, rank, processes):
     try:
         settle(folder)
         manifest = manifest_of(folder)
@@ -389,7 +405,7 @@ def read_state(folder):
     file = folder / STATE
     try:
         state = readers.of_kind(file, readers.value_of(file), {})
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise Refused(f"{error}: take another checkpoint") from None
     if state.get("format") not in READABLE:
         raise Refused(

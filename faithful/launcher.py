@@ -165,7 +165,10 @@ def claim(folder):
     Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
     until it is closed, or None on a file system without locks."""
     # The kernel releases the lock when no process has the descriptor open any more, also after SIGKILL.
-    descriptor, end = os.open(folder, os.O_RDONLY), None
+    try:
+        descriptor, end = os.open(folder, os.O_RDONLY), None
+    except OSError:  # who writes there says so
+        return None
     while end is None or time.monotonic() < end:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

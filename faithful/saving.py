@@ -3,6 +3,7 @@
 checkpoint.py has the files of a checkpoint, state.py its content, weight_files.py the files of save_model.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -121,7 +122,8 @@ def load_state(accelerator, input_dir):
         )
     accelerator.record.claim()
     wait(accelerator)
-    folder = checkpoint.find(accelerator, input_dir, default_folder(accelerator))
+    with readable(default_folder(accelerator) if input_dir is None else input_dir):
+        folder = checkpoint.find(accelerator, input_dir, default_folder(accelerator))
     accelerator.resumed = True
     if folder is None:
         accelerator.print(f"no checkpoint in {default_folder(accelerator)}: starting at step 0")
@@ -133,7 +135,8 @@ def load_state(accelerator, input_dir):
         foreign.load(accelerator, folder)
         saved_by = processes
     else:
-        saved_by = state.load_state_dict(accelerator, folder)
+        with readable(folder):
+            saved_by = state.load_state_dict(accelerator, folder)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         accelerator.project_configuration.iteration = (checkpoint.number(folder) or 0) + 1
     accelerator.newest = accelerator.steps.taken, folder.resolve()
@@ -143,6 +146,16 @@ def load_state(accelerator, input_dir):
             f"{saved_by} processes saved it, {processes} go on: from the same weights and optimizer "
             "state, with other batches and random numbers"
         )
+
+
+@contextlib.contextmanager
+def readable(folder):
+    """Turns an error in reading a file of a checkpoint into a refusal that names it."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise Refused(f"{error.filename or folder} cannot be read ({why}): take another checkpoint") from None
 
 
 def save_model(accelerator, model, folder, max_shard_size, safe_serialization):

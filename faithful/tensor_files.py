@@ -72,7 +72,7 @@ class TensorFile(Mapping):
     def __init__(self, path, prefix=""):
         try:
             self.file = safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch, which maps the file, raises RuntimeError
             raise Refused(f"{path} cannot be read as safetensors ({error}): take another checkpoint") from None
         self.names = {name.removeprefix(prefix): name for name in self.file.keys() if name.startswith(prefix)}
 

@@ -1,5 +1,7 @@
 """The files that save_model writes: `model.safetensors`, or in several files with an index."""
 
+import fcntl
+import os
 import re
 import shutil
 import tempfile
@@ -17,6 +19,7 @@ from faithful.disk.replacing import sync, write_json
 from faithful.errors import NotSaved
 from faithful.tensors import local
 
+TEMPORARY = ".model.tmp-"
 WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization and without
     True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
     False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
@@ -72,23 +75,29 @@ def write_split(split, like, load, folder, name="model.safetensors"):
 
 def write_model(folder, write, names):
     """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
-    an earlier save are replaced, which have the pattern `names`. Raises NotSaved; then they are still there."""
-    temporary = None
+    an earlier save are replaced, which have the pattern `names`. Raises NotSaved; then they are still there, or if
+    several files were being moved, they have no index."""
+    temporary = lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder))
+        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+        lock = locked(temporary)
         write(temporary)
         new = sorted(path.name for path in temporary.iterdir())
         mode = replacing.created(temporary / "mode")
         for name in new:
             sync(temporary / name)
             replacing.check_target(folder / name)
+        for old in folder.glob("*.index.json") if len(new) > 1 else ():
+            if re.fullmatch(names, old.name):
+                old.unlink()  # the new one comes last: until then no loader takes old and new files for one model
         for name in new:
             replacing.move(temporary / name, folder / name, mode)
         sync(folder)
         for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
             if re.fullmatch(names, old.name) and old.name not in new:
                 old.unlink()
+        clear_leftovers(folder)
     except (OSError, RuntimeError, SafetensorError) as problem:
         why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
         raise NotSaved(
@@ -97,6 +106,30 @@ def write_model(folder, write, names):
     finally:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def locked(folder):
+    """Locks a temporary folder while this process lives. Returns the descriptor that holds the lock, or None: another
+    process has it, or there are no locks."""
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+
+
+def clear_leftovers(folder):
+    """Deletes the temporary folders of killed processes. Those of other machines that are writing are locked."""
+    for left in folder.glob(f"{TEMPORARY}????????"):
+        if (lock := locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
 
 
 def offloaded_weights(model):

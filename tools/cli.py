@@ -76,4 +76,9 @@ def run(main):
         for line in refused.args:
             print("refused:", "\n".join(map(names.printable, str(line).split("\n"))), file=sys.stderr)
         code = refused.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"refused: {error.filename} cannot be read or written: {error.strerror}", file=sys.stderr)
+        code = 2
     sys.exit(code)

@@ -15,11 +15,15 @@ class Damaged(ValueError):
 
 
 def bytes_of(path):
-    """The bytes of a regular file. Raises OSError."""
-    with os.fdopen(opened(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > LARGEST:
-            raise OSError(f"it is larger than {LARGEST >> 20} MiB")
-        return file.read()
+    """The bytes of a regular file. Raises OSError, which names it."""
+    try:
+        with os.fdopen(opened(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise OSError(f"{path} is larger than {LARGEST >> 20} MiB")
+            return file.read()
+    except OSError as error:
+        error.filename = error.filename or str(path)  # an error in reading knows the descriptor alone
+        raise
 
 
 def value_of(path):
