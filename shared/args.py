@@ -79,10 +79,10 @@ def said(kind, least, most):
     return f"{name} from {least} to {most}"
 
 
-def short(text):
-    """The text on one line, of at most 60 characters."""
+def short(text, most=60):
+    """The text on one line, of at most so many characters."""
     text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,8 +95,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if int(os.environ.get("RANK", 0)) == 0:
-            message = message if message.isprintable() else ascii(message)
-            print(f"error: {message} (--help lists the options)", file=sys.stderr)
+            print(f"error: {short(message, 500)} (--help lists the options)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -12,8 +12,7 @@ from shared import args
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        message = message if message.isprintable() else ascii(message)
-        raise args.Refused(f"{message} ({self.prog} --help lists the options)")
+        raise args.Refused(f"{args.short(message, 500)} ({self.prog} --help lists the options)")
 
 
 def parser(name, description):
