@@ -1,10 +1,11 @@
 """DeepSpeed's own config, the JSON of deepspeed_config_file: what it asks for. Imports neither torch nor DeepSpeed."""
 
 import base64
-import json
 import math
 import os
 
+from faithful.disk import settings
+from faithful.disk.names import short
 from faithful.errors import Refused
 
 # Sections that train another way than the script says, or split the model as nothing here counts.
@@ -19,19 +20,21 @@ OF_THE_FILE = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage",
 
 def read(said):
     """(problem or None, mapping) of a path, or of JSON itself, plain or as base64: what the launcher may export."""
+    named = f"deepspeed_config_file {said[:200] if said.isprintable() else short(said)}"
     try:
         if os.path.exists(said):
-            with open(said, encoding="utf-8") as file:
-                config = json.load(file)
+            text = settings.text_of(said)
         else:
-            config = json.loads(said if said.lstrip().startswith("{") else base64.urlsafe_b64decode(said))
-    except (OSError, ValueError, RecursionError) as error:
-        missing = f"it is not in {os.getcwd()}, where the launch looks for it" if not os.path.exists(said) else error
-        return f"deepspeed_config_file {said[:200]} cannot be read: {missing}", {}
+            text = said if said.lstrip().startswith("{") else base64.urlsafe_b64decode(said).decode()
+        config = settings.of_json(text)
+    except settings.Unreadable as error:
+        return f"{named} {error}", {}
+    except ValueError:
+        return f"{named} cannot be read: it is not in {os.getcwd()}, where the launch looks for it", {}
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
-        return f"deepspeed_config_file {said[:200]} has no section zero_optimization: set its stage", {}
+        return f"{named} has no section zero_optimization: set its stage", {}
     if what := wrong(config):
-        return f"deepspeed_config_file {said[:200]}: {what}", {}
+        return f"{named}: {what}", {}
     if unsupported := [name for name in ELSEWHERE if enabled(config.get(name))]:
         return f"{', '.join(unsupported)} in deepspeed_config_file: not supported here, leave it out", config
     return None, config

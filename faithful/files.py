@@ -4,15 +4,13 @@ A file of accelerate_configs/ keeps a grammar of names; a file from elsewhere ma
 torch or Accelerate.
 """
 
-import json
 import os
 from pathlib import Path
-
-import yaml
 
 from faithful import keys
 from faithful.config import FP8_DEFAULTS, LEVELS, PRECISIONS, STRATEGIES, TAILS, on, read_env, to_env
 from faithful.deepspeed_file import OF_THE_FILE
+from faithful.disk import settings
 from faithful.errors import Refused
 
 OURS = Path(__file__).resolve().parents[1] / "accelerate_configs"
@@ -30,20 +28,9 @@ def read(path):
     of the wrong type. The mapping is None if the file does not hold `key: value` lines, or is for a machine that no run
     here can have."""
     try:
-        text = Path(path).read_text()
-        config = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        return [f"cannot be read: {getattr(error, 'strerror', None) or error}"], None
-    except json.JSONDecodeError as error:
-        if text.startswith("\ufeff"):
-            return ["begins with a byte order mark, which Accelerate refuses in JSON: save it without"], None
-        return [f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"], None
-    except (ValueError, RecursionError) as error:  # a date that there is not; lists in lists, a thousand deep
-        return [f"cannot be read: {str(error)[:200]}"], None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        return [f"not YAML{where}: {getattr(error, 'problem', error)}"], None
+        config = settings.read(path)
+    except settings.Unreadable as error:
+        return [str(error)], None
     if not isinstance(config, dict):
         return [f"holds a {type(config).__name__}, not `key: value` lines"], None
     if "zero_optimization" in config and "distributed_type" not in config:
@@ -60,16 +47,17 @@ def read(path):
         return [f"distributed_type {config['distributed_type']} needs {needs}, not supported here: use FSDP"], None
     if config.get("distributed_type") is False:  # NO without quotes is a boolean to YAML
         config["distributed_type"] = "NO"
-    if config.get("num_processes") == -1:  # nobody says it
+    if str(config.get("num_processes")) == "-1":  # nobody says it
         del config["num_processes"]
-    for key, kind in keys.all_keys()[""].items():
-        if kind == "int" and isinstance(config.get(key), str) and config[key].isdecimal():
-            config[key] = int(config[key])
     if config.pop("fp16", False) and "mixed_precision" not in config:
         config["mixed_precision"] = "fp16"
     if "dynamo_backend" in config:
         config["dynamo_config"] = {"dynamo_backend": config.pop("dynamo_backend")}
-    return list(keys.problems(config)), config
+    lines = list(keys.problems(config))
+    for key, kind in keys.all_keys()[""].items():
+        if kind == "int" and isinstance(config.get(key), str) and config[key].isdecimal():
+            config[key] = int(config[key])
+    return lines, config
 
 
 def file_problems(path):
@@ -87,13 +75,10 @@ def file_problems(path):
         lines.append(f"distributed_type is missing: one of {', '.join(TYPES)}")
     elif kind not in TYPES:
         lines.append(f"distributed_type {str(kind)} is not one of {', '.join(TYPES)}")
-    if isinstance(processes, int) and processes < 1:
-        lines.append(f"num_processes is {processes}: write the number of processes, 1 or more")
-    if isinstance(processes, bool) or not isinstance(processes, int | None) or (processes or 1) < 1:
-        config["num_processes"] = processes = 1
     for key in ("num_machines", "machine_rank"):
-        if key in config and (not isinstance(config[key], int) or config[key] < (key == "num_machines")):
-            lines.append(f"{key} is {config.pop(key)}: write a number, or leave it out for one machine")
+        if key in config and config[key] is None:
+            del config[key]
+            lines.append(f"{key} is null: write a number, or leave it out for one machine")
     if kind == "MULTI_CPU" and (processes or 1) > 1 and not (config.get("mpirun_config") or {}).get("mpirun_hostfile"):
         lines.append(
             f"MULTI_CPU with {processes} processes needs mpirun_config, else Accelerate starts one: set "
@@ -237,11 +222,11 @@ def named_otherwise(path, config):
     except Refused as error:
         yield str(error)
         return
-    settings = read_env(to_env(config))
-    settings["recipe"] = settings["fp8_options"].get("recipe")
+    wanted = read_env(to_env(config))
+    wanted["recipe"] = wanted["fp8_options"].get("recipe")
     for key, value in (promised or {}).items():
-        if settings[key] != value:
-            yield f"the name says {key} {value}, the file {settings[key]}: rename it or change the file"
+        if wanted[key] != value:
+            yield f"the name says {key} {value}, the file {wanted[key]}: rename it or change the file"
 
 
 def grammar(name):

@@ -5,6 +5,7 @@ the option of its command line that has the same name. So the class and the comm
 are, and the type of each.
 """
 
+import argparse
 import ast
 import contextlib
 import difflib
@@ -34,6 +35,14 @@ VALUES = {  # texts that have a meaning, where another one would end in an error
     "dynamo_backend": (*BACKENDS, *map(str.upper, BACKENDS), "False"),
     "offload_optimizer_device": ("none", "cpu", "nvme"), "offload_param_device": ("none", "cpu", "nvme"),
     "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
+}  # fmt: skip
+MANY = 1 << 20  # processes, machines: more than there are anywhere
+RANGES = {  # key: the least and the greatest number, None for no bound
+    "num_processes": (1, MANY), "num_machines": (1, MANY), "machine_rank": (0, MANY), "main_process_port": (0, 65535),
+    "max_restarts": (0, MANY), "fsdp_min_num_params": (0, None), "fp8_margin": (0, None), "fp8_interval": (1, None),
+    "fp8_amax_history_len": (1, MANY), "zero_stage": (0, 3), "gradient_accumulation_steps": (1, None),
+    "gradient_clipping": (0, None),
+    **{f"parallelism_config_{name}_size": (1, MANY) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
 }  # fmt: skip
 REMOVED = ("ipex_config",)  # which Accelerate refuses by now
 TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", "n", "f")  # Accelerate's str_to_bool
@@ -161,16 +170,38 @@ def wrong(key, kind, value):
         return f"is {shown}: write true or false"
     if kind in ("int", "float") and not (text == "auto" and key in AUTO):
         number = None
-        if key == "fsdp_min_num_params" or kind == "float":
+        if len(text) < 30 and (key == "fsdp_min_num_params" or kind == "float"):
             with contextlib.suppress(ValueError):
                 number = float(text)
-        elif text.removeprefix("-").isdecimal():
+        elif len(text) < 30 and text.removeprefix("-").isdecimal():
             number = int(text)
         if number is None or isinstance(value, bool) or not math.isfinite(number) or (kind == "int" and number % 1):
-            return f"is {shown}: write a {'whole ' * (kind == 'int')}number"
+            return f"is {shown}: write a {'whole ' * (kind == 'int')}number{in_words(key)}"
+        least, most = RANGES.get(key, (None, None))
+        if (least is not None and number < least) or number > (2**63 - 1 if most is None else most):
+            return f"is {shown}: write a {'whole ' * (kind == 'int')}number{in_words(key)}"
     if key in VALUES and str(value) not in VALUES[key]:
         return f"is {shown}: write one of {', '.join(word for word in VALUES[key] if word.islower())}"
     return None
+
+
+def in_words(key):
+    """The range of a number, for a message."""
+    least, most = RANGES.get(key, (None, None))
+    if key == "main_process_port":
+        return " from 1 to 65535, or 0 for any that is free"
+    return "" if least is None else f" from {least} on" if most in (None, MANY) else f" from {least} to {most}"
+
+
+def option(name):
+    """The `type` of an option with the name of a key, for argparse: a number in the range of that key."""
+
+    def parsed(text):
+        if said := wrong(name, "int", text):
+            raise argparse.ArgumentTypeError(said)
+        return int(text)
+
+    return parsed
 
 
 def meant(key, section):

@@ -188,9 +188,7 @@ def problems_of_machines(config, env):
     elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     if config.get("max_restarts") and not elastic:
         lines.append(IN_VAIN)
-    if port is not None and not 0 <= port < 1 << 16:
-        lines.append(f"main_process_port {port} is not one of 1 to 65535 (0: any that is free)")
-    elif port and rank == 0 and port_in_use(port):
+    if port and rank == 0 and port_in_use(port):
         lines.append(f"port {port} of this machine is in use: choose another --main_process_port")
     if machines == 1:
         return lines

@@ -39,6 +39,52 @@ class Run:
     report_to: str | None = None  # tensorboard, trackio or wandb; metrics.jsonl is always written
 
 
+# The least and the greatest value of each option that is a number, in all recipes and in --grad_scaler. None: no bound
+# that one would meet by mistake. An option of your own without a row takes every finite number.
+RANGES = {
+    "logging_steps": (0, None), "eval_steps": (0, None), "save_steps": (0, None), "save_total_limit": (1, None),
+    "per_device_eval_batch_size": (1, None), "per_device_train_batch_size": (1, None),
+    "dataloader_num_workers": (0, 1024), "image_size": (1, 1 << 16), "freeze": (0, None), "layer_decay": (0, 1),
+    "dropout": (0, 1), "label_dropout": (0, 1), "skip_broken": (0, None), "learning_rate": (0, None),
+    "weight_decay": (0, None), "ema_decay": (0, 1), "warmup_steps": (0, None), "max_steps": (1, None),
+    "gradient_accumulation_steps": (1, None), "max_grad_norm": (0, None), "guidance": (0, None),
+    "sequence_length": (1, 1 << 24), "vocab_size": (0, 1 << 24), "lora_rank": (0, 1 << 16), "lora_alpha": (1, None),
+    "seed": (0, 2**32 - 1),  # what NumPy takes
+    "init_scale": (1e-30, None), "growth_factor": (1.000001, None),
+    "backoff_factor": (1e-30, 0.999999), "growth_interval": (1, None),
+}  # fmt: skip
+MOST = 2**31 - 1  # of a number without a bound
+
+
+def number(kind, least=-MOST, most=None):
+    """The `type` of an option, for argparse: an int or a float from `least` to `most`."""
+
+    def parsed(text):
+        try:
+            value = kind(text) if len(text) < 30 else None  # Python refuses to read thousands of digits
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= (MOST if most is None else most):  # nan is in no range
+            raise argparse.ArgumentTypeError(f"{short(text)} is not {said(kind, least, most)}")
+        return value
+
+    return parsed
+
+
+def said(kind, least, most):
+    """The range in words: `a whole number, 1 or more`."""
+    name = "a whole number" if kind is int else "a number"
+    if most is None:
+        return name if least == -MOST else f"{name}, {least} or more"
+    return f"{name} from {least} to {most}"
+
+
+def short(text, most=60):
+    """The text on one line, of at most so many characters."""
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class Parser(argparse.ArgumentParser):
     """All ranks parse the same line; only rank 0 prints what is wrong with it."""
 
@@ -49,7 +95,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {message} (--help lists the options)", file=sys.stderr)
+            print(f"error: {short(message, 500)} (--help lists the options)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -80,7 +126,8 @@ def parser_of(cls, kind=Parser):
         elif typing.get_origin(of_type) is typing.Literal:
             how = {"choices": typing.get_args(of_type)}
         else:
-            how = {"type": of_type, "metavar": of_type.__name__.upper()}
+            kind = number(of_type, *RANGES.get(field.name, ())) if of_type in (int, float) else of_type
+            how = {"type": kind, "metavar": of_type.__name__.upper()}
         parser.add_argument(*flags, default=field.default, help=help, **how)
     return parser
 
@@ -102,10 +149,13 @@ def grad_scaler(text):
     kinds = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
     try:
         pairs = [item.split("=") for item in text.split(",") if item]
-        return [GradScalerKwargs(**{key: kinds[key](value) for key, value in pairs})] if pairs else []
+        values = {key: number(kinds[key], *RANGES[key])(value) for key, value in pairs}
+    except argparse.ArgumentTypeError as error:
+        Parser().error(f"--grad_scaler {short(text)}: {error}")  # there is no Accelerator yet
     except (KeyError, ValueError):
         keys = ", ".join(f"{key}={kind.__name__}" for key, kind in kinds.items())
-        Parser().error(f"--grad_scaler {text!r} is not one of {keys}")  # there is no Accelerator yet
+        Parser().error(f"--grad_scaler {short(text)!r} is not one of {keys}")
+    return [GradScalerKwargs(**values)] if values else []
 
 
 def trackers(report_to):

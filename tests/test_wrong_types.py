@@ -85,7 +85,7 @@ def test_no_value_at_all_ends_in_a_traceback(tmp_path):
         ("fp8", "fp8_config", "override_linear_precision", [True], "takes a list of three booleans"),
         ("fp8", "fp8_config", "override_linear_precision", 1, "takes a list of three booleans"),
         ("ddp", "", "mpirun_config", 1, "mpirun_config holds 1, not `key: value` lines"),
-        ("ddp", "", "main_process_port", 70000, "main_process_port 70000 is not one of 1 to 65535"),
+        ("ddp", "", "main_process_port", 70000, "main_process_port is 70000: write a whole number from 1 to 65535"),
         ("ddp", "dynamo_config", "dynamo_backend", 12, "dynamo_backend is 12: write one of no"),
         ("ddp", "", "main_process_ip", ["a"], "main_process_ip is ['a']: write one string"),
     ],

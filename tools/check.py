@@ -82,7 +82,7 @@ def main(argv):
     parser = cli.parser("check", __doc__)
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
     for name in OPTIONS:
-        kind = str if name in ("main_process_ip", "rdzv_backend") else int
+        kind = str if name in ("main_process_ip", "rdzv_backend") else keys.option(name)
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
     parser.add_argument("-q", "--quiet", action="store_true", help="print problems, and options that the file lacks")
     for option, takes_value in keys.launch_options().items():  # whose values the launcher itself checks

@@ -12,7 +12,7 @@ from shared import args
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise args.Refused(f"{message} ({self.prog} --help lists the options)")
+        raise args.Refused(f"{args.short(message, 500)} ({self.prog} --help lists the options)")
 
 
 def parser(name, description):
@@ -31,11 +31,8 @@ def die_with_me():
     launcher.end_with_the_parent(signal.SIGKILL)  # the workers end with their launcher
 
 
-def count(text):
-    """A whole number, 1 or more, for `add_argument(type=count)`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
-    return int(text)
+RANGES, number = args.RANGES, args.number
+count = number(int, 1)  # for `add_argument(type=count)`
 
 
 def split(argv):

@@ -43,7 +43,6 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -71,13 +70,14 @@ def split_launch(words):
 
 def replicas(file, options, gpus):
     """The number of processes that see different samples."""
-    config = yaml.safe_load(file.read_text())
-    count = find.option(options, "num_processes")
-    if count is not None and not count.isdecimal():
-        raise Refused(f"--num_processes {count}: write the number of processes, 1 or more")
+    config, count = find.sound_config(file)[1], find.option(options, "num_processes")
+    try:
+        count = count and cli.count(count)
+    except argparse.ArgumentTypeError as error:
+        raise Refused(f"--num_processes {error}") from None
     if str(config.get("distributed_type")) == "NO":
         return 1
-    count = int(count or gpus or config.get("num_processes", 1))
+    count = int(count or gpus or config.get("num_processes") or 1)
     return count // int((config.get("parallelism_config") or {}).get("parallelism_config_tp_size", 1))
 
 
@@ -291,13 +291,13 @@ def arguments(argv):
     add("--no-twin", "--no_twin", action="store_true", help="leave out the control from weights one rounding apart")
     add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
     add("--vary", action="append", default=[], metavar="OPTION", help="over finished runs: an option that may differ")
-    add("--price-per-hour", type=float, help="of the machine: adds samples per unit of that price")
+    add("--price-per-hour", type=cli.number(float, 0), help="of the machine: adds samples per unit of that price")
     add(
         "--assert-close",
         metavar="BASELINE",
         help="exit code 1 unless every final metric is within --rtol of this row's",
     )
-    add("--rtol", type=float, default=0.01, help="relative (default: 0.01)")
+    add("--rtol", type=cli.number(float, 0), default=0.01, help="relative (default: 0.01)")
     add("--no-estimate", action="store_true", help="leave the memory estimate out")
     add("--output_dir", "--output-dir", type=Path, help="where launched runs go")
     add(

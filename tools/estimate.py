@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import faithful  # noqa: E402
 from faithful import config, files, rules  # noqa: E402
-from shared.args import Refused  # noqa: E402
+from shared.args import Refused, short  # noqa: E402
 from tools import cli, find, host  # noqa: E402
 
 CLASSES = ("weights", "gradients", "master", "optimizer", "activations", "communication", "runtime")
@@ -210,9 +210,9 @@ def estimate(settings, plain, checkpointed, cpu):
 
 
 def parse_bytes(text):
-    match = re.fullmatch(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", text)
+    match = re.fullmatch(r"(?ia)\s*(\d{1,15}(?:\.\d{0,9})?|\.\d{1,9})\s*([kmgt]?)(i?)b?\s*", text)
     if not match:
-        raise Refused(f"--memory {text}: write it as 80GB or 24GiB")
+        raise Refused(f"--memory {short(text)}: write it as 80GB or 24GiB")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix.lower() or " ")))
 

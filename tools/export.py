@@ -403,7 +403,9 @@ def main(argv):
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")
     parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors, .onnx")
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
+    parser.add_argument(
+        "--checkpoint", type=cli.number(int, 0), metavar="STEP", help="this checkpoint, not the finished model"
+    )
     parser.add_argument("--max_shard_size", default="10GB", help="safetensors: of one file; more are written, an index")
     args = parser.parse_args(argv)
     if args.to == "onnx":

@@ -158,9 +158,13 @@ def main(argv):
     parser.add_argument("--prompt", help="the text to go on with, or to find the class of")
     parser.add_argument("--tokens", type=cli.count, default=100, help="how many to add to the prompt")
     parser.add_argument("--classes", nargs="+", metavar="CLASS", help="draw images of these; default: the first ten")
-    parser.add_argument("--seed", type=int, default=0, help="of the tokens or images drawn")
+    parser.add_argument(
+        "--seed", type=cli.number(int, *cli.RANGES["seed"]), default=0, help="of the tokens or images drawn"
+    )
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="this checkpoint, not the finished model")
+    parser.add_argument(
+        "--checkpoint", type=cli.number(int, 0), metavar="STEP", help="this checkpoint, not the finished model"
+    )
     args = parser.parse_intermixed_args(argv)
     device = torch.device("cpu")
     if torch.accelerator.is_available():
