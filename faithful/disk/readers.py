@@ -1,6 +1,7 @@
 """What a JSON file of ours must hold. A file may be damaged, or made by anyone: keys, types and ranges are checked here
 and nowhere else. Each function raises Damaged with a line that names the file."""
 
+import errno
 import json
 import os
 
@@ -19,7 +20,7 @@ def bytes_of(path):
     try:
         with os.fdopen(opened(path), "rb") as file:
             if os.fstat(file.fileno()).st_size > LARGEST:
-                raise OSError(f"{path} is larger than {LARGEST >> 20} MiB")
+                raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
             return file.read()
     except OSError as error:
         error.filename = error.filename or str(path)  # an error in reading knows the descriptor alone

@@ -5,6 +5,7 @@ twice, control characters. Each function raises Unreadable."""
 import json
 import os
 import stat
+import unicodedata
 from pathlib import Path
 
 import yaml
@@ -134,7 +135,7 @@ def checked(value, depth=0):
     elif isinstance(value, list | tuple | set):
         for inner in value:
             checked(inner, depth + 1)
-    elif isinstance(value, str) and not value.isprintable():
+    elif isinstance(value, str) and any(unicodedata.category(each) in ("Cc", "Cs") for each in value.rstrip("\n")):
         raise Unreadable(f"holds {short(value)}: write it on one line, without control characters")
     elif isinstance(value, int) and abs(value) >= GREATEST:
         raise Unreadable("holds a number of more than 64 bits: write a smaller one")
