@@ -185,9 +185,7 @@ class Save:
         this disk."""
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
         if (self.temporary / STATE).stat().st_size > readers.LARGEST:
-            raise OSError(
-                f"its values that are no tensors take more than {readers.LARGEST >> 20} MiB: make them tensors"
-            )
+            raise OSError(f"what it holds besides tensors takes more than {readers.LARGEST >> 20} MiB")
         for path in sorted(path for path in self.temporary.rglob("*") if not path.is_dir() or path.is_symlink()):
             name = str(path.relative_to(self.temporary))
             names.inside(self.temporary, name)  # a hook of the script may have made a symlink
@@ -426,9 +424,8 @@ def whole_state(file, state):
         "keeper?": readers.count(0, processes - 1),
         "replicas?": lambda n: type(n) is int and n in range(1, processes + 1),
     }
-    readers.of_kind(
-        file, {"loaders": [one for one in state["loaders"] if isinstance(one, dict)]}, {"loaders": [LOADER]}
-    )
+    for loader in state["loaders"]:
+        readers.of_kind(file, loader, bool if isinstance(loader, bool) else LOADER, "loaders")
     return readers.of_kind(file, state, within)
 
 

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from faithful.disk.names import opened, printable
 from faithful.errors import Refused
 
 PIECE = 1 << 24  # bytes that are written and hashed at once
@@ -71,9 +72,11 @@ class TensorFile(Mapping):
 
     def __init__(self, path, prefix=""):
         try:
+            os.close(opened(path))  # a pipe would be waited for
             self.file = safe_open(path, "pt")
         except (OSError, RuntimeError, SafetensorError) as error:  # torch, which maps the file, raises RuntimeError
-            raise Refused(f"{path} cannot be read as safetensors ({error}): take another checkpoint") from None
+            why = printable(str(error)[:200])
+            raise Refused(f"{path} cannot be read as safetensors ({why}): take another checkpoint") from None
         self.names = {name.removeprefix(prefix): name for name in self.file.keys() if name.startswith(prefix)}
 
     def __getitem__(self, name):

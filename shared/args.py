@@ -4,12 +4,14 @@ Each field is an option. Its default is the option's default, and the comment be
 
     learning_rate: float = 2e-3  # peak, after the warm-up
 
-Options are spelled with underscores or dashes. This module imports argparse only, so that the start stays fast.
+Options are spelled with underscores or dashes. This module imports no torch, so that the start stays fast. At its end
+stands what run.json and data.json must be to be read.
 """
 
 import argparse
 import dataclasses
 import inspect
+import json
 import os
 import re
 import sys
@@ -191,3 +193,43 @@ def bar(max_steps, step, samples, main):
 
     style = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {samples_per_second}{postfix}]"
     return Bar(total=max_steps, initial=step, disable=None if main else True, bar_format=style)
+
+
+# ---- files of a run, which may be anyone's ----
+
+
+def whole(first, last):
+    return lambda value: type(value) is int and first <= value <= last
+
+
+def numbers(value):
+    small = isinstance(value, list) and 0 < len(value) <= 64
+    return small and all(type(one) in (int, float) and abs(one) < 1e6 for one in value)
+
+
+def texts(value):
+    return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+# What data.json may hold, which may be anyone's: {key: function from a value to whether it is right}. Another data set
+# than images has no image_size; keys may be absent.
+DATA_FORM = {
+    "image_size": lambda size: size is None or whole(1, 4096)(size), "in_chans": whole(1, 64),
+    "num_classes": whole(1, 100_000), "sequence_length": whole(1, 10**6), "vocab_size": whole(1, 10**7),
+    "classes": texts, "interpolation": lambda name: isinstance(name, str), "mean": numbers, "std": numbers,
+    "crop_pct": lambda value: value is None or (type(value) in (int, float) and 0 < value <= 10),
+    "fingerprint": lambda value: value is None or isinstance(value, str),
+}  # fmt: skip
+
+
+def read_object(path):
+    """The object in a JSON file. Raises Refused for anything else."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise OSError("no such file")
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refused(f"{path} cannot be read ({str(error)[:200]})") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{path}: its content is not an object")
+    return value

@@ -16,7 +16,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from shared import about
+from shared import args as options
 from shared.args import Refused
 
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
@@ -240,8 +240,8 @@ def own_run(name):
     Refused if they do not hold what a recipe writes."""
     if not Path(name, "data.json").is_file():
         return None
-    record, facts = about.read(Path(name, "run.json")), about.read(Path(name, "data.json"))
-    for key, right in about.FORM.items():
+    record, facts = options.read_object(Path(name, "run.json")), options.read_object(Path(name, "data.json"))
+    for key, right in options.DATA_FORM.items():
         if key in facts and not right(facts[key]):
             raise Refused(f"{name}/data.json: {key} is {facts[key]!a:.60}, which it cannot be")
     args = record.get("args")

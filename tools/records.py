@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from faithful.disk import readers
-from faithful.disk.readers import count, number
-from shared import about, args
+from faithful.disk.names import printable
+from faithful.disk.readers import count, number, word
+from shared import args
 from shared.args import Refused
 
 SCHEMA = 2  # of run.json
@@ -21,14 +22,18 @@ def words(value):
     return value is None or isinstance(value, str)
 
 
+def line(value):
+    return value is not None and word(value)
+
+
 def logged_number(value):
     return number(value) or value in NOT_FINITE
 
 
 COUNT, SIZE, NOT_ALWAYS = count(), count(1, 100_000), (None, number)
 PLAN = {
-    "strategy": str, "precision?": str, "num_processes?": count(1, 10**6), "replicas?": count(1, 10**6),
-    "level?": words, "rehearsal?": bool, "emulated?": bool,
+    "strategy": line, "precision?": line, "num_processes?": count(1, 10**6), "replicas?": count(1, 10**6),
+    "level?": word, "rehearsal?": bool, "emulated?": bool,
 }  # fmt: skip
 SEEN = {
     "samples_per_step?": (None, COUNT), "first_batch?": words, "nudged?": (None, bool),
@@ -48,9 +53,9 @@ THROUGHPUT = {
 }  # fmt: skip
 # What run.json must hold to be shown, exported or compared. Keys with `?` are not in the records of all versions.
 RECORD = {
-    "status": str, "recipe": str, "plan": PLAN, "command?": str, "args?": (None, dict), "seen?": (None, SEEN),
-    "config?": {"name?": words, "text?": words, "sha256?": words}, "evidence?": (None, EVIDENCE), "notes?": [str],
-    "versions?": {str: words}, "device_name?": words, "started?": str, "finished?": words,
+    "status": line, "recipe": line, "plan": PLAN, "command?": str, "args?": (None, dict), "seen?": (None, SEEN),
+    "config?": {"name?": word, "text?": words, "sha256?": words}, "evidence?": (None, EVIDENCE), "notes?": [str],
+    "versions?": {str: word}, "device_name?": word, "started?": str, "finished?": words,
     "throughput?": (None, THROUGHPUT), "final?": (None, {"step?": number, "metrics?": (None, dict)}),
     "peak_memory_bytes?": NOT_ALWAYS, "gpu_utilization_mean?": NOT_ALWAYS, "error?": words, "code_sha256?": words,
     "git_commit?": words,
@@ -67,7 +72,7 @@ ROW = {"config": str, "control": bool, "error": words, "emulated?": bool, "rehea
        "measures?": {str: MEASURE}}  # fmt: skip
 COMPARISON = {"rows": [ROW], "measure": words, "args": dict, "recipe": words, "device": words}
 # What data.json must hold to build the model and to prepare an input.
-DATA = {f"{key}?": form for key, form in about.FORM.items()}
+DATA = {f"{key}?": form for key, form in args.DATA_FORM.items()}
 
 
 def record_of(folder):
@@ -136,10 +141,11 @@ def read(folder, seed=None):
 def problem(record, metrics):
     """The reason why this run cannot be used, or None."""
     if record.get("schema_version") != SCHEMA:
-        return f"run.json has schema_version {record.get('schema_version')}, this version reads {SCHEMA}: run it again"
+        version = short(record.get("schema_version"))
+        return f"run.json has schema_version {version}, this version reads {SCHEMA}: run it again"
     closed = ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")  # not a recipe
     if record.get("status") not in closed or record.get("error"):
-        return f"{record.get('status')}: {record.get('error') or 'it did not finish'}"
+        return f"{record.get('status')}: {printable(record.get('error') or 'it did not finish')}"
     evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
     lacks += [key for key in ("samples_per_step", "first_batch") if not seen.get(key)]
@@ -156,7 +162,7 @@ def problem(record, metrics):
         return f"lacks evidence: {taken} of {steps} steps are recorded"
     last = metrics[-1] if metrics else {}
     wrong = [name for name, value in logged(record).items() if last.get(name) != value or not math.isfinite(value)]
-    return f"run.json and metrics.jsonl disagree on {', '.join(wrong)}" if wrong else None
+    return f"run.json and metrics.jsonl disagree on {printable(', '.join(wrong)[:200])}" if wrong else None
 
 
 def logged(record):
@@ -224,7 +230,7 @@ def differing(runs, vary):
             unknown = run["problem"] and (values.get(key) is None or wanted.get(key) is None)
             if values.get(key) != wanted.get(key) and key not in seeds and not unknown:
                 then, now = short(wanted.get(key)), short(values.get(key))
-                lines.setdefault(key, f"{key}: {then} in {first['folder']}, {now} in {run['folder']}")
+                lines.setdefault(key, f"{printable(key[:200])}: {then} in {first['folder']}, {now} in {run['folder']}")
     return lines
 
 
@@ -259,4 +265,6 @@ def is_seed(run, key):
 
 
 def short(value):
-    return f"{value[:12]}..." if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else value
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
+        return f"{value[:12]}..."
+    return printable(str(value)[:200])

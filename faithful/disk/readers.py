@@ -98,8 +98,8 @@ def number(value):
 
 
 def word(value):
-    """The form of null, or of a short text for a message."""
-    return value is None or isinstance(value, str) and len(value) <= 60 and value.isprintable()
+    """The form of null, or of a text that fits into a line."""
+    return value is None or isinstance(value, str) and len(value) <= 255 and value.isprintable()
 
 
 def rows_of(path):
