@@ -18,7 +18,8 @@ def bytes_of(path):
         with os.fdopen(opened(path), "rb") as file:
             return file.read()
     except OSError as error:
-        error.filename = error.filename or str(path)  # an error in reading knows the descriptor alone
+        if error.errno and not error.filename:  # an error in reading knows the descriptor alone
+            error.filename = str(path)
         raise
 
 
