@@ -12,7 +12,9 @@ whoever looks at the checkpoint next moves the rest (`settle`).
 """
 
 import contextlib
+import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -282,18 +284,23 @@ def list_checkpoints(output_dir):
 
 
 def age_of(folder):
-    """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 without a state
-    that can be read."""
+    """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 where there is no
+    state or it is damaged. Where it cannot be read it may be sound: then it counts as the newest, which nobody deletes.
+    """
     try:
         state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
         return state.get("counter", 0), state.get("saved", 0)
-    except (OSError, ValueError):
+    except ValueError:
         return -1, 0
+    except OSError as error:
+        absent = error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # None: what is there is no file
+        return -1 if absent else math.inf, 0
 
 
 def next_count(output_dir):
     """The counter of a checkpoint that is the newest in its folder."""
-    return 1 + max((age_of(folder)[0] for folder in list_checkpoints(output_dir)), default=0)
+    counts = [age_of(folder)[0] for folder in list_checkpoints(output_dir)]
+    return 1 + max((count for count in counts if count < math.inf), default=0)
 
 
 def candidates(output_dir):

@@ -210,6 +210,23 @@ def test_checkpoints_from_before_the_counter_are_older_by_their_time(tmp_path):
     assert checkpoint.next_count(tmp_path) == 3
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_the_oldest(tmp_path, monkeypatch):
+    """Else a save would delete it in place of an older one."""
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        replacing.write_json(tmp_path / f"checkpoint-{step}" / "trainer_state.json", {"counter": step})
+    read = readers.bytes_of
+
+    def fails(path):
+        if "checkpoint-1" in str(path):
+            raise OSError(5, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(readers, "bytes_of", fails)
+    assert [checkpoint.number(path) for path in checkpoint.list_checkpoints(tmp_path)] == [1, 2]
+    assert checkpoint.next_count(tmp_path) == 3
+
+
 STATES = [
     "",
     "{",

@@ -23,7 +23,8 @@ def bytes_of(path):
                 raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
             return file.read()
     except OSError as error:
-        error.filename = error.filename or str(path)  # an error in reading knows the descriptor alone
+        if error.errno and not error.filename:  # an error in reading knows the descriptor alone
+            error.filename = str(path)
         raise
 
 
