@@ -64,7 +64,7 @@ def refused(call, *kinds):
     try:
         return call()
     except kinds as error:
-        clean(str(error).splitlines())
+        clean(error.args)
 
 
 def of_config(path):
