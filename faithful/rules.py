@@ -199,7 +199,7 @@ def problems_of_machines(config, env):
         )
     if not 0 <= rank < machines:
         lines.append(f"machine_rank {rank} is not one of 0 to {machines - 1}: give each machine its own")
-    address = config.get("main_process_ip")
+    address = str(config.get("main_process_ip") or "")
     if not address:
         lines.append("several machines need --main_process_ip: pass the address of machine 0 on each of them")
     elif address == "localhost" or address.startswith("127."):
@@ -240,7 +240,7 @@ def problems_of_hostfile(section, processes):
 def resolves(name):
     try:
         return bool(socket.getaddrinfo(name, None))
-    except OSError:
+    except (OSError, UnicodeError):  # a name may hold no empty or long part
         return False
 
 

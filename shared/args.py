@@ -20,9 +20,13 @@ import typing
 
 
 class Refused(Exception):
-    """A user's mistake: a message that says what was asked, what is there and what to do, printed without traceback."""
+    """A user's mistake: a message that says what was asked, what is there and what to do, printed without traceback.
+    It may repeat what a file of anyone's says, so its lines are made printable."""
 
     exit_code = 2
+
+    def __init__(self, *lines):
+        super().__init__(*("\n".join(short(part, 2000) for part in str(line).split("\n")) for line in lines))
 
 
 @dataclasses.dataclass
@@ -97,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {short(message, 500)} (--help lists the options)", file=sys.stderr)
+            print(f"error: {short(message, 2000)} (--help lists the options)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shared.args import Refused
+from shared.args import Refused, short
 
 
 def load(name, offline, *args, **kwargs):
@@ -15,6 +15,17 @@ def load(name, offline, *args, **kwargs):
         error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
+
+
+def column(split, key, name):
+    """All values of a column. `datasets` finds text that is not UTF-8 only here."""
+    try:
+        return split[key][:]
+    except UnicodeDecodeError as error:
+        raise Refused(
+            f"--dataset {name}: column {key} holds text that is not UTF-8: byte {error.object[error.start]:#x} after "
+            f"{short(error.object[: error.start].decode()[-30:])!r}; convert it, or leave that row out"
+        ) from None
 
 
 def split_of(loaded, name):

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shared import data, hub, text
-from shared.args import Refused
+from shared.args import Refused, short
 
 TEMPLATE = (  # for a tokenizer that has none
     "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + eos_token }}{% endfor %}"
@@ -88,14 +88,14 @@ def chats(name, sequence_length, packing=True, skip_long=False, pretrained=None)
 def messages(part, name):
     """The conversations of a split, as lists of messages."""
     if "messages" in part.features:
-        return part["messages"][:]
+        return hub.column(part, "messages", name)
     pair = next((pair for pair in PAIRS if set(pair) <= set(part.features)), None)
     if pair is None:
         raise Refused(
-            f'--dataset {name} has columns {", ".join(part.features)}; "messages" is needed, or two of '
+            f'--dataset {name} has columns {", ".join(map(short, part.features))}; "messages" is needed, or two of '
             + ", ".join(map(" and ".join, PAIRS))
         )
-    return [conversation(*both) for both in zip(part[pair[0]][:], part[pair[1]][:], strict=True)]
+    return [conversation(*both) for both in zip(*(hub.column(part, key, name) for key in pair), strict=True)]
 
 
 def conversation(question, answer):
@@ -134,8 +134,10 @@ def rendered(conversation, tokenizer, what):
                 answered = whole if last else tokenizer.apply_chat_template(conversation[: i + 1], tokenize=False)
                 if answered.startswith(prompt) and whole.startswith(answered):
                     answers.append((len(prompt), len(answered)))
+        whole.encode()  # half of a surrogate pair is no text
     except Exception as error:  # of the template, which is a program
-        raise Refused(f"{what}: the chat template fails ({str(error).splitlines()[0]})") from None
+        said = short(str(error) or type(error).__name__, 200)
+        raise Refused(f"{what}: the chat template fails ({said})") from None
     if not answers:
         raise Refused(f'{what} has no answer: a message with the role "assistant" after the question')
     return whole, answers

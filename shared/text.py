@@ -93,22 +93,22 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
     if pretrained:
         tokenizer = tokenizer_of(pretrained)
     else:
-        tokenizer = train_tokenizer(itertools.chain(*texts_in(train, columns)), vocab_size)
+        tokenizer = train_tokenizer(itertools.chain(*texts_in(train, columns, name)), vocab_size)
     if tokenizer.eos_token is None:
         tokenizer.eos_token = tokenizer.pad_token
     for part in (train, held_out):
         hub.refuse_labels_out_of_range(name, part, "label")
-    return tuple(sequences(part, columns, tokenizer, sequence_length) for part in (train, held_out))
+    return tuple(sequences(part, columns, tokenizer, sequence_length, name) for part in (train, held_out))
 
 
-def texts_in(part, columns):
+def texts_in(part, columns, name):
     """A list of texts for each of these columns."""
-    return [[text or "" for text in part[column][:]] for column in columns]
+    return [[text or "" for text in hub.column(part, column, name)] for column in columns]
 
 
-def sequences(part, columns, tokenizer, length):
+def sequences(part, columns, tokenizer, length, name):
     """A Text with one sequence, which has a class, for each row of a labelled split."""
-    encoded = encode(tokenizer, texts_in(part, columns), length)
+    encoded = encode(tokenizer, texts_in(part, columns, name), length)
     ids = [torch.tensor(tokens, dtype=torch.int32) for tokens in encoded]
     counts = torch.tensor([len(tokens) for tokens in ids])
     starts, labels = counts.cumsum(0) - counts, torch.tensor(part["label"][:])
@@ -134,7 +134,7 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
     vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
     folder) whose tokenizer is used instead.
     """
-    train, held_out = ([text for text in part["text"][:] if text] for part in documents(name))
+    train, held_out = ([text for text in hub.column(part, "text", name) if text] for part in documents(name))
     if not train or not held_out:
         raise Refused(f"--dataset {name} has no text to {'train on' if held_out else 'hold out'}")
     tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train, vocab_size)
@@ -205,6 +205,8 @@ def files(path):
     paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
     texts = []
     for file in paths:
+        if file.exists() and not file.is_file():
+            raise Refused(f"{file} is not a regular file: remove it from the folder")
         try:
             texts.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:

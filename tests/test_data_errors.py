@@ -1,11 +1,13 @@
 """An error in the user's data is one line that names the file or the index, without a traceback."""
 
+import os
+
 import pytest
 import torch
 from conftest import record, train
 from PIL import Image
 
-from shared import data, hub, images, models, text
+from shared import data, hub, images, models, sft, text
 from shared.args import Refused
 
 STEPS = ("--max_steps", 3, "--save_steps", 0, "--per_device_train_batch_size", 8, "--image_size", 32)
@@ -180,3 +182,34 @@ def test_held_out_images_are_as_the_model_wants_them(tmp_path):
     grey = next(i for i, label in enumerate(plain.split["label"]) if plain.classes[label] == "grey")
     channels = plain.__getitems__([grey])["pixel_values"][0]
     assert channels[0].equal(channels[1]) and channels[0].equal(channels[2])
+
+
+FILES = {  # of conversations or labelled texts: (what reads it, its bytes, the line)
+    "latin.jsonl": (sft.chats, b'{"question":"a","answer":"caf\xe9"}\n{"question":"a","answer":"b"}\n', "column answer holds text that is not UTF-8: byte 0xe9 after 'caf'; convert it"),
+    "numbers.jsonl": (sft.chats, b'{"question":1,"answer":2}\n' * 3, "conversation 0: the chat template fails"),
+    "null.jsonl": (sft.chats, b'{"question":"a","answer":null}\n' * 3, "conversation 0: the chat template fails"),
+    "number.jsonl": (sft.chats, b'{"messages":1}\n' * 3, "conversation 0: the chat template fails"),
+    "roles.jsonl": (sft.chats, b'{"messages":[{"role":1,"content":[]}]}\n' * 3, "conversation 0: the chat template fails"),
+    "none.jsonl": (sft.chats, b'{"messages":[]}\n' * 3, "conversation 0: the chat template fails"),
+    "empty.json": (sft.chats, b"", "empty.json: "),
+    "half.jsonl": (sft.chats, b'{"question":"\\ud800","answer":"b"}\n' * 3, "The surrogate pair in string is invalid"),
+    "names.jsonl": (sft.chats, b'{"a\\u001b[31m":"a"}\n' * 3, r"has columns 'a\x1b[31m'; "),
+    "latin.csv": (text.labelled, b"text,label\na,b\n\xe9,c\n", "can't decode byte 0xe9"),
+    "null.json": (text.labelled, b'{"text":"a","label":null}\n' * 20, "has 0 class: classification needs two or more"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_that_nothing_can_be_learned_from_are_one_line(tmp_path, name):
+    read, content, line = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refused) as refused:
+        read(str(tmp_path / name), 64)
+    assert line in str(refused.value) and str(refused.value).isprintable()
+
+
+def test_a_pipe_among_texts_is_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(Refused, match=r"b\.txt is not a regular file: remove it"):
+        text.files(tmp_path)

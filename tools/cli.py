@@ -12,7 +12,7 @@ from shared import args
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise args.Refused(f"{args.short(message, 500)} ({self.prog} --help lists the options)")
+        raise args.Refused(f"{args.short(message, 2000)} ({self.prog} --help lists the options)")
 
 
 def parser(name, description):

@@ -147,7 +147,7 @@ class Quiet(args.Parser):
     """Raises Refused for a bad option, where the recipe itself would exit."""
 
     def error(self, message):
-        raise args.Refused(args.short(message, 500))
+        raise args.Refused(args.short(message, 2000))
 
 
 def parse_options(file, words):
