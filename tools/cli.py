@@ -5,7 +5,7 @@ import signal
 import sys
 
 import faithful
-from faithful import launcher
+from faithful import launcher, printing
 from faithful.disk import replacing
 from shared import args
 
@@ -64,16 +64,20 @@ def write(path, text):
 
 def columns(rows):
     """Rows of strings as lines, in columns two spaces apart."""
+    rows = [[*map(printing.in_a_line, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def run(main):
-    """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments."""
+    """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments. It is
+    an error if what the command prints cannot be written, unless its reader has gone, as in `| head`."""
+    printing.survive(plainly=True)
     try:
         code = main(sys.argv[1:])
     except (args.Refused, faithful.Refused) as refused:
         for line in refused.args:
             print(f"refused: {line}", file=sys.stderr)
         code = refused.exit_code
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.exit(code or ("stdout" in printing.lost) or None)
