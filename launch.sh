@@ -27,6 +27,9 @@
 #   ./launch.sh completion                 bash completion: source <(./launch.sh completion)
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
+for number in 1 2; do  # if it is closed, the next file that is opened would get what is printed
+    [ -e /dev/fd/$number ] || eval "exec $number>/dev/null"
+done
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted worker gets the addresses of dead workers
 # Seconds from SIGTERM until torch's launcher kills its workers. In its 30 they could not save a model of some gigabytes.
@@ -162,7 +165,8 @@ launch() {
     fi
     missing=$("$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config") || exit $?
     [ -z "$missing" ] || options+=($missing)  # the GPUs there are, the threads of offloaded steps: if nobody says them
-    echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*"
+    trap '' PIPE  # what is printed is not the run: it goes on without a reader (faithful/printing.py)
+    echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*" 2>/dev/null || :
     # A wrapper of accelerate's launcher: it exits with the workers' code and prints no traceback of its own.
     exec "$python" "$root/tools/accelerate_launch.py" --config_file "$config" ${options[@]+"${options[@]}"} ${through[@]+"${through[@]}"} \
         "$recipe" "$@"

@@ -259,7 +259,7 @@ def leave(accelerator, model, held_out, folder, scale):
         *before, last = held_out.conversations[i]
         answered = answer(model, held_out.tokenizer, before, held_out.length, seconds=text.SAMPLE_SECONDS / ASKED)
         lines.append(f"{before[-1]['content']}\n  right: {last['content']}\n  model: {answered}\n")
-    accelerator.print("".join(lines), flush=True)
+    accelerator.print(text.readable("".join(lines)), flush=True)
     text.leave(accelerator, model, held_out, folder)
     if accelerator.is_main_process:
         data.write(Path(folder, "answers.txt"), "".join(lines).encode(errors="replace"))

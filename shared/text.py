@@ -294,12 +294,17 @@ def continuation(model, tokenizer, prompt, length, context, seed=0, seconds=math
     return tokenizer.decode(ids[0])
 
 
+def readable(text):
+    """The text with what a terminal would obey, such as escape sequences in a data set, as Python writes it: \\x1b."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def leave(accelerator, model, dataset, folder, prompt=None):
     """At the end of a run: prints a sample and saves what `from_pretrained` needs. Every rank calls it."""
     if prompt:
         model.eval()
         sample = continuation(model, dataset.tokenizer, prompt, SAMPLE, dataset.length, seconds=SAMPLE_SECONDS)
-        accelerator.print(f"sample: {sample}", flush=True)
+        accelerator.print(f"sample: {readable(sample)}", flush=True)
     if accelerator.is_main_process:
         if prompt:
             data.write(Path(folder, "sample.txt"), f"{sample}\n".encode(errors="replace"))

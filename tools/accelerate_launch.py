@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of tools/
 from accelerate.commands import launch  # noqa: E402
 
+from faithful import printing  # noqa: E402
+
 OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: faithful/process.py
 # What torch's launcher logs when workers end. Each worker prints its own error.
 LOGGED = ("failed (exitcode", "Sending process", "Received %s death signal", "Got termination signal")
@@ -107,6 +109,7 @@ def other_than(plan):
 
 
 def main():
+    printing.survive()
     with tempfile.TemporaryDirectory() as folder:
         left = Path(folder, "run")  # the main process writes here where its record is
         os.environ["FAITHFUL_TELL_FOLDER"] = str(left)

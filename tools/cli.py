@@ -5,7 +5,7 @@ import signal
 import sys
 
 import faithful
-from faithful import launcher
+from faithful import launcher, printing
 from faithful.disk import names, replacing
 from shared import args
 
@@ -61,12 +61,15 @@ def write(path, text):
 
 def columns(rows):
     """Rows of strings as lines, in columns two spaces apart."""
+    rows = [[*map(printing.in_a_line, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def run(main):
-    """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments."""
+    """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments. It is
+    an error if what the command prints cannot be written, unless its reader has gone, as in `| head`."""
+    printing.survive(plainly=True)
     try:
         code = main(sys.argv[1:])
     except (args.Refused, faithful.Refused) as refused:
@@ -78,4 +81,5 @@ def run(main):
             raise
         print(f"refused: {error.filename} cannot be read or written: {error.strerror}", file=sys.stderr)
         code = 2
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.exit(code or ("stdout" in printing.lost) or None)

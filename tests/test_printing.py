@@ -1,0 +1,157 @@
+"""What is printed is not the run, and what stands in a file says nothing to the terminal."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, record, train
+
+from faithful import printing
+from faithful.errors import Refused
+from shared import args, text
+from tools import cli, predict, show
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08\r\u202e\ud800"
+OBEYED = ("\x1b", "\x07", "\x9b", "\x08", "\u202e")
+CLOSED = {  # {how: (what the rank does before the script, whether a warning is due)}
+    "stdout's reader is gone": lambda: os.dup2(gone(), 1),
+    "stderr's reader is gone": lambda: os.dup2(gone(), 2),
+    "both are gone": lambda: (os.dup2(gone(), 1), os.dup2(gone(), 2)),
+    "stdout's disk is full": lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1),
+    "stdout is closed": lambda: (os.close(1), setattr(sys, "stdout", None)),
+    "stderr is closed": lambda: (os.close(2), setattr(sys, "stderr", None)),
+}
+
+
+def gone():
+    """A pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def opened_again():
+    """Streams as Python makes them at its start, for what the descriptors are now."""
+    for name, number in printing.FILES.items():
+        if getattr(sys, name) is not None:
+            setattr(sys, name, open(number, "w", buffering=1, closefd=False))
+
+
+@pytest.mark.parametrize("how", CLOSED)
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(how, tmp_path):
+    def before(rank):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python
+        CLOSED[how]()
+        opened_again()
+
+    steps = ("--max_steps", 3, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1)
+    run = train("single_fp32", tmp_path / "run", *steps, before=before)
+    assert record(run)["status"] == "finished" and (run / "model" / "model.safetensors").exists()
+    said = Path(f"{run}.log").read_text()
+    assert said.count("warning: stdout cannot be written (No space left on device)") == ("full" in how), said
+    assert "Traceback" not in said
+
+
+TOOLS = {  # what a tool makes of a text of a stranger
+    "a line": lambda: print(EVIL),
+    "a line on stderr": lambda: print(EVIL, file=sys.stderr),
+    "a table": lambda: print(*cli.columns([(EVIL, "a\nb"), ("c", EVIL)]), sep="\n"),
+    "a refusal": lambda: refuse(args.Refused(EVIL)),
+    "a refusal of faithful's": lambda: refuse(Refused(EVIL)),
+    "a bad option": lambda: cli.parser("show", "").parse_args([EVIL]),
+    "an error": lambda: refuse(ValueError(EVIL)),
+}
+
+
+def refuse(error):
+    raise error
+
+
+def test_what_a_run_prints_of_its_data_is_plain():
+    assert text.readable(f"a\n\tß{EVIL}") == "a\n\tß" + printing.plain(EVIL).replace("\r", "\\r")
+
+
+@pytest.fixture
+def terminal(capfd, monkeypatch):
+    """stdout and stderr as a tool has them; returns what came to the terminal."""
+    for name, number in printing.FILES.items():
+        monkeypatch.setattr(sys, name, open(number, "w", closefd=False))
+
+    def came():
+        sys.stdout.flush(), sys.stderr.flush()
+        return "".join(capfd.readouterr())
+
+    return came
+
+
+@pytest.mark.parametrize("what", TOOLS)
+def test_no_text_moves_the_terminal(what, terminal):
+    try:
+        cli.run(lambda _: TOOLS[what]())
+    except SystemExit:
+        pass
+    except ValueError:
+        sys.excepthook(*sys.exc_info())  # as Python does at last
+    said = terminal()
+    assert "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x08" in said and "\\u202e" in said and "\\ud800" in said
+    assert not [character for character in OBEYED if character in said]
+    assert "a\nb" not in said
+
+
+def changed(file, **new):
+    file.write_text(json.dumps(json.loads(file.read_text()) | new))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return train("single_fp32", tmp_path_factory.mktemp("made") / "run", "--max_steps", 1, "--eval_steps", 0)
+
+
+@pytest.mark.parametrize("tool", ["show", "show --html", "predict"])
+def test_a_stranger_s_run_is_shown_without_what_it_says_to_the_terminal_or_the_browser(made, tmp_path, tool, terminal):
+    run = shutil.copytree(made, tmp_path / "run")
+    label = EVIL[:-1] + "<script>alert(1)</script>"
+    changed(run / "run.json", recipe=label if "show" in tool else "vit", notes=[label], error=label)
+    changed(run / "data.json", classes=[f"{label}{i}" for i in range(10)])
+    image = tmp_path / "digit.png"
+    from PIL import Image
+
+    Image.new("L", (8, 8)).save(image)
+    words = {"show": [run], "show --html": [run, "--html"], "predict": [run, image]}[tool]
+    with pytest.raises(SystemExit) as end:
+        module = predict if tool == "predict" else show
+        sys.argv, before = ["tool", *map(str, words)], sys.argv
+        try:
+            cli.run(module.main)
+        finally:
+            sys.argv = before
+    said = terminal()
+    assert not end.value.code, said
+    assert not [character for character in OBEYED if character in said]
+    if tool == "show --html":
+        page = (run / "run.html").read_text()
+        assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+    else:
+        assert "\\x1b]0;owned" in said
+
+
+@pytest.mark.parametrize("where", ["| head -1", "> /dev/full", ">&-", "2>&-", ">&- 2>&-"])
+def test_a_launched_run_goes_on_whatever_becomes_of_what_it_prints(where, tmp_path):
+    line = f'set -o pipefail; ./launch.sh ddp_fp32 vit --max_steps 3 --output_dir "{tmp_path}/run" {where}'
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and record(tmp_path / "run")["status"] == "finished", done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("where, code", [("| true", 0), ("> /dev/full", 1), (">&-", 0)])
+def test_a_tool_whose_reader_has_gone_ends_quietly(where, code, made):
+    line = f'set -o pipefail; "{sys.executable}" tools/show.py "{made}" {where}'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    warning = "warning: stdout cannot be written (No space left on device): what is printed is lost\n"
+    assert done.returncode == code and done.stderr == (warning if code else "")
