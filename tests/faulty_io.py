@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -404,7 +405,8 @@ def main():
     for name in args.scenarios:
         began, made = time.monotonic(), Campaign(args.folder / name.replace(" ", "-") / "home", name)
         cases, counts = made.cases(), {}
-        for of, number, fault, line in cases[len(name) % args.every :: args.every]:
+        sample = sorted(random.Random(name).sample(cases, len(cases) // args.every))
+        for of, number, fault, line in sample:
             failed, wrong, text = made.case(of, number, fault)
             row = counts.setdefault((fault, line.split("\t")[0]), {"tried": 0, "wrong": []})
             row["tried"] += 1
