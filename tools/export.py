@@ -200,6 +200,8 @@ def from_levels(parts):
     of_key = {key: part for part in parts for key in part if key.startswith(kinds)}
 
     def read(key):
+        if key is None:
+            raise LookupError("its codes or its scale are missing")
         return torch.cat([part[key] for part in parts]) if key.startswith("rows/") else of_key[key][key]
 
     def decoded(codes, scale):

@@ -85,7 +85,12 @@ def differences(runs, baseline, confidence):
 
 def row_of(name, runs, seeds, fallback):
     """A row of the report: the numbers of all its runs, or the reason why it has none."""
-    row = {"config": name, "control": False, "seeds": sorted(seeds), "error": None}
+    row = {
+        "config": name,
+        "control": False,
+        "seeds": sorted(seeds, key=lambda seed: -1 if seed is None else seed),
+        "error": None,
+    }
     missing = sorted(seeds - {run["seed"] for run in runs})
     errors = [f"seed {run['seed']}: {run['problem']}" for run in runs if run["problem"]]
     errors += [f"no run with seed {', '.join(map(str, missing))}"] if missing and not errors else []
@@ -137,7 +142,7 @@ def grouped(runs, vary):
     processes = defaultdict(set)
     for run in runs:
         if run["record"]:
-            processes[label(run["record"], vary)].add(run["record"]["plan"]["num_processes"])
+            processes[label(run["record"], vary)].add(run["record"]["plan"].get("num_processes"))
     groups = {}
     for run in runs:
         record = run["record"]

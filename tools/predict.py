@@ -65,7 +65,12 @@ def transform_of(about):
         from timm.data import create_transform
 
         keys = ("mean", "std", "interpolation", "crop_pct")
-        return create_transform((3, about["image_size"], about["image_size"]), **{key: about[key] for key in keys})
+        try:
+            return create_transform((3, about["image_size"], about["image_size"]), **{key: about[key] for key in keys})
+        except (LookupError, TypeError, ValueError) as error:
+            raise Refused(
+                f"data.json does not say how images were prepared ({type(error).__name__}: {error})"
+            ) from None
 
     def transform(image):
         import numpy as np

@@ -60,6 +60,12 @@ RECORD = {
     "peak_memory_bytes?": NOT_ALWAYS, "gpu_utilization_mean?": NOT_ALWAYS, "error?": words, "code_sha256?": words,
     "git_commit?": words,
 }  # fmt: skip
+COMPARED = {  # what a run that is compared has besides
+    "peak_memory_bytes": number, "gpu_utilization_mean": NOT_ALWAYS, "finished": str, "args": dict, "config": dict,
+    "device_name": word, "versions": dict, "git_commit": word,
+    "plan": {"num_processes": COUNT, "precision": line, "emulated": bool, "rehearsal": bool},
+    "throughput": {key.rstrip("?"): form for key, form in THROUGHPUT.items() if "p90" not in key},
+}  # fmt: skip
 # What report.json of a comparison must hold to be read again.
 MEASURE = {
     "kind?": words,
@@ -130,7 +136,8 @@ def read(folder, seed=None):
         record["data"] = data_of(folder) if (folder / "data.json").exists() else {}
     except Refused as error:
         return run | {"problem": f"no record: {error}"}
-    run["seed"] = (record.get("args") or {}).get("seed", run["seed"]) if seed is None else seed
+    said = (record.get("args") or {}).get("seed")
+    run["seed"] = said if seed is None and COUNT(said) else run["seed"]
     try:
         with believed(folder):
             return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
@@ -146,6 +153,7 @@ def problem(record, metrics):
     closed = ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")  # not a recipe
     if record.get("status") not in closed or record.get("error"):
         return f"{record.get('status')}: {printable(record.get('error') or 'it did not finish')}"
+    readers.of_kind("run.json", record, COMPARED)
     evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
     lacks += [key for key in ("samples_per_step", "first_batch") if not seen.get(key)]
@@ -180,13 +188,13 @@ def nudged(run):
 def label(record, vary=(), processes=False):
     """The row of the report that a run belongs to: its config and the options that were allowed to vary."""
     how = record["plan"]
-    name = record["config"]["name"] or f"{how['strategy']}_{how['precision']}"
-    name += f" x{how['num_processes']}" if processes else ""
-    return " ".join([name, *(f"{key}={setting(record, key)}" for key in vary)])
+    name = record["config"].get("name") or f"{how['strategy']}_{how.get('precision')}"
+    name += f" x{how.get('num_processes')}" if processes else ""
+    return " ".join([name, *(f"{key}={short(setting(record, key))}" for key in vary)])
 
 
 def setting(record, key):
-    return record["seen"]["samples_per_step"] if key == "global_batch_size" else record["args"].get(key)
+    return (record.get("seen") or {}).get("samples_per_step") if key == "global_batch_size" else record["args"].get(key)
 
 
 def fixed(record, vary):
@@ -238,7 +246,7 @@ def differing_texts(runs, vary):
     """{row: a line} of rows whose runs had config files with other texts."""
     texts, lines = {}, {}
     for run in runs:
-        row, digest = label(run["record"], vary, True), run["record"]["config"]["sha256"]
+        row, digest = label(run["record"], vary, True), run["record"]["config"].get("sha256")
         if texts.setdefault(row, digest) != digest:
             lines[row] = f"text of {row}: not the same in all of its runs"
     return lines
@@ -249,7 +257,7 @@ def differing_starts(runs, vary):
     starts, lines = {}, {}
     for run in runs:
         record = run["record"]
-        of_seed = (run["seed"], *(setting(record, key) for key in vary))
+        of_seed = (run["seed"], *(str(setting(record, key)) for key in vary))
         weights = (record.get("evidence") or {}).get("initial_weights")
         batch = (record.get("seen") or {}).get("first_batch")
         for what, start in ((f"initial weights{', nudged' if nudged(run) else ''}", weights), ("first batch", batch)):
