@@ -104,6 +104,8 @@ def conversation(question, answer):
 
 def encode(conversations, tokenizer, length, name, skip_long):
     """Returns ([token ids], [whether each belongs to an answer], conversations), without those that are too long."""
+    if not conversations:
+        raise Refused(f"--dataset {name}: a split holds no conversation: leave it out, or put some in")
     spans = [rendered(each, tokenizer, f"--dataset {name}, conversation {i}") for i, each in enumerate(conversations)]
     encoded = tokenizer([whole for whole, _ in spans], add_special_tokens=False, return_offsets_mapping=True)
     learned = [

@@ -15,6 +15,7 @@ from faithful.disk.names import short
 LONGEST = 1 << 16  # bytes of a file
 DEEPEST = 20  # lists and sections inside each other
 MOST = 2_000  # values, those that aliases repeat counted again
+WIDEST = 4096  # characters of a text, as of a path
 GREATEST = 2**63  # of whole numbers
 
 
@@ -135,7 +136,10 @@ def checked(value, depth=0):
     elif isinstance(value, list | tuple | set):
         for inner in value:
             checked(inner, depth + 1)
-    elif isinstance(value, str) and any(unicodedata.category(each) in ("Cc", "Cs") for each in value.rstrip("\n")):
+    elif isinstance(value, str) and len(value) > WIDEST:
+        raise Unreadable(f"holds a text of {len(value):,} characters: {short(value)}, which no setting is")
+    elif isinstance(value, str) and any(unicodedata.category(each) in ("Cc", "Cs") for each in value.rstrip("
+")):
         raise Unreadable(f"holds {short(value)}: write it on one line, without control characters")
     elif isinstance(value, int) and abs(value) >= GREATEST:
         raise Unreadable("holds a number of more than 64 bits: write a smaller one")
