@@ -233,7 +233,7 @@ def bars(rows, label):
     def draw(figure, narrow):
         height(figure, 44 + (44 if narrow else 30) * len(rows))
         axes = figure.add_subplot()
-        longest = max(sum(length for length, _ in pieces) for _, pieces, _, _ in rows) or 1
+        longest = max((sum(length for length, _ in pieces) for _, pieces, _, _ in rows), default=0) or 1
         for i, (_, pieces, behind, pale) in enumerate(rows):
             begin = 0
             for length, at in pieces:

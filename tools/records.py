@@ -65,6 +65,7 @@ COMPARED = {  # what a run that is compared has besides
     "device_name": word, "versions": dict, "git_commit": word,
     "plan": {"num_processes": COUNT, "precision": line, "emulated": bool, "rehearsal": bool},
     "throughput": {key.rstrip("?"): form for key, form in THROUGHPUT.items() if "p90" not in key},
+    "evidence": {"linear_converted": COUNT, "linear_total": COUNT, "wire_bytes_per_step": NOT_ALWAYS},
 }  # fmt: skip
 # What report.json of a comparison must hold to be read again.
 MEASURE = {
