@@ -41,13 +41,21 @@ def on(value):
     return str(value).lower() in TRUE
 
 
+def digits(text):
+    """Whether it is a whole number of digits alone. Python refuses to read thousands of them."""
+    return text.isdecimal() and len(text) < 19
+
+
 def whole(env, name, default, kind=int):
     """The whole number that a variable of the launcher says. Raises Refused if it says something else. kind: float also
     takes 1e8."""
     try:
-        return int(kind(env.get(name, default)))
+        number = int(kind(env.get(name, default)))
     except (ValueError, OverflowError):
-        raise Refused(f"{name}={env[name]}: write a whole number in the config") from None
+        number = -1
+    if number < 0 and name in env:
+        raise Refused(f"{name}={env[name][:60]}: write a whole number in the config, 0 or more")
+    return number
 
 
 def read_env(env):
@@ -125,7 +133,7 @@ def settings_of_fsdp(env):
     sharding = SHARDINGS[int(sharding) - 1] if sharding in ("1", "2", "3", "4", "5") else sharding.upper()
     ram = on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
     settings = {
-        "version": int(version) if version.isdecimal() else version,
+        "version": int(version) if digits(version) else version,
         "sharding": sharding,
         "ram_efficient": ram,
         "reshard_says": reshard or "true",
@@ -191,7 +199,7 @@ def settings_of_fp8(env, precision, sharded):
     backend, recipe = BACKENDS.get(get("BACKEND", "AO"), get("BACKEND")), get("RECIPE")
     level = get("OPT_LEVEL", "O2").lower() if backend == "msamp" else recipe or LEVELS.get(backend, ("",))[0]
     given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
-    options = {name: int(text) if text.isdecimal() else text for name, text in given.items() if text}
+    options = {name: int(text) if digits(text) else text for name, text in given.items() if text}
     if backend == "ao":
         gathers = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1"))
         settings["no_gather"] = gathers and not sharded
@@ -274,8 +282,8 @@ def rank():
 def timeout_seconds():
     """Timeout of collectives, in seconds. torch's defaults: 30 minutes for gloo, 10 for NCCL."""
     seconds = os.environ.get("COLLECTIVE_TIMEOUT", "600")
-    if not seconds.isdecimal() or not int(seconds):
-        raise Refused(f"COLLECTIVE_TIMEOUT={seconds}: write seconds, a whole number from 1 on")
+    if not digits(seconds) or not 0 < int(seconds) < 10**9:
+        raise Refused(f"COLLECTIVE_TIMEOUT={seconds[:60]}: write seconds, a whole number from 1 on")
     return int(seconds)
 
 

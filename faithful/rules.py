@@ -7,9 +7,9 @@ here imports torch or Accelerate.
 
 import shutil
 import socket
-from pathlib import Path
 
-from faithful.config import BACKENDS, LEVELS, ONCE, PRECISIONS, SHARDINGS, STRATEGIES
+from faithful.config import BACKENDS, LEVELS, ONCE, PRECISIONS, SHARDINGS, STRATEGIES, digits
+from faithful.disk.settings import Unreadable, text_of
 from faithful.keys import FALSE, TRUE
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -226,11 +226,11 @@ def problems_of_hostfile(section, processes):
     if not path:
         return [f"deepspeed_multinode_launcher {launcher} needs a deepspeed_hostfile: {advice}"]
     try:
-        rows = [line.split("#")[0].split() for line in Path(path).read_text().splitlines()]
-    except OSError as error:
-        return [f"deepspeed_hostfile {path} cannot be read ({error.strerror}): {advice}"]
+        rows = [line.split("#")[0].split() for line in text_of(str(path)).splitlines()]
+    except Unreadable as error:
+        return [f"deepspeed_hostfile {path} {error}: {advice}"]
     slots = [words[1].partition("slots=")[2] if len(words) == 2 else "" for words in rows if words]
-    if not slots or not all(count.isdecimal() for count in slots):
+    if not slots or not all(map(digits, slots)):
         return [f"deepspeed_hostfile {path}: every line is `name slots=4`"]
     if sum(map(int, slots)) < processes:
         return [f"deepspeed_hostfile {path} has {sum(map(int, slots))} slots for {processes} processes"]

@@ -55,7 +55,7 @@ RANGES = {
     "weight_decay": (0, None), "ema_decay": (0, 1), "warmup_steps": (0, None), "max_steps": (1, None),
     "gradient_accumulation_steps": (1, None), "max_grad_norm": (0, None), "guidance": (0, None),
     "sequence_length": (1, 1 << 24), "vocab_size": (0, 1 << 24), "lora_rank": (0, 1 << 16), "lora_alpha": (1, None),
-    "seed": (0, 2**32 - 1),  # what NumPy takes
+    "seed": (0, 2**31 - 1),  # NumPy takes 32 bits, and Accelerate may add the number of a process
     "init_scale": (1e-30, None), "growth_factor": (1.000001, None),
     "backoff_factor": (1e-30, 0.999999), "growth_interval": (1, None),
 }  # fmt: skip

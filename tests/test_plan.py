@@ -97,8 +97,14 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
 def test_a_hostfile_is_read(tmp_path):
     section = {"deepspeed_hostfile": str(tmp_path / "hosts")}
     assert "cannot be read" in rules.problems_of_hostfile(section, 4)[0]
-    for text, expected in (("a 4\n", "every line is"), ("a slots=1\nb slots=2 # c\n", "has 3 slots for 4 processes")):
-        (tmp_path / "hosts").write_text(text)
+    assert "cannot be read" in rules.problems_of_hostfile({"deepspeed_hostfile": "a\0b"}, 4)[0]
+    for text, expected in (
+        (b"a 4\n", "every line is"),
+        (b"a slots=" + b"4" * 5000, "every line is"),
+        (b"a slots=\xff", "is not UTF-8"),
+        (b"a slots=1\nb slots=2 # c\n", "has 3 slots for 4 processes"),
+    ):
+        (tmp_path / "hosts").write_bytes(text)
         assert expected in rules.problems_of_hostfile(section, 4)[0]
     assert rules.problems_of_hostfile(section, 3) == []
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from conftest import ROOT, launched
 
-from faithful import deepspeed_file, keys, machine
+from faithful import config, deepspeed_file, keys, machine
 from faithful.disk import settings
 from shared import args
 from tools import check, find
@@ -30,7 +30,7 @@ OPTIONS = [  # (an option of recipes/vit.py, what it may not be, the end of the 
     ("--per_device_eval_batch_size", "0", "0 is not a whole number, 1 or more"),
     ("--gradient_accumulation_steps", "0", "0 is not a whole number, 1 or more"),
     ("--dataloader_num_workers", "-1", "-1 is not a whole number from 0 to 1024"),
-    ("--seed", "-1", "-1 is not a whole number from 0 to 4294967295"),
+    ("--seed", "-1", "-1 is not a whole number from 0 to 2147483647"),
     ("--dropout", "2", "2 is not a number from 0 to 1"),
     ("--dropout", "nan", "nan is not a number from 0 to 1"),
     ("--layer_decay", "1.5", "1.5 is not a number from 0 to 1"),
@@ -48,6 +48,28 @@ def test_an_option_out_of_range_is_one_line(capsys, option, value, line):
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert "error: argument --" in said and option in said and f"{line} (--help" in said
+
+
+VARIABLES = [  # of the launcher, whoever has set them
+    ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "-7"), ("PARALLELISM_CONFIG_TP_SIZE", "-7"), ("WORLD_SIZE", LONG),
+    ("WORLD_SIZE", "two"), ("FSDP_MIN_NUM_PARAMS", "-7"), ("COLLECTIVE_TIMEOUT", LONG), ("COLLECTIVE_TIMEOUT", "9" * 30),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), VARIABLES)
+def test_a_variable_out_of_range_is_one_line(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": str("DEEPSPEED" in name).lower()}
+    with pytest.raises(config.Refused, match="write (a whole number|seconds)") as refused:
+        config.timeout_seconds()
+        config.read_env(os.environ | asked)
+    assert len(str(refused.value)) < 200
+
+
+def test_digits_of_thousands_in_the_environment_are_no_traceback():
+    for name in ("FSDP_VERSION", "ACCELERATE_FP8_MARGIN"):
+        asked = {name: LONG, "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp8"}
+        assert config.read_env(asked | {"ACCELERATE_FP8_BACKEND": "TE"})
 
 
 SCALERS = [

@@ -37,8 +37,10 @@ def text_of(path):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Unreadable("cannot be read: it is not a regular file")
             content = file.read(LONGEST + 1)
-    except OSError as error:
-        raise Unreadable(f"cannot be read: {error.strerror or error}") from None
+    except Unreadable:
+        raise
+    except (OSError, ValueError) as error:  # a path that holds \0
+        raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > LONGEST:
         raise Unreadable(f"cannot be read: it is longer than {LONGEST:,} bytes, which no config is")
     try:
