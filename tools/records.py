@@ -41,7 +41,7 @@ SEEN = {
     "loss_curve?": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
 }  # fmt: skip
 EVIDENCE = {
-    "truth?": str, "parameters?": COUNT, "linear_total?": COUNT, "linear_converted?": COUNT, "linear_names?": [str],
+    "truth?": words, "parameters?": COUNT, "linear_total?": COUNT, "linear_converted?": COUNT, "linear_names?": [str],
     "linear_skipped?": [{"name": str, "reason": str}], "share_converted?": NOT_ALWAYS, "eval_precision?": words,
     "initial_weights?": words, "optimizer_owns_all?": bool, "wire_bytes_per_step?": NOT_ALWAYS,
     "bytes_per_parameter?": (None, {str: number}), "share_per_process?": (None, {str: number}),
@@ -65,7 +65,6 @@ COMPARED = {  # what a run that is compared has besides
     "device_name": word, "versions": dict, "git_commit": word,
     "plan": {"num_processes": COUNT, "precision": line, "emulated": bool, "rehearsal": bool},
     "throughput": {key.rstrip("?"): form for key, form in THROUGHPUT.items() if "p90" not in key},
-    "evidence": {"linear_converted": COUNT, "linear_total": COUNT, "wire_bytes_per_step": NOT_ALWAYS},
 }  # fmt: skip
 # What report.json of a comparison must hold to be read again.
 MEASURE = {
@@ -157,6 +156,7 @@ def problem(record, metrics):
     readers.of_kind("run.json", record, COMPARED)
     evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
+    lacks += [key for key in ("linear_converted", "linear_total", "wire_bytes_per_step") if key not in evidence]
     lacks += [key for key in ("samples_per_step", "first_batch") if not seen.get(key)]
     lacks += [] if record.get("code_sha256") else ["code_sha256"]
     lacks += ["throughput"] if not (record.get("throughput") or {}).get("step_seconds_median") else []
