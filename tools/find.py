@@ -51,7 +51,7 @@ def suggestion(name, kind):
 
 def file_of(name, kind):
     """The file of a config or recipe: a path, or a name with or without its suffix."""
-    folder, suffix = FOLDERS[kind]
+    name, (folder, suffix) = str(name), FOLDERS[kind]
     for file in (Path(name), folder / f"{name.removesuffix(suffix)}{suffix}"):
         if file.is_file():
             return file
