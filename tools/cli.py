@@ -77,7 +77,7 @@ def run(main):
         code = main(sys.argv[1:])
     except (args.Refused, faithful.Refused) as refused:
         for line in refused.args:
-            print(f"refused: {line}", file=sys.stderr)
+            print(f"refused: {printing.plain(line)}", file=sys.stderr)
         code = refused.exit_code
     sys.stdout.flush()
     sys.exit(code or ("stdout" in printing.lost) or None)
