@@ -39,6 +39,7 @@ LONGEST = 3600  # seconds that processes wait for one that writes or verifies it
 # long after it has sent them SIGTERM, and its default is 30.
 SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 LOOPBACK = "127.0.0.1"
+print_the_error = multiprocessing.queues.Queue._on_queue_feeder_error
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
@@ -112,7 +113,9 @@ def hand_over_the_error(queue, error, batch):
     would wait for that batch forever."""
     from torch._utils import ExceptionWrapper
 
-    index = batch[0] if isinstance(batch, tuple) and batch else None  # else of a queue of the script's
+    index = batch[0] if isinstance(batch, tuple) and batch else None
+    if type(index) is not int:  # of a queue of the script's
+        return print_the_error(error, batch)
     queue.put((index, ExceptionWrapper((type(error), error, error.__traceback__), "in a DataLoader worker process")))
 
 

@@ -148,7 +148,7 @@ def show_whole(before, kind, problem, trace):
     processes do not mix. before: a sys.excepthook."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         before(kind, problem, trace)
-    lines = printed.getvalue().splitlines(keepends=True)
+    lines = printing.plain(printed.getvalue()).splitlines(keepends=True)
     rank = f"[rank{config.rank()}]: " if several_processes() else ""
     sys.stderr.write("".join(line if line.startswith(rank) else rank + line for line in lines))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, record, train
 
-from faithful import printing
+from faithful import printing, process
 from faithful.errors import Refused
 from shared import args, text
 from tools import cli, predict, show
@@ -99,8 +99,15 @@ def test_no_text_moves_the_terminal(what, terminal):
         sys.excepthook(*sys.exc_info())  # as Python does at last
     said = terminal()
     assert "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x08" in said and "\\u202e" in said and "\\ud800" in said
-    assert not [character for character in OBEYED if character in said]
+    bars = what in ("a line on stderr", "an error")  # stderr keeps the \r of progress bars
+    assert not [character for character in (*OBEYED, *"\r" * (not bars)) if character in said]
     assert "a\nb" not in said
+
+
+def test_a_traceback_of_a_run_does_not_either(capsys):
+    process.show_whole(sys.__excepthook__, ValueError, ValueError(EVIL), None)
+    said = capsys.readouterr().err
+    assert said.startswith("ValueError: \\x1b]0;owned") and not [c for c in (*OBEYED, "\r") if c in said]
 
 
 def changed(file, **new):

@@ -6,7 +6,7 @@ import sys
 
 import faithful
 from faithful import launcher, printing
-from faithful.disk import names, replacing
+from faithful.disk import replacing
 from shared import args
 
 
@@ -74,7 +74,7 @@ def run(main):
         code = main(sys.argv[1:])
     except (args.Refused, faithful.Refused) as refused:
         for line in refused.args:
-            print("refused:", "\n".join(map(names.printable, str(line).split("\n"))), file=sys.stderr)
+            print(f"refused: {printing.plain(line)}", file=sys.stderr)
         code = refused.exit_code
     except OSError as error:
         if error.filename is None:
