@@ -70,7 +70,8 @@ def number(kind, least=-MOST, most=None):
             value = kind(text) if len(text) < 30 else None  # Python refuses to read thousands of digits
         except ValueError:
             value = None
-        if value is None or not least <= value <= (MOST if most is None else most):  # nan is in no range
+        greatest = most if most is not None else MOST if kind is int else sys.float_info.max
+        if value is None or not least <= value <= greatest:  # nan is in no range
             raise argparse.ArgumentTypeError(f"{short(text)} is not {said(kind, least, most)}")
         return value
 

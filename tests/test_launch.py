@@ -92,7 +92,7 @@ def test_each_option_of_the_launcher_keeps_its_value(monkeypatch, capsys):
     monkeypatch.setattr(check, "check", lambda path, here, overrides: ([path.name], [], [], None))
     for action in actions:
         for word in action.option_strings:
-            words = [word] if action.nargs == 0 else [word, "0"]
+            words = [word] if action.nargs == 0 else [word, "1"]
             assert compare.split_launch([*words, "vit", "--its"]) == (words, "vit", ["--its"])
             if action.dest != "config_file":
                 assert check.main([*words, "single_fp32"]) == 2

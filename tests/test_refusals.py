@@ -201,7 +201,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     # FP8
     ("single_fp8_te", {"fp8_config": {"format": "E5M2"}}, ANYWHERE, "format E5M2 is not one of HYBRID, E4M3"),
     ("single_fp8_te", {"fp8_config": {"amax_compute_algo": "mean"}}, ANYWHERE, "amax_compute_algo mean is not one of max, most_recent"),
-    ("single_fp8_te", {"fp8_config": {"amax_history_len": 0}}, ANYWHERE, "amax_history_len 0 is not a whole number from 1 on"),
+    ("single_fp8_te", {"fp8_config": {"amax_history_len": 0}}, ANYWHERE, "amax_history_len is 0: write a whole number from 1 on"),
     ("distributed_type: 'NO'\nmixed_precision: fp8\nnum_processes: 1\nfp8_config: {backend: TE, recipe: delaid}", {}, ANYWHERE, "recipe delaid is not one of delayed, current, block, mxfp8"),
     ("single_fp8_te", {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}, ANYWHERE, "te delayed does not compile into one graph upstream: use single_fp8_compile"),
     ("single_fp8_te_mxfp8", {}, H200, "mxfp8 needs compute capability 10.0 to 11.x, NVIDIA H200 has 9.0"),

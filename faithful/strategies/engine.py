@@ -266,14 +266,17 @@ class Fragments:
         self.optimizer.state.pop(masters(self.zero)[at], None)
         self.apart.add(at)
 
-    def join(self, at):
-        """The state of the flat master, made of those of its fragments, whose largest step counter it takes."""
+    def join(self, at, held=()):
+        """The state of the flat master, made of those of its fragments, whose largest step counter it takes. held: the
+        tensors of an earlier state of it, which are filled."""
         flat, joined = masters(self.zero)[at], {}
         for parameter in groups(self.zero)[at]:
             _, start, length = self.places[id(parameter)]
             for key, value in self.optimizer.state.pop(self.views[id(parameter)], {}).items():
                 if torch.is_tensor(value) and value.dim():
-                    joined.setdefault(key, torch.zeros_like(flat.detach())).narrow(0, start, length).copy_(value)
+                    if key not in joined:
+                        joined[key] = held[key].zero_() if key in held else torch.zeros_like(flat.detach())
+                    joined[key].narrow(0, start, length).copy_(value)
                 elif torch.is_tensor(value):
                     joined[key] = torch.maximum(joined[key], value) if key in joined else value.clone()
         if joined:
@@ -318,7 +321,8 @@ class Fragments:
                 saved[name][key] = place
         fused = self.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
         for at, group in enumerate(groups(self.zero)):
-            self.split(at)
+            flat = self.optimizer.state.pop(masters(self.zero)[at], {})
+            self.apart.add(at)
             earlier = saved.get(f"group{at}", {})  # checkpoints had one counter for each flat master once
             for parameter in group:
                 view, own = self.views[id(parameter)], saved.get(names[id(parameter)], {})
@@ -330,7 +334,7 @@ class Fragments:
                 if state:
                     self.optimizer.state[view] = state
             if self.alike(group):
-                self.join(at)
+                self.join(at, {key: value for key, value in flat.items() if torch.is_tensor(value) and value.dim()})
                 self.apart.discard(at)
 
     def alike(self, group):
