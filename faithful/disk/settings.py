@@ -5,7 +5,6 @@ twice, control characters. Each function raises Unreadable."""
 import json
 import os
 import stat
-import unicodedata
 from pathlib import Path
 
 import yaml
@@ -140,7 +139,7 @@ def checked(value, depth=0):
             checked(inner, depth + 1)
     elif isinstance(value, str) and len(value) > WIDEST:
         raise Unreadable(f"holds a text of {len(value):,} characters: {short(value)}, which no setting is")
-    elif isinstance(value, str) and any(unicodedata.category(each) in ("Cc", "Cs") for each in value.rstrip("\n")):
+    elif isinstance(value, str) and not value.isprintable():
         raise Unreadable(f"holds {short(value)}: write it on one line, without control characters")
     elif isinstance(value, int) and abs(value) >= GREATEST:
         raise Unreadable("holds a number of more than 64 bits: write a smaller one")
