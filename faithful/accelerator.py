@@ -87,6 +87,7 @@ class Accelerator(accelerate.Accelerator):
         self.looked = False  # at all that is prepared, see `begin`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
+        self.backward_passes, self.computed = 0, (0, 0)  # computed: forward and backward passes at the last micro-batch
         self.resumed = self.stopping = self.closed = False
         self.saving = None  # the checkpoint.Save that may still be going on
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
@@ -254,10 +255,11 @@ class Accelerator(accelerate.Accelerator):
     def accumulate(self, *models):
         self.never_accumulates = False
         self.stop_if_agreed()
-        begun = whereabouts.passes_begun()
         with super().accumulate(*models), self.communication.counted(self):
             yield
-        if self.strategy.exchanges_in_passes and begun == whereabouts.passes_begun() and not whereabouts.all_skip():
+        before, self.computed = self.computed, (whereabouts.passes_begun(), self.backward_passes)
+        # Only a process that has computed nothing since the last micro-batch asks the others.
+        if self.strategy.exchanges_in_passes and before == self.computed and not whereabouts.all_skip():
             raise SkippedAlone(
                 "this process skips a micro-batch that another one computes, but under "
                 f"{self.plan.strategy} all of them exchange weights or gradients in each pass: compute it and multiply "
@@ -268,6 +270,7 @@ class Accelerator(accelerate.Accelerator):
         self.begin()
         self.stop_if_agreed()
         self.between_steps = False
+        self.backward_passes += 1
         self.norms.clear()
         self.steps.backward(loss, self.gradient_accumulation_steps > 1)
         super().backward(loss, **kwargs)

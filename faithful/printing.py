@@ -19,11 +19,6 @@ def plain(text):
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def in_a_line(value):
-    """A value from a file as a part of one line of a table."""
-    return plain(str(value)).replace("\n", "\\n").replace("\t", "\\t")
-
-
 def survive(plainly=False):
     """Makes print(), progress bars and logging go on when stdout or stderr cannot be written. plainly: what goes there
     is `plain`; for the programs that print what stands in files. Call it as early as can be."""

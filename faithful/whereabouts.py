@@ -37,6 +37,7 @@ def passes(*_):
 
 
 def passes_begun():
+    """How many training forward passes of prepared models this process has begun."""
     return here["begun"]["forward"]
 
 

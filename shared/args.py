@@ -133,8 +133,8 @@ def parser_of(cls, kind=Parser):
         elif typing.get_origin(of_type) is typing.Literal:
             how = {"choices": typing.get_args(of_type)}
         else:
-            kind = number(of_type, *RANGES.get(field.name, ())) if of_type in (int, float) else of_type
-            how = {"type": kind, "metavar": of_type.__name__.upper()}
+            of_text = number(of_type, *RANGES.get(field.name, ())) if of_type in (int, float) else of_type
+            how = {"type": of_text, "metavar": of_type.__name__.upper()}
         parser.add_argument(*flags, default=field.default, help=help, **how)
     return parser
 

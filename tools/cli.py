@@ -6,7 +6,7 @@ import sys
 
 import faithful
 from faithful import launcher, printing
-from faithful.disk import replacing
+from faithful.disk import names, replacing
 from shared import args
 
 
@@ -61,7 +61,7 @@ def write(path, text):
 
 def columns(rows):
     """Rows of strings as lines, in columns two spaces apart."""
-    rows = [[*map(printing.in_a_line, row)] for row in rows]
+    rows = [[names.printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

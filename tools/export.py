@@ -55,10 +55,10 @@ TE_BLOCK = {
     ".layernorm_mlp.fc1_": ".mlp.fc1.",
     ".layernorm_mlp.fc2_": ".mlp.fc2.",
 }
-# Strategies whose checkpoints hold whole tensors, slices along one dimension, or slices of the flattened tensor.
 # What data.json must have for a recipe's model, and to prepare its inputs.
 NEEDED = {"vit": ("image_size", "in_chans", "num_classes"), "bert": ("sequence_length", "classes")}
 NEEDED |= dict.fromkeys(("gpt", "sft"), ("sequence_length", "vocab_size"))
+# Strategies whose checkpoints hold whole tensors, slices along one dimension, or slices of the flattened tensor.
 READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 

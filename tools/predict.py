@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful import printing  # noqa: E402
+from faithful.disk.names import printable  # noqa: E402
 from shared import images  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
@@ -135,8 +135,9 @@ def of_images(args, device):
             raise Refused(f"no file {path}")
     model, record, _ = load(args.run, args.checkpoint)
     rows = classes(model, record, paths, args.precision, device=device)
-    line = printing.in_a_line
-    return "\n".join(f"{line(path)}\t{line(name)}\t{probability:.4f}" for path, name, probability in rows)
+    return "\n".join(
+        f"{printable(str(path))}\t{printable(str(name))}\t{probability:.4f}" for path, name, probability in rows
+    )
 
 
 def drawn(args, device):

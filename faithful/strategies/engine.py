@@ -321,7 +321,7 @@ class Fragments:
                 saved[name][key] = place
         fused = self.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
         for at, group in enumerate(groups(self.zero)):
-            flat = self.optimizer.state.pop(masters(self.zero)[at], {})
+            earlier_state = self.optimizer.state.pop(masters(self.zero)[at], {})
             self.apart.add(at)
             earlier = saved.get(f"group{at}", {})  # checkpoints had one counter for each flat master once
             for parameter in group:
@@ -334,7 +334,8 @@ class Fragments:
                 if state:
                     self.optimizer.state[view] = state
             if self.alike(group):
-                self.join(at, {key: value for key, value in flat.items() if torch.is_tensor(value) and value.dim()})
+                tensors = {key: v for key, v in earlier_state.items() if torch.is_tensor(v) and v.dim()}
+                self.join(at, tensors)
                 self.apart.discard(at)
 
     def alike(self, group):
