@@ -41,7 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(ROOT))
 from faithful.checkpoint import write_json  # noqa: E402
-from shared import models  # noqa: E402
+from shared import models, vision  # noqa: E402
 from tools.report import table  # noqa: E402
 from tools.tracing import make_fake, without_storage  # noqa: E402
 
@@ -155,7 +155,7 @@ def forward_flop(model, data):
     """FLOP of the matrix products for one sample in a forward pass, counted without computing them."""
     with without_storage():
         if model.startswith("vit"):
-            net = models.vit(model, data["image_size"], data["in_chans"], data["num_classes"])
+            net = vision.vit(model, data["image_size"], data["in_chans"], data["num_classes"])
             sample = torch.zeros(1, data["in_chans"], data["image_size"], data["image_size"])
         else:
             net = models.gpt(model, data["vocab_size"], data["sequence_length"])
@@ -238,7 +238,7 @@ def launched(config, words, env=None, limit=None):
             why = "; ".join(said) or (raised or lines or ["it said nothing"])[-1].strip()
             refused = done.returncode == 2 and not why.startswith("refused")
             raise SystemExit(f"refused: {why.removeprefix('error: ')}" if refused else why)
-        return models.own_run(out) | {"command": " ".join(line[:-2])}
+        return vision.own_run(out) | {"command": " ".join(line[:-2])}
 
 
 # --------------------------------------------------------------------------------------------------------- one by one

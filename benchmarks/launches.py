@@ -48,13 +48,13 @@ CASES += [("bert", "single_bf16")]
 
 def by_hand(recipe, precision):
     """Runs a training loop with PyTorch alone on the pretended GPU. Returns the counts of a step."""
-    from shared import models
+    from shared import models, vision
 
     torch.manual_seed(0)
     ids = torch.randint(256, (BATCH, SEQUENCE_LENGTH))
     batch, y = (ids,), torch.randint(10, (BATCH,))
     if recipe == "vit":
-        model, batch = models.vit("vit_nano", 8, 1, 10), (torch.rand(BATCH, 1, 8, 8),)
+        model, batch = vision.vit("vit_nano", 8, 1, 10), (torch.rand(BATCH, 1, 8, 8),)
     elif recipe == "gpt":
         model, y = models.gpt("llama_nano", 256, SEQUENCE_LENGTH), ids
     else:

@@ -45,11 +45,11 @@ def ingredients(model, steps):
     import torch
     from transformers import get_cosine_schedule_with_warmup
 
-    from shared import images, models
+    from shared import images, vision
 
     torch.manual_seed(SEED)
     train_set, _ = images.images("digits", None)
-    net = models.vit(model, train_set.image_size, train_set.in_chans, train_set.num_classes)
+    net = vision.vit(model, train_set.image_size, train_set.in_chans, train_set.num_classes)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3, weight_decay=0.05)
     return net, optimizer, get_cosine_schedule_with_warmup(optimizer, 30, steps), train_set
 

@@ -20,7 +20,7 @@ from transformers import get_cosine_schedule_with_warmup
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
 from shared import args as options  # noqa: E402
-from shared import data, images, models, optimizers  # noqa: E402
+from shared import data, images, models, optimizers, vision  # noqa: E402
 
 
 @dataclass
@@ -73,11 +73,11 @@ def main(args):
     )
     set_seed(args.seed, deterministic=args.deterministic)
     with accelerator.main_process_first():
-        config = models.data_config(args.model, args.pretrained)
+        config = vision.data_config(args.model, args.pretrained)
         train_set, eval_set = images.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
-    model = models.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
+    model = vision.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
     optimizer = optimizers.optimizer(model, args, accelerator.device)
@@ -112,7 +112,7 @@ def main(args):
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or torch.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-        models.average_statistics(model)
+        vision.average_statistics(model)
         progress.batch += 1
         if accelerator.optimizer_step_was_skipped:  # fp16's gradient scaler saw an overflow
             continue

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from shared import hub
+from shared import data
 from shared.args import Refused
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # by content: others, as EPS, start programs
@@ -162,7 +162,7 @@ def read_image(entry, index):
 def images(name, image_size=None, config=None, seed=0, skip_broken=0):
     """Returns (training set, held-out set) by name: digits, photos, textures, synthetic, a Hub dataset or a folder.
 
-    image_size: pixels; None means the data's own, or the model's. config: from models.data_config. seed: of the random
+    image_size: pixels; None means the data's own, or the model's. config: from vision.data_config. seed: of the random
     crops and flips. skip_broken: leave out up to this many images that cannot be read.
     """
     config = config or {}
@@ -248,17 +248,17 @@ def hub_images(name, image_size, config, seed=0, skip_broken=0):
     folder = Path(name).expanduser()
     if folder.is_dir() and not list(folder.glob("**/*.parquet")):
         refuse_empty_classes(folder)
-        loaded = hub.load(name, OFFLINE, "imagefolder", data_dir=str(folder))
+        loaded = data.load(name, OFFLINE, "imagefolder", data_dir=str(folder))
     else:
-        loaded = hub.load(name, OFFLINE, name)
+        loaded = data.load(name, OFFLINE, name)
     features = next(iter(loaded.values())).features
     columns = {type(feature).__name__: column for column, feature in features.items()}
     if "Image" not in columns or "ClassLabel" not in columns:
         raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
     columns, sets, left_out = (columns["Image"], columns["ClassLabel"]), [], []  # one list for both splits
-    for train, split in zip((True, False), hub.split_of(loaded, name), strict=True):
+    for train, split in zip((True, False), data.split_of(loaded, name), strict=True):
         split = split.cast_column(columns[0], datasets.Image(decode=False))
-        hub.refuse_labels_out_of_range(name, split, columns[1])
+        data.refuse_labels_out_of_range(name, split, columns[1])
         if skip_broken:
             split = without_broken(name, split, columns[0], skip_broken, left_out)
         sets.append(HubImages(split, columns, image_size, config, train, seed, left_out))

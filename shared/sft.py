@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shared import data, hub, text
+from shared import data, text
 from shared.args import Refused, short
 
 TEMPLATE = (  # for a tokenizer that has none
@@ -75,8 +75,8 @@ def chats(name, sequence_length, packing=True, skip_long=False, pretrained=None)
         parts = tasks()
     else:
         is_file = Path(name).suffix in (".json", ".jsonl")
-        loaded = hub.load(name, "tasks", "json", data_files=name) if is_file else hub.load(name, "tasks", name)
-        parts = [messages(part, name) for part in hub.split_of(loaded, name)]
+        loaded = data.load(name, "tasks", "json", data_files=name) if is_file else data.load(name, "tasks", name)
+        parts = [messages(part, name) for part in data.split_of(loaded, name)]
     tokenizer = text.tokenizer_of(pretrained) if pretrained else text.train_tokenizer([], 0)
     if tokenizer.eos_token_id is None:
         raise Refused(f"--model {pretrained}: its tokenizer has no end of text, which ends an answer")
@@ -88,14 +88,14 @@ def chats(name, sequence_length, packing=True, skip_long=False, pretrained=None)
 def messages(part, name):
     """The conversations of a split, as lists of messages."""
     if "messages" in part.features:
-        return hub.column(part, "messages", name)
+        return data.column(part, "messages", name)
     pair = next((pair for pair in PAIRS if set(pair) <= set(part.features)), None)
     if pair is None:
         raise Refused(
             f'--dataset {name} has columns {", ".join(map(short, part.features))}; "messages" is needed, or two of '
             + ", ".join(map(" and ".join, PAIRS))
         )
-    return [conversation(*both) for both in zip(*(hub.column(part, key, name) for key in pair), strict=True)]
+    return [conversation(*both) for both in zip(*(data.column(part, key, name) for key in pair), strict=True)]
 
 
 def conversation(question, answer):

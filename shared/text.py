@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shared import data, hub
+from shared import data
 from shared.args import Refused
 
 END = "<|endoftext|>"
@@ -77,9 +77,9 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
     if name == "python_packages":
         loaded = python_packages()
     elif file_format in ("csv", "json"):
-        loaded = hub.load(name, "python_packages", file_format, data_files=name)
+        loaded = data.load(name, "python_packages", file_format, data_files=name)
     else:
-        loaded = hub.load(name, "python_packages", *name.split(":"))
+        loaded = data.load(name, "python_packages", *name.split(":"))
     features = next(iter(loaded.values())).features
     strings = [key for key, feature in features.items() if "string" in str(getattr(feature, "dtype", ""))]
     columns = [key for key in strings if key != "label"][:2]
@@ -89,7 +89,7 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
         loaded = loaded.class_encode_column("label")
     if "test" in loaded and set(loaded["test"]["label"]) == {-1}:
         del loaded["test"]  # GLUE's test sets have no labels
-    train, held_out = hub.split_of(loaded, name)
+    train, held_out = data.split_of(loaded, name)
     if pretrained:
         tokenizer = tokenizer_of(pretrained)
     else:
@@ -97,13 +97,13 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
     if tokenizer.eos_token is None:
         tokenizer.eos_token = tokenizer.pad_token
     for part in (train, held_out):
-        hub.refuse_labels_out_of_range(name, part, "label")
+        data.refuse_labels_out_of_range(name, part, "label")
     return tuple(sequences(part, columns, tokenizer, sequence_length, name) for part in (train, held_out))
 
 
 def texts_in(part, columns, name):
     """A list of texts for each of these columns."""
-    return [[text or "" for text in hub.column(part, column, name)] for column in columns]
+    return [[text or "" for text in data.column(part, column, name)] for column in columns]
 
 
 def sequences(part, columns, tokenizer, length, name):
@@ -134,7 +134,7 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
     vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
     folder) whose tokenizer is used instead.
     """
-    train, held_out = ([text for text in hub.column(part, "text", name) if text] for part in documents(name))
+    train, held_out = ([text for text in data.column(part, "text", name) if text] for part in documents(name))
     if not train or not held_out:
         raise Refused(f"--dataset {name} has no text to {'train on' if held_out else 'hold out'}")
     tokenizer = tokenizer_of(pretrained) if pretrained else train_tokenizer(train, vocab_size)
@@ -152,7 +152,7 @@ def documents(name):
         return hold_out_a_tenth(python_source())
     if path.exists() and not list(path.glob("**/*.parquet")):
         return hold_out_a_tenth(files(path))
-    train, held_out = hub.split_of(hub.load(name, "python_docs, python_source", name), name)
+    train, held_out = data.split_of(data.load(name, "python_docs, python_source", name), name)
     if "text" not in train.features:
         raise Refused(f'--dataset {name} has columns {", ".join(train.features)}; one named "text" is needed')
     return train.select_columns("text"), held_out.select_columns("text")

@@ -24,7 +24,7 @@ from faithful import Refused, rules
 from faithful.backends import transformer_engine as ours
 from faithful.config import read_env as read
 from faithful.evidence import converted as counted
-from shared import models
+from shared import vision
 from tools.export import timm_name
 
 if reason := (pretend.DRIVER if isinstance(pretend.DRIVER, str) else fake_tex.missing()):
@@ -451,7 +451,7 @@ def test_activations_computed_again_are_the_same(level):
 
 def test_whole_blocks_as_transformer_layers():
     """Patches of one image see each other, all of them, and no other image: TE's defaults would have it otherwise."""
-    model = models.vit("vit_tiny", 32, 3, 10, te_blocks=True)
+    model = vision.vit("vit_tiny", 32, 3, 10, te_blocks=True)
     assert len(model.blocks) == 12 and {type(block) for block in model.blocks} == {te.TransformerLayer}
     assert model._no_split_modules == ["TransformerLayer"]
     block = model.blocks[3]
@@ -467,7 +467,7 @@ def test_whole_blocks_as_transformer_layers():
 
 def small_vit_of_te_blocks():
     torch.manual_seed(0)
-    model = models.vit("vit_nano", 8, 1, 10, te_blocks=True)
+    model = vision.vit("vit_nano", 8, 1, 10, te_blocks=True)
     nn.init.normal_(model.head.weight, std=0.1)  # timm begins with zeros, through which no gradient comes
     return model
 
@@ -475,7 +475,7 @@ def small_vit_of_te_blocks():
 def test_a_transformer_layer_computes_what_timms_block_does():
     """With the same weights, under the names that an export gives them: the same function, but for GELU's tanh."""
     model = small_vit_of_te_blocks()
-    plain = models.vit("vit_nano", 8, 1, 10)
+    plain = vision.vit("vit_nano", 8, 1, 10)
     plain.load_state_dict({timm_name(name): p.detach().cpu() for name, p in model.named_parameters()})
     for block in plain.blocks:
         block.mlp.act = nn.GELU(approximate="tanh")

@@ -90,7 +90,7 @@ def test_a_wheel_that_cannot_be_built_is_one_line(tmp_path, monkeypatch):
 def test_there_is_little_to_read(tmp_path, name, capsys):
     assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
     files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
-    assert int(files) <= 10 and int(lines.replace(",", "")) <= {"sft": 1550}.get(name, 1350)
+    assert int(files) <= 10 and int(lines.replace(",", "")) <= {"sft": 1400}.get(name, 1300)
 
 
 def test_under_accelerate_with_its_own_config(tmp_path):
@@ -120,7 +120,8 @@ def test_every_import_is_pinned_or_copied(tmp_path):
         folder = tmp_path / recipe
         tool.copy(recipe, "fsdp_fp8", folder, vendored=True)
         pinned = (folder / "requirements.txt").read_text()
-        assert all("==" in line for line in pinned.splitlines()) and "torch==" in pinned and "torchvision==" in pinned
+        assert all("==" in line for line in pinned.splitlines()) and "torch==" in pinned
+        assert ("torchvision==" in pinned) == ("timm==" in pinned) == (recipe != "sft")  # timm needs torchvision
         for path in folder.rglob("*.py"):
             for name in tool.imports(path):
                 top, *rest = name.split(".")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, recipe, record, train
 
-from shared import data, images, models
+from shared import data, images, vision
 from shared.args import Refused
 
 
@@ -106,12 +106,12 @@ def test_textures_are_grey_and_each_has_held_out_patches():
 def test_grey_images_for_a_model_of_timm():
     """Grey images keep their one channel and get the mean of timm's three normalizations; a pretrained model gets three
     channels."""
-    config = models.data_config("resnet18")
+    config = vision.data_config("resnet18")
     batch = images.images("digits", None, config)[0].__getitems__([0, 1])["pixel_values"]
     grey = images.digits()[0].pixels[:2]
     assert batch.shape == (2, 1, 8, 8)
     assert torch.allclose(batch, ((grey + 1) / 2 - sum(config["mean"]) / 3) / (sum(config["std"]) / 3), atol=1e-6)
-    pretrained = models.data_config("resnet18", pretrained=True)
+    pretrained = vision.data_config("resnet18", pretrained=True)
     batch = images.images("digits", 16, pretrained)[0].__getitems__([0, 1])["pixel_values"]
     assert batch.shape == (2, 3, 16, 16) and pretrained["image_size"] == 224
 
@@ -141,7 +141,7 @@ def test_a_folder_of_images_trains(tmp_path):
     argv = ("--dataset", tmp_path / "set", "--image_size", 32, "--max_steps", 20, "--per_device_train_batch_size", 8)
     run = train("single_fp32", tmp_path / "run", *argv, "--learning_rate", 0.001, "--warmup_steps", 2)
     assert record(run)["final"]["metrics"]["accuracy"] == 1.0
-    about = models.own_run(run)["data"]
+    about = vision.own_run(run)["data"]
     assert about["classes"] == ["grey", "red"] and about["fingerprint"] and about["image_size"] == 32
 
 
@@ -160,10 +160,10 @@ def test_a_set_in_the_hubs_format_trains(tmp_path):
     assert batch["pixel_values"].shape == (2, 3, 32, 32) and batch["labels"].tolist() in ([0, 1], [1, 0])
 
 
-@pytest.mark.parametrize("name", models.VIT_SIZES)
+@pytest.mark.parametrize("name", vision.VIT_SIZES)
 def test_models_by_size(name):
     with torch.device("meta"):
-        model = models.vit(name, 224, 3, 1000)
+        model = vision.vit(name, 224, 3, 1000)
     total = sum(p.numel() for p in model.parameters())
     millions = {
         "vit_nano": 0.327,
@@ -178,11 +178,11 @@ def test_models_by_size(name):
 
 
 def test_any_timm_name():
-    model = models.vit("vit_tiny_patch16_224", 64, 1, 7)
+    model = vision.vit("vit_tiny_patch16_224", 64, 1, 7)
     assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
     for name, pretrained in (("vit_gigantic", False), ("vit_nano", True)):
         with pytest.raises(Refused):
-            models.vit(name, 224, 3, 10, pretrained)
+            vision.vit(name, 224, 3, 10, pretrained)
 
 
 def test_the_recipe_stays_on_its_page():

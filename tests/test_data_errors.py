@@ -7,7 +7,7 @@ import torch
 from conftest import record, train
 from PIL import Image
 
-from shared import data, hub, images, models, sft, text
+from shared import data, images, sft, text, vision
 from shared.args import Refused
 
 STEPS = ("--max_steps", 3, "--save_steps", 0, "--per_device_train_batch_size", 8, "--image_size", 32)
@@ -69,7 +69,7 @@ def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
     for name in ("train/red/03.png", "test/grey/01.png"):
         (root / name).write_bytes(b"not an image")
     run = train("single_fp32", tmp_path / "run", "--dataset", root, *STEPS, "--skip_broken", 2)
-    of_train, of_held_out = models.own_run(run)["data"]["left_out"]
+    of_train, of_held_out = vision.own_run(run)["data"]["left_out"]
     assert "train/red/03.png" in of_train and "test/grey/01.png" in of_held_out
     train_set, held_out = images.images(str(root), 32, skip_broken=2)
     assert (len(train_set), len(held_out)) == (23, 7) and train_set.left_out == held_out.left_out
@@ -117,7 +117,7 @@ def test_a_label_out_of_range_is_named(tmp_path, wrong):
             features, split = {"label": column}, "test"
 
         with pytest.raises(Refused, match="the first is 2 at index 5 of test; there are classes 0 to 1"):
-            hub.refuse_labels_out_of_range("set", Split(label=test["other"]), "label")
+            data.refuse_labels_out_of_range("set", Split(label=test["other"]), "label")
 
 
 def test_a_set_shorter_than_a_batch_and_one_too_short_to_divide(tmp_path):
@@ -173,7 +173,7 @@ def test_held_out_images_are_as_the_model_wants_them(tmp_path):
     """Held-out images are resized and cropped without randomness, made RGB, and normalized with the model's own mean
     and std."""
     root = make(tmp_path / "set")
-    config = models.data_config("vit_base_patch16_clip_224.openai")
+    config = vision.data_config("vit_base_patch16_clip_224.openai")
     assert config["mean"] != (0.5,) * 3
     plain, normalized = (images.images(str(root), 32, c)[1] for c in ({}, {k: config[k] for k in ("mean", "std")}))
     a, b = (part.__getitems__([0, 7])["pixel_values"] for part in (plain, normalized))

@@ -12,7 +12,7 @@ from conftest import ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file, save_file
 
 from faithful import checkpoint, weight_files
-from shared import models
+from shared import vision
 from shared.args import Refused
 from tools import cli
 from tools import export as tool
@@ -30,13 +30,13 @@ for name in ("torchao", "transformer_engine", "amp8"):
 import json, torch
 from safetensors.torch import load_file
 sys.path.append(".")
-from shared import images, models
+from shared import images, models, vision
 from faithful import products
 restore = products.replace(products.slow())  # a rehearsal computes with these, until `restore` is gone
 torch.set_num_threads(1)
 train_set, held_out = images.images("digits")
 for path in sys.argv[1:]:
-    model = models.vit("vit_nano", train_set.image_size, train_set.in_chans, train_set.num_classes).eval()
+    model = vision.vit("vit_nano", train_set.image_size, train_set.in_chans, train_set.num_classes).eval()
     model.load_state_dict(load_file(path), strict=True)
     batch = held_out.__getitems__(list(range(len(held_out))))
     if "fsdp_fp8_msamp" in path:  # FSDP2 evaluates with norms and embeddings in bf16, too
@@ -93,7 +93,7 @@ def test_model_and_checkpoint_give_the_same_weights(trained, tmp_path, config):
     assert f"from checkpoint-6 ({files})" in line
     assert not list(tmp_path.glob("*.tmp"))
     model, saved = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "checkpoint.safetensors")
-    plain = models.vit("vit_nano", 8, 1, 10).state_dict()
+    plain = vision.vit("vit_nano", 8, 1, 10).state_dict()
     for tensors in (model, saved):
         assert {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in plain.items()}
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
@@ -246,7 +246,7 @@ def test_only_the_model_s_own_entries_are_exported(tmp_path):
 
 
 def test_blocks_of_transformer_engine_s_own_get_timm_s_names(tmp_path):
-    plain = models.vit("vit_nano", 8, 1, 10).state_dict()
+    plain = vision.vit("vit_nano", 8, 1, 10).state_dict()
     theirs = {}
     for name, tensor in plain.items():
         for ours, te in (("norm1.", "self_attention.layernorm_qkv.layer_norm_"), ("norm2.", "layernorm_mlp.layer_norm_"),

@@ -26,7 +26,7 @@ from faithful.backends import torchao, transformer_engine
 from faithful.blocks import compile_blocks
 from faithful.config import read_env, to_env
 from faithful.evidence import converted
-from shared import images, models
+from shared import images, vision
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
 EAGER = [name for name in NAMES if "compile" not in name and "mxfp8" not in name and "zero" not in name]  # test_zero
@@ -55,7 +55,7 @@ def trained(tmp_path_factory):
 
 def initial_weights():
     set_seed(0)
-    return models.vit("vit_nano", 8, 1, 10).state_dict()
+    return vision.vit("vit_nano", 8, 1, 10).state_dict()
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -186,7 +186,7 @@ def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name)
 @pytest.mark.parametrize(("name", "count"), [("single_fp8", 47), ("single_fp8_te", 48), ("single_fp8_msamp_o2", 48)])
 def test_layers_of_vit_tiny(name, count):
     """vit_tiny has 48 FP8 layers (torchao: 47). The head is not one of them: 1000 classes are not a multiple of 16."""
-    model = models.vit("vit_tiny", 224, 3, 1000)
+    model = vision.vit("vit_tiny", 224, 3, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
     planned = resolved(name)
@@ -258,7 +258,7 @@ def test_a_model_that_names_no_blocks_is_not_said_to_be_compiled():
 
 def test_a_model_that_fp8_cannot_touch_is_refused(tmp_path):
     def narrow(rank):
-        models.VIT_SIZES["vit_nano"] = (60, 2, 4)  # no size is a multiple of 16
+        vision.VIT_SIZES["vit_nano"] = (60, 2, 4)  # no size is a multiple of 16
 
     train("single_fp8", tmp_path / "run", *STEPS, before=narrow, code=2)
     log = (tmp_path / "run.log").read_text()
@@ -291,7 +291,7 @@ def test_evaluation_is_outside_fp8(trained):
 
     for name in ("single_fp8_te", "single_fp8_msamp_o2", "single_fp8"):
         run = trained(name)
-        model, held_out = models.vit("vit_nano", 8, 1, 10), images.digits()[1]
+        model, held_out = vision.vit("vit_nano", 8, 1, 10), images.digits()[1]
         model.load_state_dict(load_file(run / "model" / "model.safetensors"), strict=True)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             logits = model.eval()(held_out.pixels).float()

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from faithful import checkpoint, state
 from faithful.disk import readers
 from faithful.errors import Refused
-from shared import args, models
+from shared import args, vision
 from tools import accelerate_launch, advise, diagnose, export, judge, predict, records, show
 
 CORPUS = ROOT / "tests" / "corpus"
@@ -45,7 +45,7 @@ def attempt(use, *words, **options):
 
 def of_record(run):
     attempt(export.source_of, run)
-    attempt(models.own_run, str(run))
+    attempt(vision.own_run, str(run))
     attempt(diagnose.of_run, run)
     said = attempt(believing, show.text, run)
     assert said is None or said.replace("\n", "").isprintable(), said
@@ -69,8 +69,8 @@ def drawn(run):
 
 
 def of_data(run):
-    attempt(models.own_run, str(run))
-    attempt(models.data_config, str(run))
+    attempt(vision.own_run, str(run))
+    attempt(vision.data_config, str(run))
     attempt(export.record_of, run)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, launched, record, train
 
-from shared import models
+from shared import vision
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -95,10 +95,10 @@ def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
     argv = ("--dataset", "synthetic", "--image_size", 32, "--per_device_train_batch_size", 4, "--max_steps", 5,
             "--eval_steps", 0, "--save_steps", 0, "--per_device_eval_batch_size", 64)  # fmt: skip
     run = train("ddp_bf16", tmp_path / "run", *argv)
-    monkeypatch.setattr(gpu_report, "launched", lambda *_, **__: models.own_run(run))
+    monkeypatch.setattr(gpu_report, "launched", lambda *_, **__: vision.own_run(run))
     row = gpu_report.tried("ddp_bf16", True, 5)
     assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] > 0, row
-    flop = 3 * 4 * gpu_report.forward_flop("vit_nano", models.own_run(run)["data"])  # 4 images in each process
+    flop = 3 * 4 * gpu_report.forward_flop("vit_nano", vision.own_run(run)["data"])  # 4 images in each process
     assert row["flop_per_second"] * row["step_seconds"] == pytest.approx(flop)
     assert "| `ddp_bf16` | ran on a CPU |" in gpu_report.page({}, None, {"ddp_bf16": row})
 
@@ -134,10 +134,10 @@ def test_a_row_of_the_report_is_of_the_run_s_own_record(tmp_path, monkeypatch):
 
     model, words = gpu_report.workload("single_bf16", rehearse=True)
     run = train("single_bf16", tmp_path / "run", *words[1:], "--max_steps", 5, "--save_steps", 0)
-    monkeypatch.setattr(gpu_report, "launched", lambda *_: models.own_run(run))
+    monkeypatch.setattr(gpu_report, "launched", lambda *_: vision.own_run(run))
     row = gpu_report.tried("single_bf16", True, 5)
     took = record(run)["throughput"]["step_seconds_median"]
-    forward = gpu_report.forward_flop(model, models.own_run(run)["data"])
+    forward = gpu_report.forward_flop(model, vision.own_run(run)["data"])
     assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] == pytest.approx(3 * 16 * forward / took)
     page = gpu_report.page({"date": "today"}, None, {"single_bf16": row})
     assert "| `single_bf16` | ran on a CPU |" in page and "- `single_bf16`: single | bf16" in page

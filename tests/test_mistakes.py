@@ -12,7 +12,7 @@ from conftest import Ranks, train
 from loop import loop
 from test_script import APART, load_state
 
-from shared import hub, images, models, text
+from shared import data, images, models, text, vision
 from shared.args import Refused
 
 
@@ -37,7 +37,7 @@ def test_columns_that_are_no_images_or_texts_are_named(tmp_path):
 
 def test_one_sample_is_too_few_to_hold_some_out():
     with pytest.raises(Refused, match="--dataset mine has 1 samples: too few to hold some out"):
-        hub.split_of({"train": [0]}, "mine")
+        data.split_of({"train": [0]}, "mine")
 
 
 def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
@@ -52,10 +52,10 @@ def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: models.vit("vit_nano", 30, 1, 10), "image size 30 is not a multiple of the patch size 4"),
-        (lambda: models.vit("vit_nano", 8, 1, 10, True), "--model vit_nano: .*It can be a name of timm"),
-        (lambda: models.vit("/gone/run", 8, 1, 10, True), "--model /gone/run: .*It can be a name of timm"),
-        (lambda: models.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
+        (lambda: vision.vit("vit_nano", 30, 1, 10), "image size 30 is not a multiple of the patch size 4"),
+        (lambda: vision.vit("vit_nano", 8, 1, 10, True), "--model vit_nano: .*It can be a name of timm"),
+        (lambda: vision.vit("/gone/run", 8, 1, 10, True), "--model /gone/run: .*It can be a name of timm"),
+        (lambda: vision.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
         (lambda: models.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
         (lambda: models.gpt("nobody/nothing", 300, 32, True), "--model nobody/nothing: no pretrained weights"),
         (lambda: text.tokenizer_of("nobody/nothing"), "--model nobody/nothing: no tokenizer"),
@@ -69,10 +69,10 @@ def test_models_that_cannot_be_made_are_named(make, why):
 def test_a_run_whose_weights_are_damaged_is_named(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0)
     with pytest.raises(Refused, match="is not a residual network"):
-        models.resnet(str(run), 8, 1, 10, pretrained=True)
+        vision.resnet(str(run), 8, 1, 10, pretrained=True)
     (run / "model" / "model.safetensors").write_bytes(b"half of a file")
     with pytest.raises(Refused, match="its weights cannot be loaded .*; did the run finish?"):
-        models.vit(str(run), 8, 1, 10, pretrained=True)
+        vision.vit(str(run), 8, 1, 10, pretrained=True)
 
 
 def one_step(run):

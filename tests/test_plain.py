@@ -99,12 +99,12 @@ def test_shared_imports_nothing_of_faithful():
         "args",
         "data",
         "diffusion",
-        "hub",
         "images",
         "models",
         "optimizers",
         "sft",
         "text",
+        "vision",
     }
     for page in pages:
         assert not re.search(r"^\s*(from|import) (faithful|amp8|recipes|tools)", page.read_text(), re.M), page.name

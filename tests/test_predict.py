@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, record, train
 from PIL import Image
 
-from shared import data, images, models, text
+from shared import data, images, text, vision
 from shared.args import Refused
 from tools import cli, export, predict
 
@@ -244,7 +244,7 @@ def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path)
     other = train("ddp_bf16", tmp_path / "other", *argv, "--dataset", "digits", "--freeze", 2, "--layer_decay", 0.1)
     found = weights(other)
     assert found["head.weight"].shape == (10, 64) and before["head.weight"].shape == (4, 64)
-    about = models.own_run(other)["data"]
+    about = vision.own_run(other)["data"]
     assert (about["image_size"], about["in_chans"]) == (32, 3)  # digits, as the model wants them
     still = [name for name in before if "head" not in name and found[name].equal(before[name])]
     assert set(still) == {n for n in before if n.startswith(("patch_embed", "pos_embed", "blocks.0.", "blocks.1."))}

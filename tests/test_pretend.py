@@ -16,7 +16,7 @@ from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file
 from test_te import TE_FILES, needs_te
 
-from shared import models
+from shared import vision
 
 SHORT = ("--max_steps", 4, "--logging_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
          "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
@@ -248,7 +248,7 @@ def test_every_file_trains_and_goes_on(gpu, config, tmp_path):
     assert evidence["sharded"] == (plan["strategy"] not in ("single", "ddp"))
     truth = f"fp8 TransformerEngine {plan['level']} | 16 of 17 Linear in FP8, 9 LayerNorm, skipped head (10 is not a"
     assert truth in evidence["truth"] and record(run)["final"]["metrics"]["eval_loss"] < 2.29  # by chance: 2.303
-    assert weights(run).keys() == models.vit("vit_nano", 8, 1, 10).state_dict().keys()
+    assert weights(run).keys() == vision.vit("vit_nano", 8, 1, 10).state_dict().keys()
     held = load_file(run / "checkpoint-2" / "rank0.safetensors")
     scales = {name: tensor for name, tensor in held.items() if name.startswith("0:te/")}
     assert len(scales) == (4 * 16 if plan["level"] == "delayed" else 0)

@@ -11,7 +11,7 @@ from conftest import CONFIGS, ROOT, edited, recipe, train
 from benchmarks import tables as tables_script
 from faithful import files, rules
 from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, read_env, to_env
-from shared import args, models
+from shared import args, models, vision
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [
@@ -290,7 +290,7 @@ def test_grammar_is_the_codes():
 
 def test_datasets_models_and_extras_are_the_codes():
     listed = page("docs/data.md")
-    sizes = (*models.VIT_SIZES, *models.RESNET_SIZES, *models.GPT_SIZES, *models.BERT_SIZES)
+    sizes = (*vision.VIT_SIZES, *vision.RESNET_SIZES, *models.GPT_SIZES, *models.BERT_SIZES)
     for name in (
         "digits",
         "photos",

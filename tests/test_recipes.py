@@ -14,7 +14,7 @@ from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, train, we
 
 from faithful import config as config_module
 from faithful import files, rules
-from shared import models, text
+from shared import models, text, vision
 from shared.args import Refused
 
 STEPS = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0)
@@ -417,10 +417,10 @@ def test_batch_norm_computes_in_fp32_when_its_weight_is_in_16_bit():
 
 def test_resnet_on_small_images_keeps_its_resolution():
     for name in ("resnet_nano", "resnet18", "resnet50"):
-        model = models.resnet(name, 32, 3, 10).eval()
+        model = vision.resnet(name, 32, 3, 10).eval()
         assert model.forward_features(torch.zeros(1, 3, 32, 32)).shape[-1] == 4
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    assert models.resnet("resnet18", 224, 3, 10).conv1.stride == (2, 2)
+    assert vision.resnet("resnet18", 224, 3, 10).conv1.stride == (2, 2)
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert"])
@@ -578,4 +578,4 @@ def test_resnet_trains_on_cifar_10_s_format(tmp_path):
     argv = ("--dataset", tmp_path / "cifar10", "--image_size", 32, "--max_steps", 30, "--save_steps", 0)
     run = train("single_bf16", tmp_path / "run", *argv, "--warmup_steps", 5, name="resnet")
     assert record(run)["final"]["metrics"]["accuracy"] > 0.5  # its ten classes differ in brightness
-    assert models.own_run(run)["data"]["classes"] == [str(i) for i in range(10)]
+    assert vision.own_run(run)["data"]["classes"] == [str(i) for i in range(10)]

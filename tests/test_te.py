@@ -19,7 +19,7 @@ from test_plan import CPU, GPU, exported_by_accelerate
 from faithful import files, rules
 from faithful.config import read_env, to_env
 from faithful.plan import Plan
-from shared import models
+from shared import vision
 from shared.args import Refused
 
 TE_FILES = sorted(CONFIGS.glob("*_fp8_te*.yml"))
@@ -139,14 +139,14 @@ def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
 def test_whole_blocks_need_the_package_a_gpu_and_random_weights(monkeypatch):
     for name, pretrained in (("resnet18", False), ("vit_tiny", True)):
         with pytest.raises(Refused, match="start from random weights"):
-            models.vit(name, 32, 3, 10, pretrained, te_blocks=True)
+            vision.vit(name, 32, 3, 10, pretrained, te_blocks=True)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(Refused, match="./launch.sh setup --extra te") as refused:
-        models.vit("vit_nano", 8, 1, 10, te_blocks=True)
+        vision.vit("vit_nano", 8, 1, 10, te_blocks=True)
     assert "\n" not in str(refused.value)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", torch)  # importable
     with pytest.raises(Refused, match="compute on an NVIDIA GPU, and here is none"):
-        models.vit("vit_nano", 8, 1, 10, te_blocks=True)
+        vision.vit("vit_nano", 8, 1, 10, te_blocks=True)
 
 
 @needs_te

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from faithful import Refused, checkpoint
 from faithful.strategies import tp
-from shared import models
+from shared import models, vision
 from tools import export
 
 TEXT = Path(textwrap.__file__)  # some text that nobody here edits
@@ -219,7 +219,7 @@ def test_the_finished_model_is_transformers_own_and_plain(whole):
 def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
     with torch.device("meta"):
         gpt2, llama = models.gpt("gpt_nano", 272, 32), models.gpt("llama_nano", 272, 32)
-        vit, small = models.vit("vit_nano", 8, 1, 10), models.gpt("llama_small", 272, 32)
+        vit, small = vision.vit("vit_nano", 8, 1, 10), models.gpt("llama_small", 272, 32)
     tp.check(llama, 2)
     for model, size, expected in (
         (vit, 2, "VisionTransformer has no plan for tensor parallel: use recipes/gpt.py with llama_nano"),

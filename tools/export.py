@@ -45,7 +45,7 @@ from tools import cli, records  # noqa: E402
 
 # Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
-# Names of tensors in a TransformerEngine block (models.te_block) -> timm's names. The more specific names come first,
+# Names of tensors in a TransformerEngine block (vision.te_block) -> timm's names. The more specific names come first,
 # because a fused LayerNorm's name contains its Linear's.
 TE_BLOCK = {
     ".self_attention.layernorm_qkv.layer_norm_": ".norm1.",
@@ -272,7 +272,7 @@ def export(run, output=None, step=None, max_shard_size="10GB"):
 
 def load(run, step=None):
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
-    from shared import diffusion, models
+    from shared import diffusion, vision
 
     record = record_of(run)
     if "data" not in record:
@@ -288,7 +288,7 @@ def load(run, step=None):
     def build():
         if record["recipe"] == "diffusion":
             return diffusion.dit(record["args"]["model"], *(record["data"][key] for key in NEEDED["vit"]))
-        return models.as_recorded(record, run)
+        return vision.as_recorded(record, run)
 
     try:
         with torch.device("meta"):  # the sizes may be anyone's: nothing is made that the file's tensors do not fill
@@ -310,7 +310,7 @@ def load(run, step=None):
 
 def held_out(run, record, count):
     """{name: tensor} of the model's inputs for some held-out samples of the run's dataset."""
-    from shared import images, models, sft, text
+    from shared import images, sft, text, vision
 
     args, recipe = record["args"], record["recipe"]
     tokenizer = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
@@ -326,7 +326,7 @@ def held_out(run, record, count):
         _, part = text.labelled(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
     else:
         names = ["pixel_values"]
-        config = None if recipe == "diffusion" else models.data_config(args["model"], args["pretrained"])
+        config = None if recipe == "diffusion" else vision.data_config(args["model"], args["pretrained"])
         _, part = images.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
     rows = part.__getitems__(range(min(count, len(part))))
     if recipe == "diffusion":
