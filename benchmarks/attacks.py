@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,8 @@ FAMILIES = {  # name: what pytest is given
     "damaged rows and records": ["tests/test_strangers.py", "-k", "torn or history or record"],
     "configs and options": ["tests/test_fuzz_inputs.py"],
     "data and files": ["tests/test_fuzz_files.py"],
+    "numbers of options and keys": ["tests/test_ranges.py"],
+    "what reaches a terminal": ["tests/test_printing.py"],
     "pages": ["tests/test_page.py", "tests/test_show.py"],
 }  # fmt: skip
 STEPS = ["--model", "vit_nano", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0", "--logging_steps", "1"]
@@ -398,7 +401,9 @@ def main():
         | {side: dict(zip(("held", "seen"), found[number], strict=True)) for side, found in sides.items()}
         for number in args.only
     ]
-    families = [*operations(args.every), *filter(None, (family(*row) for row in FAMILIES.items()))]
+    with ThreadPoolExecutor(2) as both:  # each waits for processes of its own
+        tested = both.submit(lambda: [family(*row) for row in FAMILIES.items()])
+        families = [*operations(args.every), *filter(None, tested.result())]
     figures = {"commit_before": commit.stdout.strip(), "families": families, "the_thirteen": rows}
     save(args.output, figures, ("accelerate", "hypothesis"))
 

@@ -178,8 +178,8 @@ class Save:
             self.give_up()
         elif self.rank == self.keeper and self.keep:
             with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
-                older = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
-                for old in older[self.keep - 1 :]:
+                known = [path for age, path in by_age(self.folder.parent) if age < math.inf and path != self.folder]
+                for old in known[self.keep - 1 :]:
                     shutil.rmtree(old, ignore_errors=True)
 
     def complete(self, files, state):
@@ -188,10 +188,9 @@ class Save:
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
         if (self.temporary / STATE).stat().st_size > readers.LARGEST:
             raise OSError(f"what it holds besides tensors takes more than {readers.LARGEST >> 20} MiB")
-        for path in sorted(path for path in self.temporary.rglob("*") if not path.is_dir() or path.is_symlink()):
-            name = str(path.relative_to(self.temporary))
+        for name in names.files_below(self.temporary):
             names.inside(self.temporary, name)  # a hook of the script may have made a symlink
-            files[name] = files.get(name) or entry(path)
+            files[name] = files.get(name) or entry(self.temporary / name)
         write_json(self.temporary / MANIFEST, files)
         sync(self.temporary)
         if self.folder.exists():  # the script may have made it in the meantime
@@ -272,21 +271,26 @@ def number(folder):
 
 
 def list_checkpoints(output_dir):
-    """The checkpoint folders in `output_dir`, newest first: by a counter, because clocks are set, and a run that goes
-    on from an older one writes smaller numbers than those of the steps that it gave up. Those from before the counter
-    was saved come after them, by their time. Then by number. Incomplete and damaged ones are the last. Raises OSError
-    for a folder that cannot be read, which may hold some (Path.glob finds none in it)."""
+    """The checkpoint folders in `output_dir`, newest first. Raises OSError as `by_age` does."""
+    return [folder for _, folder in by_age(output_dir)]
+
+
+def by_age(output_dir):
+    """[(counter of age_of, folder)] of the checkpoints in `output_dir`, newest first: by a counter, because clocks are
+    set, and a run that goes on from an older one writes smaller numbers than those of the steps that it gave up. Those
+    from before the counter was saved come after them, by their time. Then by number. Incomplete and damaged ones are
+    the last. Raises OSError for a folder that cannot be read, which may hold some (Path.glob finds none in it)."""
     try:
         found = [path for path in map(Path(output_dir).joinpath, os.listdir(output_dir)) if number(path) is not None]
     except (FileNotFoundError, NotADirectoryError):
         found = []
-    return sorted(found, key=lambda folder: (*age_of(folder), number(folder)), reverse=True)
+    ages = sorted(((*age_of(folder), number(folder), folder) for folder in found), reverse=True)
+    return [(counter, folder) for counter, _, _, folder in ages]
 
 
 def age_of(folder):
     """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 where there is no
-    state or it is damaged. Where it cannot be read it may be sound: then it counts as the newest, which nobody deletes.
-    """
+    state or it is damaged, inf where it cannot be read: it may be sound, so nobody deletes it."""
     try:
         state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
         return state.get("counter", 0), state.get("saved", 0)
@@ -299,8 +303,7 @@ def age_of(folder):
 
 def next_count(output_dir):
     """The counter of a checkpoint that is the newest in its folder."""
-    counts = [age_of(folder)[0] for folder in list_checkpoints(output_dir)]
-    return 1 + max((count for count in counts if count < math.inf), default=0)
+    return 1 + max((count for count, _ in by_age(output_dir) if count < math.inf), default=0)
 
 
 def candidates(output_dir):

@@ -188,7 +188,7 @@ class Campaign:
         for step in (1, 2):
             script.step()
             weights[step] = script.weights()
-            script.accelerator.save_state()
+            script.save()
         script.shards() if self.name == "save_model in shards again" else script.weights_file()
         script.step()
         return weights | {3: script.weights()}

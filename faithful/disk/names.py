@@ -72,3 +72,17 @@ def opened(path, flags=os.O_RDONLY):
         os.close(descriptor)
         raise OSError("it is not a file")
     return descriptor
+
+
+def files_below(folder):
+    """The names, relative to `folder`, of all that is no folder in it and below, sorted. A symlink is not followed.
+    Raises OSError where a folder cannot be listed (Path.rglob finds nothing in it)."""
+
+    def raised(error):
+        raise error
+
+    found = []
+    for root, folders, files in os.walk(folder, onerror=raised):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found += [os.path.relpath(os.path.join(root, name), folder) for name in (*files, *links)]
+    return sorted(found)
