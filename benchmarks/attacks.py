@@ -182,7 +182,11 @@ def interrupts(home):
     """Ctrl-C again while the run ends"""
     result = home.call("""
 import os, signal, sys, time, torch
-from faithful import Accelerator, process
+from faithful import Accelerator
+try:
+    from faithful.launch import process
+except ImportError:  # an earlier version
+    from faithful import process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 accelerator = Accelerator(project_dir=sys.argv[1])
 does, once = process.explained, iter([True])
@@ -241,7 +245,10 @@ def weights(home):
 import json, sys
 from pathlib import Path
 from safetensors.torch import load_file, save_file
-from faithful import checkpoint
+try:
+    from faithful.checkpoint import checkpoints as checkpoint
+except ImportError:  # an earlier version
+    from faithful import checkpoint
 file = Path(sys.argv[1], "rank0.safetensors")
 held = load_file(file)
 name = next(key for key in sorted(held) if key.startswith("0:model/"))

@@ -40,7 +40,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(ROOT))
-from faithful.checkpoint import write_json  # noqa: E402
+from faithful.checkpoint.checkpoints import write_json  # noqa: E402
 from shared import models, vision  # noqa: E402
 from tools.report import table  # noqa: E402
 from tools.tracing import make_fake, without_storage  # noqa: E402

@@ -20,7 +20,7 @@ import torch
 from gpu import as_found, forward_flop, launched, measured
 from provenance import ROOT, command, device_name
 
-from faithful.steps import WARMUP_STEPS
+from faithful.training.steps import WARMUP_STEPS
 from shared.args import Refused
 from tools import cli
 from tools.report import table

@@ -37,7 +37,7 @@ OUTLIVE, NO_STEP = 30, 200  # seconds
 VICTIMS = ("launcher", "worker", "everything")
 MOMENTS = {"start": 5, "step": 2, "save": 3}  # how often each is drawn
 VIT = "vit --max_steps 60 --save_steps 6 --eval_steps 20"
-GPT = f"gpt --model llama_nano --dataset {ROOT / 'faithful' / 'rules.py'} --sequence_length 32 "
+GPT = f"gpt --model llama_nano --dataset {ROOT / 'faithful' / 'config' / 'rules.py'} --sequence_length 32 "
 GPT += "--max_steps 24 --save_steps 4 --eval_steps 12"
 
 

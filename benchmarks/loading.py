@@ -33,16 +33,16 @@ def inside(file, root, model, folder):
 
     llama = transformers.LlamaForCausalLM  # imports it
     accelerator, read = Accelerator(project_dir=folder), []
-    if Path(root, "faithful", "slices.py").exists():
-        from faithful import slices
+    if Path(root, "faithful", "loading", "sharded_files.py").exists():
+        from faithful.loading import sharded_files
 
-        names_of_equal = slices.names_of_equal
+        names_of_equal = sharded_files.names_of_equal
 
         def counted(*args):
             read.extend(names_of_equal(*args))
             return read
 
-        slices.names_of_equal = counted
+        sharded_files.names_of_equal = counted
     accelerator.wait_for_everyone()
     began = time.perf_counter()
     net = llama.from_pretrained(model, dtype=torch.float32)

@@ -32,7 +32,7 @@ import yaml
 from provenance import ROOT, save
 
 sys.path.insert(0, str(ROOT))
-from faithful import files, machine  # noqa: E402
+from faithful.config import config_file, machine  # noqa: E402
 from tools import check  # noqa: E402
 
 MINE = {"single": "single_fp32", "ddp": "ddp_fp32", "fsdp": "fsdp_fp32", "zero1": "zero1_bf16", "zero2": "zero2_bf16",
@@ -204,7 +204,7 @@ def main():
                 continue  # layers: classes of a model that is not the scripts'
             config = in_fp32(path, folder / f"file{number}")
             row, wanted = judged(config, here)
-            mapping = files.read(config)[1]
+            mapping = config_file.read(config)[1]
             words = {key: value for key, value in mapping.items() if value not in (None, {}, [])}
             words["deepspeed_config"] = json.dumps(words.get("deepspeed_config")).replace(str(config.parent), "")
             if not row["not_on_this_machine"] and words not in seen:

@@ -106,9 +106,9 @@ def losses(model, seed, products, perturbed=False):
 def forced(dtype, recipe, *words):
     """Runs a recipe with all products of a dtype in fp32, or none, whatever is fast on this CPU."""
     sys.path.insert(0, str(ROOT))
-    from faithful import products
+    from faithful.backends import cpu_matmul
 
-    products.slow = lambda: {kind: [dtype] if dtype else [] for kind in products.OPERATORS}
+    cpu_matmul.slow = lambda: {kind: [dtype] if dtype else [] for kind in cpu_matmul.OPERATORS}
     sys.argv, sys.path[0] = [recipe, *words], str(Path(recipe).parent)
     runpy.run_path(recipe, run_name="__main__")
 

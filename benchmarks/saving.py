@@ -35,7 +35,8 @@ def inside(file, layers, width, rounds, folder):
     from accelerate.utils import gather_object
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from faithful import Accelerator, saving
+    from faithful import Accelerator
+    from faithful.saving import saving
 
     class Block(torch.nn.Linear):
         pass

@@ -5,7 +5,7 @@ from faithful.errors import Diverged, Refused, Stopped
 __all__ = ["Accelerator", "Diverged", "Refused", "Stopped"]
 
 
-def __getattr__(name):  # importing faithful.rules must not import torch
+def __getattr__(name):  # importing faithful.config.rules must not import torch
     if name == "Accelerator":
         from faithful.accelerator import Accelerator
 

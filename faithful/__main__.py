@@ -12,8 +12,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from faithful import process
 from faithful.errors import Refused
+from faithful.launch import process
 
 
 def main(words):
@@ -41,8 +41,9 @@ def take_its_place():
     """Replaces `Accelerator` by faithful's in every module that has imported it from Accelerate."""
     import accelerate.accelerator
 
-    from faithful import config, patches, plan
+    from faithful import patches, plan
     from faithful.accelerator import Accelerator
+    from faithful.config import config
     from faithful.scripts import trainer
 
     trainer.allow_bf16()  # again, if a run of this process has ended

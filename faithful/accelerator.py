@@ -14,43 +14,33 @@ import accelerate.optimizer
 import torch
 from torch import nn
 
-from faithful import (
-    arguments,
-    backends,
-    checkpoint,
-    clipping,
-    config,
-    ending,
-    launcher,
-    loaders,
-    patches,
-    process,
-    products,
-    saving,
-    strategies,
-    whereabouts,
-    whole_weights,
-)
-from faithful.batch import FirstBatch
-from faithful.communication import OneStep
+from faithful import arguments, backends, ending, patches, strategies
+from faithful.backends import cpu_matmul
+from faithful.checkpoint import checkpoints
+from faithful.config import config
+from faithful.config.machine import Memory
 from faithful.errors import Refused, SkippedAlone
-from faithful.evidence import notes, refuse_what_would_not_train
-from faithful.machine import Memory
-from faithful.model import PreparedModel, convert, trains
-from faithful.optimizer import Optimizer, is_lomo_available
+from faithful.evidence.batch import FirstBatch
+from faithful.evidence.communication import OneStep
+from faithful.evidence.evidence import notes, refuse_what_would_not_train
+from faithful.evidence.record import Record, described, now, of_arguments
+from faithful.launch import launcher, process, rank_sync
+from faithful.models import dtypes
 from faithful.plan import describe
-from faithful.record import Record, described, now, of_arguments
+from faithful.saving import saving, whole_weights
 from faithful.scripts import trainer
-from faithful.steps import Steps
-from faithful.tensors import nudge
-from faithful.training import dtypes
+from faithful.tensors.names import nudge
+from faithful.training import clipping, loaders
+from faithful.training.model import PreparedModel, convert, trains
+from faithful.training.optimizer import Optimizer, is_lomo_available
+from faithful.training.steps import Steps
 
 trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
-    current = ending.Newest()  # faithful/process.py closes its record at exit
-    async_save = True  # see saving.py
+    current = ending.Newest()  # faithful/launch/process.py closes its record at exit
+    async_save = True  # see saving/saving.py
 
     # ---- the launch ----
 
@@ -72,12 +62,12 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
         if self.plan.rehearsal and self.plan.precision != "fp32":
-            products.start()
+            cpu_matmul.start()
         self.strategy.started(self)
         self.backend.started(self)
         clipping.instead_of_torch(self, lambda: Accelerator.current)
         self.models, self.preparing = [], False  # PreparedModels; whether this is inside `prepare`
-        self.put_in_fp32 = False  # whether trainable parameters were, see training/dtypes.py
+        self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
         self.freed = []  # the evidence of models that were freed
         self.epochs = []  # one per prepared loader
         self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
@@ -133,8 +123,8 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
         dtypes.before_prepare(self, filter(trains, args))
-        if self.plan.rehearsal and any(products.of(model) for model in args if isinstance(model, nn.Module)):
-            products.start()
+        if self.plan.rehearsal and any(cpu_matmul.of(model) for model in args if isinstance(model, nn.Module)):
+            cpu_matmul.start()
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
             self.perturb(filter(trains, args))
         converted = {at: convert(self, model, optimizers) for at, model in enumerate(args) if trains(model)}
@@ -148,7 +138,7 @@ class Accelerator(accelerate.Accelerator):
                 self.models.append(PreparedModel(module, *converted.get(at, ())))
                 whole_weights.saved_whole(self, module)
                 if at in converted and self.num_processes > 1:
-                    module.register_forward_pre_hook(whereabouts.passes, prepend=True)
+                    module.register_forward_pre_hook(rank_sync.passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -233,7 +223,7 @@ class Accelerator(accelerate.Accelerator):
             evidence.record["optimizer_owns_all"] = not evidence.left_out()
         for line in notes(self):
             self.note(line)
-        self.record.seen["through_fp32"] = dict(products.active)
+        self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
         saving.wait(self)  # opening deletes checkpoints that are not complete
@@ -251,15 +241,19 @@ class Accelerator(accelerate.Accelerator):
         self.record.notes.append(line)
         self.print(f"note: {line}", flush=True)
 
+    def explain(self, error):
+        """A Refused, if a library's error (a text) means that the script needs what the config has not; else None."""
+        return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
+
     @contextlib.contextmanager
     def accumulate(self, *models):
         self.never_accumulates = False
         self.stop_if_agreed()
         with super().accumulate(*models), self.communication.counted(self):
             yield
-        before, self.computed = self.computed, (whereabouts.passes_begun(), self.backward_passes)
+        before, self.computed = self.computed, (rank_sync.passes_begun(), self.backward_passes)
         # Only a process that has computed nothing since the last micro-batch asks the others.
-        if self.strategy.exchanges_in_passes and before == self.computed and not whereabouts.all_skip():
+        if self.strategy.exchanges_in_passes and before == self.computed and not rank_sync.all_skip():
             raise SkippedAlone(
                 "this process skips a micro-batch that another one computes, but under "
                 f"{self.plan.strategy} all of them exchange weights or gradients in each pass: compute it and multiply "
@@ -339,15 +333,15 @@ class Accelerator(accelerate.Accelerator):
         return self.record.seen["samples_per_step"]
 
     def gather(self, tensor):
-        whereabouts.begins("gather")
+        rank_sync.begins("gather")
         return super().gather(tensor)
 
     def reduce(self, *args, **kwargs):
-        whereabouts.begins("reduce")
+        rank_sync.begins("reduce")
         return super().reduce(*args, **kwargs)
 
     def wait_for_everyone(self):
-        whereabouts.begins("wait")
+        rank_sync.begins("wait")
         super().wait_for_everyone()
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
@@ -383,7 +377,7 @@ class Accelerator(accelerate.Accelerator):
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
         saving.wait(self)
         with contextlib.suppress(OSError):
-            return next(iter(checkpoint.list_checkpoints(saving.default_folder(self))), None)
+            return next(iter(checkpoints.list_checkpoints(saving.default_folder(self))), None)
 
     def get_state_dict(self, model, unwrap=True):
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""

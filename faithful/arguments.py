@@ -19,10 +19,11 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 
-from faithful import backends, config, strategies
+from faithful import backends, strategies
+from faithful.config import config
 from faithful.errors import Refused
+from faithful.evidence.record import default_folder
 from faithful.plan import resolve, says_precision, timeout
-from faithful.record import default_folder
 
 NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
     "safe_serialization": "a checkpoint is safetensors and JSON, never a pickle (save_model writes one)",

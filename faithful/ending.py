@@ -7,9 +7,12 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list, gather_object
 
-from faithful import backends, checkpoint, launcher, patches, process, saving, strategies, whereabouts
+from faithful import backends, patches, strategies
+from faithful.checkpoint import checkpoints
 from faithful.errors import Stopped
-from faithful.record import errors_left, leave_error, now
+from faithful.evidence.record import errors_left, leave_error, now
+from faithful.launch import launcher, process, rank_sync
+from faithful.saving import saving
 
 made = []  # for each Accelerator of this process, the oldest first, what returns it, or what is left of it
 KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_folder", "named_folder", "resumed",
@@ -54,7 +57,7 @@ def stop(accelerator):
     steps = accelerator.steps
     saving.wait(accelerator)
     folder = Path(accelerator.project_dir, f"checkpoint-{steps.taken}")
-    written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoint.MANIFEST).exists()
+    written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoints.MANIFEST).exists()
     [written] = broadcast_object_list([written])
     accelerator.stopping = True
     if not written:
@@ -84,7 +87,7 @@ def finish(accelerator):
         accelerator.closed, record.status = True, "finished"
         if record.failed_saves:
             record.status, record.error = "failed", record.not_saved()
-        together = whereabouts.all_ranks_called("end_training", needed=True)
+        together = rank_sync.all_ranks_called("end_training", needed=True)
         mine = [(steps.loss, accelerator.peak or accelerator.memory.peak())]
         everyone = gather_object(mine) if together else mine
         losses = [loss for loss, _ in everyone if loss is not None]
@@ -103,7 +106,7 @@ def close(accelerator, error, code):
     if accelerator.made_by != os.getpid():  # of the process that has forked this one
         return code
     saving.wait(accelerator, None if error is None else launcher.GRACE)
-    whereabouts.tell("ended")
+    rank_sync.tell("ended")
     record, stopped = accelerator.record, accelerator.record.status == "preempted"
     lost = error is not None and error.startswith((process.ENDED, process.SILENT))
     none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run

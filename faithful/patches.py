@@ -2,7 +2,7 @@
 
 A change lasts from the first `Accelerator()` (or `python -m faithful`; what TrainingArguments ask, from the import of
 `faithful.Accelerator`) to `end_training`, which undoes them. Those of
-the first two rows end with the process, or are undone where faithful/process.py says so.
+the first two rows end with the process, or are undone where launch/process.py says so.
 Classes and functions of others are changed only here. What is set on the script's own objects (a method of its
 optimizer, hooks of its model) is no change of a library and ends with the object.
 """
@@ -17,7 +17,7 @@ TABLE = {  # what is changed: why
     "accelerate.Accelerator, in every module that has imported it":
         "only by `python -m faithful`, while the script runs: that is what it is for",
     "sys.excepthook, sys.exit, exit, quit, handlers of SIGTERM and Ctrl-C":
-        "faithful/process.py: errors in one line, the record's last words, a checkpoint when a run is stopped",
+        "launch/process.py: errors in one line, the record's last words, a checkpoint when a run is stopped",
     "accelerate.state:PartialState._prepare_backend":
         "without an accelerator it returns no backend, and each process would train alone as rank 0 of 1",
     "accelerate.state:PartialState.__init__":
@@ -33,10 +33,10 @@ TABLE = {  # what is changed: why
     "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
         "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
     "DTensor.__getitem__, __setitem__, data, methods that change it":
-        "faithful/training/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy; it is "
+        "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy; it is "
         "not changed by whole tensors, such as masks",
     "torch.nn.Module.register_parameter, _apply":
-        "faithful/building.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
+        "loading/meta_init.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
         "weights of a new model",
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters":
         "the same for zero3_init_flag: a parameter gets its memory when it is partitioned",
@@ -48,7 +48,8 @@ TABLE = {  # what is changed: why
         "it keeps weak references to parameters, for its debug messages, and such a tensor cannot be exchanged",
     "deepspeed.runtime.zero.partition_parameters:Init._zero_init_param":
         "it sends a parameter to all processes, also one of which each has read its own part from a file",
-    "safe_open of safetensors and transformers": "faithful/slices.py: notes the files, so that they can be read again",
+    "safe_open of safetensors and transformers":
+        "loading/sharded_files.py: notes the files, so that they can be read again",
     "transformers.modeling_utils:convert_and_load_state_dict_in_model":
         "it reads every tensor of a file on every process, where only process 0 keeps them",
     "transformers.modeling_utils:PreTrainedModel.tie_weights":
@@ -56,7 +57,7 @@ TABLE = {  # what is changed: why
     "torch.nn.Parameter.__deepcopy__": "copies of such a model get the weights, too",
     "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for them",
     "methods of averages of weights":
-        "those that faithful/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
+        "those that models/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
     "deepspeed.ops:__compatible_ops__":
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
     "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
@@ -72,7 +73,7 @@ TABLE = {  # what is changed: why
         "under fp32 torch computes products in IEEE's fp32 and convolutions in TF32, and Accelerate makes compiled "
         "products TF32, too: here both are what the script has set for products, IEEE's by default",
     "kernels of torch.ops.aten for CPUs":
-        "faithful/products.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
+        "backends/cpu_matmul.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
     "logger DeepSpeed": "it prints in every run; its errors stay",
     "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
     "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",

@@ -1,7 +1,7 @@
 """The plan: how this run trains on this machine, resolved once per process.
 
 `resolve()` reads the environment, as `accelerate launch` or torchrun may have set it, looks at the machine, and returns
-a frozen Plan, or raises Refused with every reason at once (faithful/rules.py). On a machine without an accelerator it
+a frozen Plan, or raises Refused with every reason at once (config/rules.py). On a machine without an accelerator it
 makes Accelerate run the same strategy on the CPU.
 """
 
@@ -11,9 +11,11 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from faithful import backends, deepspeed_file, files, launcher, machine, patches, rules, strategies
-from faithful.config import TAILS, of_script, read_env, timeout_seconds, to_env
+from faithful import backends, patches, strategies
+from faithful.config import config_file, deepspeed_file, machine, rules
+from faithful.config.config import TAILS, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
+from faithful.launch import launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def resolved(precision, process):
     line, file = (None, None) if debugged else launch_line()
     lines, notes = [], []
     if file is not None:
-        lines, config = files.file_problems(file)
+        lines, config = config_file.file_problems(file)
         config = config or {}
         said = config.get("mixed_precision") is not None or wanted["deepspeed"]["precision"]
         says = read_env(to_env({"num_processes": wanted["num_processes"]} | config)) if config else wanted
@@ -77,8 +79,8 @@ def resolved(precision, process):
             for key in LAUNCHED_AS
             if says[key] != wanted[key] and (key not in OF_PRECISION or said)
         ]
-        notes += files.file_notes(config)
-        wanted["use_cpu"] |= files.asks_for_cpu(config)
+        notes += config_file.file_notes(config)
+        wanted["use_cpu"] |= config_file.asks_for_cpu(config)
     if wanted["use_cpu"]:  # a rehearsal, asked for by name
         patches.set_environment("CUDA_VISIBLE_DEVICES", "")
         lines += one_alone(line, wanted)
@@ -215,7 +217,7 @@ def launch_line():
                 name, _, inline = flag.partition("=")
                 if name in ("--config_file", "--config-file"):
                     return line, Path(cwd, inline or value)
-            return line, None if "--cpu" in line else files.default_file(os.environ)
+            return line, None if "--cpu" in line else config_file.default_file(os.environ)
     except psutil.Error:
         pass
     return None, None
@@ -238,7 +240,7 @@ def says_precision():
 @functools.cache
 def file_says_precision(file):
     """Whether a config file, or the file of DeepSpeed's that it names, says the precision."""
-    config = files.file_problems(file)[1] or {}
+    config = config_file.file_problems(file)[1] or {}
     of_deepspeed = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     return config.get("mixed_precision") is not None or bool(
         of_deepspeed and deepspeed_file.requests(of_deepspeed)["precision"]

@@ -75,7 +75,7 @@ class Script:
 
     def save(self):
         self.accelerator.save_state()
-        from faithful import saving
+        from faithful.saving import saving
 
         saving.wait(self.accelerator)
 
@@ -295,9 +295,9 @@ class Campaign:
         return (told or {}).get("failed"), wrong, text
 
     def complete(self, step):
-        from faithful import checkpoint
+        from faithful.checkpoint import checkpoints
 
-        return checkpoint.unsound(self.run / f"checkpoint-{step}") is None
+        return checkpoints.unsound(self.run / f"checkpoint-{step}") is None
 
     def wrong_with_files(self, told, said):
         saves = self.name.startswith("save ") or self.name == "save"
@@ -393,7 +393,8 @@ def main():
     import torch
     import torch._dynamo  # or each fork imports it
 
-    from faithful import machine, record
+    from faithful.config import machine
+    from faithful.evidence import record
 
     torch.set_num_threads(1)
     torch.ones(1, requires_grad=True).sum().backward()  # or forks cannot

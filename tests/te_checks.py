@@ -20,10 +20,11 @@ from timm.layers import LayerNorm, LayerNorm2d
 from torch import nn
 
 from amp8 import emulate
-from faithful import Refused, rules
+from faithful import Refused
 from faithful.backends import transformer_engine as ours
-from faithful.config import read_env as read
-from faithful.evidence import converted as counted
+from faithful.config import rules
+from faithful.config.config import read_env as read
+from faithful.evidence.evidence import converted as counted
 from shared import vision
 from tools.export import timm_name
 
@@ -89,7 +90,7 @@ def test_every_live_key_arrives_unchanged(tmp_path, algo, format):
 
 @pytest.mark.parametrize("level", NAMES)
 def test_the_rules_of_cards_are_its_own(level, monkeypatch):
-    """Which card and which CUDA a recipe needs: faithful/rules.py's answer is TransformerEngine's."""
+    """Which card and which CUDA a recipe needs: faithful/config/rules.py's answer is TransformerEngine's."""
     from transformer_engine.pytorch import quantization
 
     made = ours.recipe(plan(f"backend: TE, recipe: {level}"))

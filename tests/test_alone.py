@@ -14,7 +14,7 @@ from conftest import Ranks, free_port
 from test_kept import START
 
 from faithful import __main__ as door
-from faithful import launcher, whereabouts
+from faithful.launch import launcher, rank_sync
 
 # Methods in which Accelerate's processes communicate.
 TOGETHER = "gather gather_for_metrics reduce pad_across_processes check_trigger wait_for_everyone join_uneven_inputs " \
@@ -171,7 +171,7 @@ print("came to its end", flush=True)
 
 
 def impatient(ours):
-    whereabouts.COMES = 0.2
+    rank_sync.COMES = 0.2
     if ours:
         door.take_its_place()
 
@@ -208,7 +208,7 @@ def answers(main, other, comes=0.5):
             try:
                 if rank == 0:
                     os.close(others[1])
-                whereabouts.COMES = comes
+                rank_sync.COMES = comes
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 torch.distributed.init_process_group("gloo")
                 began = time.monotonic()
@@ -225,13 +225,13 @@ def answers(main, other, comes=0.5):
 
 def comes(name="saves", needed=False, after=0.0):
     time.sleep(after)
-    return whereabouts.all_ranks_called(name, needed)
+    return rank_sync.all_ranks_called(name, needed)
 
 
 def passes(times=1, after=0.0):
     time.sleep(after)
     for _ in range(times):
-        whereabouts.passes()
+        rank_sync.passes()
 
 
 def then(*steps):
@@ -246,12 +246,12 @@ ONE = {  # (what the main process does, what the other does, the answers, the lo
     "a step behind, but needed": (then(passes, lambda: comes(needed=True)), then(lambda: passes(after=1), comes), True, 2),
     "in the next step": (lambda: comes(needed=True), passes, False, 0.4),
     "in the next step, later": (lambda: comes(needed=True), lambda: passes(after=0.7), False, 1.2),
-    "in the next epoch": (lambda: comes(needed=True), lambda: whereabouts.begins("epoch"), False, 0.4),
+    "in the next epoch": (lambda: comes(needed=True), lambda: rank_sync.begins("epoch"), False, 0.4),
     "in an epoch that both have begun": (
-        then(lambda: whereabouts.begins("epoch"), lambda: comes(needed=True)),
-        then(lambda: whereabouts.begins("epoch"), lambda: comes(after=0.3)), True, 0.6),
+        then(lambda: rank_sync.begins("epoch"), lambda: comes(needed=True)),
+        then(lambda: rank_sync.begins("epoch"), lambda: comes(after=0.3)), True, 0.6),
     "in another call": (lambda: comes(needed=True), lambda: comes("ends"), False, 0.4),
-    "at its end": (lambda: comes(needed=True), lambda: whereabouts.tell("ended"), False, 0.4),
+    "at its end": (lambda: comes(needed=True), lambda: rank_sync.tell("ended"), False, 0.4),
     "nowhere": (comes, lambda: None, False, 0.9),
 }  # fmt: skip
 
@@ -262,7 +262,7 @@ def test_whether_all_come(case):
     main, other, answer, longest = ONE[case]
     elsewhere = case == "in another call"
     if elsewhere:  # to which the main process comes next
-        main = then(main, lambda: not whereabouts.all_ranks_called("ends"))
+        main = then(main, lambda: not rank_sync.all_ranks_called("ends"))
     found = answers(main, other)
     assert found[0][0] == answer and found[0][1] < longest, found
     assert found[1][0] == (answer or elsewhere), found

@@ -16,7 +16,8 @@ import torch
 from conftest import Ranks, distance, metrics, record, train
 
 from faithful import __main__ as door
-from faithful import checkpoint, tensor_files
+from faithful.checkpoint import checkpoints
+from faithful.disk import tensor_files
 
 STEPS = ("--max_steps", 9, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -34,7 +35,7 @@ def slow(*ranks, seconds=2, later=None, begun=None):
     file that says that the sixth step's checkpoint is being written."""
 
     def before(rank):
-        from faithful import tensor_files
+        from faithful.disk import tensor_files
 
         write = tensor_files.write
 
@@ -56,16 +57,16 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, config):
     the call."""
 
     def before(rank):
-        from faithful import checkpoint
+        from faithful.checkpoint import checkpoints
 
         slow(0, later=0.5)(rank)
-        complete = checkpoint.Save.complete
+        complete = checkpoints.Save.complete
 
         def completed(save, *files):
             (tmp_path / f"rows at {save.folder.name}").write_text((tmp_path / "run" / "metrics.jsonl").read_text())
             complete(save, *files)
 
-        checkpoint.Save.complete = completed
+        checkpoints.Save.complete = completed
 
     run = train(config, tmp_path / "run", *STEPS, before=before)
     rows = (tmp_path / "rows at checkpoint-3").read_text().splitlines()
@@ -75,7 +76,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, config):
     shutil.copytree(run / "checkpoint-3", again / "checkpoint-3")
     train(config, again, *STEPS, *LATEST)
     assert metrics(again) == [row for row in metrics(run) if row["step"] > 3] and distance(again, run) == 0
-    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-9", "checkpoint-6", "checkpoint-3"]
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-9", "checkpoint-6", "checkpoint-3"]
 
 
 def test_a_checkpoint_before_the_first_step_is_not_taken_for_a_leftover(tmp_path):
@@ -92,7 +93,7 @@ def test_a_checkpoint_before_the_first_step_is_not_taken_for_a_leftover(tmp_path
         Accelerator.register_for_checkpointing = saved
 
     run = train("single_bf16", tmp_path / "run", *STEPS, "--max_steps", 2, before=before)
-    assert checkpoint.unsound(run / "checkpoint-0") is None and record(run)["status"] == "finished"
+    assert checkpoints.unsound(run / "checkpoint-0") is None and record(run)["status"] == "finished"
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning_and_training_goes_on(tmp_path):
@@ -116,7 +117,7 @@ def test_the_end_and_a_signal_wait_for_it(tmp_path):
     run = train(
         "ddp_fp32", tmp_path / "end", "--max_steps", 3, "--save_steps", 3, "--eval_steps", 0, before=slow(1, seconds=1)
     )
-    assert checkpoint.unsound(run / "checkpoint-3") is None and record(run)["status"] == "finished"
+    assert checkpoints.unsound(run / "checkpoint-3") is None and record(run)["status"] == "finished"
     begun = tmp_path / "begun"
     ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "stopped"), "--max_steps", "100000", "--save_steps", "3",
                                "--eval_steps", "0", "--save_total_limit", "9"],
@@ -124,8 +125,8 @@ def test_the_end_and_a_signal_wait_for_it(tmp_path):
     wait_for(begun, ranks)
     os.kill(ranks.pids[0], signal.SIGTERM)
     assert set(ranks.wait()) == {143}
-    newest, *older = checkpoint.list_checkpoints(tmp_path / "stopped")
-    assert older and not any(map(checkpoint.unsound, [newest, *older]))
+    newest, *older = checkpoints.list_checkpoints(tmp_path / "stopped")
+    assert older and not any(map(checkpoints.unsound, [newest, *older]))
 
 
 def test_a_crash_loses_only_the_one_that_is_being_written(tmp_path):
@@ -138,7 +139,7 @@ def test_a_crash_loses_only_the_one_that_is_being_written(tmp_path):
     for pid in ranks.pids:
         os.kill(pid, signal.SIGKILL)
     ranks.wait()
-    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["checkpoint-3"]
+    assert [path.name for path in checkpoints.list_checkpoints(out)] == ["checkpoint-3"]
     train("fsdp_fp32", out, *STEPS, *LATEST)
     assert distance(out, whole) == 0 and not list(out.glob("*.tmp"))
 
@@ -176,19 +177,20 @@ def test_who_waits_and_a_script_may_write_into_the_folder(tmp_path, package, ask
     said = (tmp_path / "run.log").read_text()
     assert f"there: {there}" in said, said
     folder = tmp_path / "run" / "mine"
-    assert checkpoint.unsound(folder) is None and (folder / "notes.txt").read_text() == "mine"
+    assert checkpoints.unsound(folder) is None and (folder / "notes.txt").read_text() == "mine"
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
 def test_without_room_for_a_copy_it_waits(tmp_path):
     def before(rank):
-        from faithful import checkpoint, saving
+        from faithful.checkpoint import checkpoints
+        from faithful.saving import saving
 
         saving.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0))
-        checkpoint.Save.behind = lambda *_: os._exit(9)
+        checkpoints.Save.behind = lambda *_: os._exit(9)
 
     run = train("single_fp32", tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, before=before)
-    assert checkpoint.unsound(run / "checkpoint-2") is None
+    assert checkpoints.unsound(run / "checkpoint-2") is None
 
 
 def test_a_setting_that_is_none_is_refused(tmp_path):
@@ -207,7 +209,7 @@ def test_a_file_of_tensors_is_what_safetensors_reads(tmp_path, dtype):
     bits = torch.arange(96, dtype=torch.uint8).view(dtype)
     tensors = {"b": bits, "a": torch.tensor(2.5), "empty": bits[:0], "turned": torch.randn(3, 4).T}
     written = tensor_files.write(tensors, tmp_path / "x")
-    assert written == checkpoint.entry(tmp_path / "x")
+    assert written == checkpoints.entry(tmp_path / "x")
     found, lazily = load_file(tmp_path / "x"), tensor_files.TensorFile(tmp_path / "x")
     for name, tensor in tensors.items():
         for other in (found[name], lazily[name]):

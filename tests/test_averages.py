@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from faithful import averages
+from faithful.models import averages
 
 PACKAGES = ("timm", "diffusers", "ema_pytorch")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]

@@ -12,7 +12,8 @@ from conftest import CONFIGS, ROOT, Ranks, distance, record, train, weights
 from safetensors.torch import load_file
 from torch import nn
 
-from faithful import Accelerator, __main__, building, patches
+from faithful import Accelerator, __main__, patches
+from faithful.loading import meta_init
 from tools import export
 
 CLIENTS = ROOT / "tests" / "clients"
@@ -217,7 +218,7 @@ def test_weights_that_are_used_too_early_are_named_with_the_key(tmp_path):
 
 def test_everything_is_as_before_when_the_run_ends():
     register, apply = nn.Module.register_parameter, nn.Module._apply
-    building.start(main=False)
+    meta_init.start(main=False)
     torch.manual_seed(0)
     linear = nn.Linear(8, 4)
     drawn = torch.rand(2)

@@ -17,7 +17,7 @@ import torch
 from conftest import ROOT, Ranks, alive, free_port, launched, metrics, record, train, weights
 from safetensors.torch import load_file, save_file
 
-from faithful import checkpoint
+from faithful.checkpoint import checkpoints
 
 STEPS = ("--max_steps", "60", "--logging_steps", "1", "--save_steps", "7", "--eval_steps", "20")
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -74,8 +74,8 @@ def test_sigterm_to_one_worker(uninterrupted, tmp_path, config, victim):
     os.kill(ranks.pids[victim], signal.SIGTERM)
     assert set(ranks.wait()) == {143}
     assert record(out)["status"] == "preempted" and record(out)["error"] is None
-    [only] = checkpoint.list_checkpoints(out)
-    assert checkpoint.unsound(only) is None
+    [only] = checkpoints.list_checkpoints(out)
+    assert checkpoints.unsound(only) is None
     train(config, out, *STEPS, *LATEST)
     same_run(out, uninterrupted(config))
 
@@ -104,8 +104,8 @@ def test_a_signal_to_the_launcher(tmp_path, config, send, number):
     while alive(str(out)) and time.time() < end:
         time.sleep(0.1)
     assert not alive(str(out))
-    [only] = checkpoint.list_checkpoints(out)
-    assert checkpoint.unsound(only) is None
+    [only] = checkpoints.list_checkpoints(out)
+    assert checkpoints.unsound(only) is None
     assert not list(out.glob("*.tmp")) and record(out)["status"] == "preempted"
 
 
@@ -130,7 +130,7 @@ def test_sigterm_during_evaluation(tmp_path, config):
         time.sleep(0.02)
     os.kill(ranks.pids[0], signal.SIGTERM)
     assert set(ranks.wait()) == {143}
-    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["checkpoint-5"]
+    assert [path.name for path in checkpoints.list_checkpoints(out)] == ["checkpoint-5"]
     assert len(ranks.text().split("evaluating")) < 20 * len(ranks.pids)  # it did not wait for all 45 batches or 90
     train(config, out, *argv, *LATEST)
     whole = train(config, tmp_path / "whole", *argv)
@@ -173,7 +173,7 @@ def spoil(folder, how, marker):
     elif how.startswith("forged pickle"):  # by someone who also mends the manifest
         path.write_bytes(pickle.dumps(Payload(str(marker))))
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest[name] = {"bytes": path.stat().st_size, "xxh3_128": checkpoint.digest(path)}
+        manifest[name] = {"bytes": path.stat().st_size, "xxh3_128": checkpoints.digest(path)}
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -184,23 +184,23 @@ HOWS = [f"{verb} {name}" for verb in ("cut", "flip", "remove", "pickle") for nam
 def test_an_unsound_checkpoint_is_known(finished, tmp_path, how):
     folder = tmp_path / "checkpoint-8"
     shutil.copytree(finished / "checkpoint-8", folder)
-    assert checkpoint.unsound(folder) is None
+    assert checkpoints.unsound(folder) is None
     spoil(folder, how, tmp_path / "ran")
-    assert checkpoint.unsound(folder) is not None
+    assert checkpoints.unsound(folder) is not None
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["xxh3_128", "sha256"])
 def test_no_byte_of_a_manifest_can_change_unseen(tmp_path, kind):
     (tmp_path / "trainer_state.json").write_text("{}")
-    entry = {"bytes": 2, kind: checkpoint.digest(tmp_path / "trainer_state.json", kind)}
+    entry = {"bytes": 2, kind: checkpoints.digest(tmp_path / "trainer_state.json", kind)}
     text = json.dumps({"trainer_state.json": entry}).encode()
     manifest = tmp_path / "manifest.json"
     manifest.write_bytes(text)
-    assert checkpoint.unsound(tmp_path) is None
+    assert checkpoints.unsound(tmp_path) is None
     for at, bit in itertools.product(range(len(text)), (1, 2, 64)):
         manifest.write_bytes(text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :])
-        assert checkpoint.unsound(tmp_path) is not None, manifest.read_bytes()
+        assert checkpoints.unsound(tmp_path) is not None, manifest.read_bytes()
 
 
 def test_files_of_others_in_a_checkpoint_are_never_read(finished, tmp_path):
@@ -219,11 +219,11 @@ def test_the_newest_sound_checkpoint_is_used(finished, tmp_path):
     assert "checkpoint-8: rank0.safetensors is not what was written" in log and "checkpoint-4 at step 4" in log
     a, b = weights(run), weights(finished)
     assert all(a[name].equal(b[name]) for name in a)
-    assert checkpoint.unsound(run / "checkpoint-8") is None  # written anew
+    assert checkpoints.unsound(run / "checkpoint-8") is None  # written anew
 
 
 def says_what_it_opens(rank):
-    from faithful import tensor_files
+    from faithful.disk import tensor_files
 
     opened = tensor_files.TensorFile.__init__
 
@@ -250,7 +250,7 @@ def test_a_flipped_byte_in_one_rank_s_shard_is_named_before_anything_is_loaded(t
     for rank in (0, 1):
         assert log.index(said) < log.index(f"rank {rank} opens checkpoint-2/rank{rank}.safetensors")
     a, b = weights(run), weights(whole)
-    assert all(a[name].equal(b[name]) for name in a) and checkpoint.unsound(run / "checkpoint-4") is None
+    assert all(a[name].equal(b[name]) for name in a) and checkpoints.unsound(run / "checkpoint-4") is None
     for wanted, line in (
         (
             "latest",
@@ -311,7 +311,7 @@ def test_a_record_is_never_written_over(finished, tmp_path):
 
 def test_pruning_keeps_the_newest(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 12, "--save_steps", 2, "--save_total_limit", 3)
-    assert [path.name for path in checkpoint.list_checkpoints(run)] == [f"checkpoint-{n}" for n in (12, 10, 8)]
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == [f"checkpoint-{n}" for n in (12, 10, 8)]
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoint-10", "checkpoint-12", "checkpoint-8", "data.json", "metrics.jsonl", "model", "run.json"
     ]  # fmt: skip
@@ -339,7 +339,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
     def fill(rank):
         import resource
 
-        write = checkpoint.Save.write
+        write = checkpoints.Save.write
 
         def limited(save, *parts):
             if save.folder.name != "checkpoint-3" and rank in ranks:
@@ -349,14 +349,14 @@ def test_a_full_disk_costs_neither_the_run_nor_the_last_checkpoint(tmp_path, con
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-        checkpoint.Save.write = limited
+        checkpoints.Save.write = limited
 
     argv = ("--max_steps", 7, "--save_steps", 3, "--save_total_limit", 1)
     run = train(config, tmp_path / "run", *argv, before=fill, code=1)
     log = (tmp_path / "run.log").read_text()
     assert "checkpoint-6 could not be written" in log and "1 checkpoints could not be written" in log
-    [only] = checkpoint.list_checkpoints(run)
-    assert only.name == "checkpoint-3" and checkpoint.unsound(only) is None
+    [only] = checkpoints.list_checkpoints(run)
+    assert only.name == "checkpoint-3" and checkpoints.unsound(only) is None
     made = record(run)
     assert not list(run.glob("*.tmp")) and made["final"]["step"] == 7
     assert made["status"] == "failed" and made["error"] == "1 checkpoints could not be written"
@@ -370,9 +370,9 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
               folder / "rank0.safetensors")  # fmt: skip
     state = {"step": 3, "batch": 3, "same": {"seed": 0}, "lr_scheduler": {"last_epoch": 3}, "scaler": None, "cuts": {}}
     (folder / "trainer_state.json").write_text(json.dumps(state))
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": checkpoint.digest(p, "sha256")} for p in folder.iterdir()}
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": checkpoints.digest(p, "sha256")} for p in folder.iterdir()}
     (folder / "manifest.json").write_text(json.dumps(files))  # with the hashes of that time
-    assert checkpoint.unsound(folder) is None
+    assert checkpoints.unsound(folder) is None
     for wanted in ("latest", folder):
         train("single_fp32", tmp_path / "run", "--max_steps", 4, "--resume_from_checkpoint", wanted, code=2)
     log = (tmp_path / "run.log").read_text()
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_the_first_format_is_refused_with_what_to_do(tmp_path):
     assert log.splitlines().count(line) == 2 and "Traceback" not in log
     assert not (tmp_path / "run" / "run.json").exists()
     (folder / "trainer_state.json").write_text(json.dumps(state | {"step": 4}))
-    assert checkpoint.unsound(folder) == "trainer_state.json is not what was written"
+    assert checkpoints.unsound(folder) == "trainer_state.json is not what was written"
 
 
 def test_latest_without_any_starts_and_says_so(tmp_path):

@@ -14,7 +14,7 @@ from conftest import CONFIGS, ROOT, Ranks, distance, edited, launched, record, t
 from safetensors.torch import load_file
 
 from faithful import __main__ as door
-from faithful import checkpoint
+from faithful.checkpoint import checkpoints
 
 CLIENTS = ROOT / "tests" / "clients"
 
@@ -241,7 +241,7 @@ def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
     alone = ("    if step == 7:\n", "    if step == 7 and accelerator.is_main_process:\n")
     log = run("own_loop", "ddp_bf16", tmp_path, script=changed("own_loop", tmp_path, alone))
     assert log.count("note: the main process alone calls save_state") == 1
-    assert checkpoint.unsound(tmp_path / "out" / "checkpoint-4") is None
+    assert checkpoints.unsound(tmp_path / "out" / "checkpoint-4") is None
     assert {rank["weights"] for rank in told(tmp_path)} == {told(tmp_path)[0]["weights"]}
     made = of(tmp_path)
     assert any("steps a prepared scheduler 2 times" in line for line in made["notes"]) and len(made["notes"]) == 2

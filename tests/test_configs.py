@@ -7,7 +7,9 @@ import pytest
 import torch
 from conftest import CONFIGS, distance, free_port, launched, metrics, record, train, weights
 
-from faithful import evidence, files, tensors
+from faithful.config import config_file
+from faithful.evidence import evidence
+from faithful.tensors import names
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*.yml"))]
 NAMES = [  # test_fp8.py, test_zero.py and test_tp.py have the others
@@ -22,7 +24,7 @@ def write_local_share(folder, rank):
     count = evidence.Evidence.after_first_update
 
     def patched(self, optimizer):
-        held = sum(tensors.local(p).numel() for p in self.parameters.values())
+        held = sum(names.local(p).numel() for p in self.parameters.values())
         (folder / f"held{rank}").write_text(f"{held} {sum(p.numel() for p in self.parameters.values())}")
         count(self, optimizer)
 
@@ -37,7 +39,7 @@ def test_rehearses(tmp_path, name):
         assert "refused: fsdp in fp16 cannot rehearse on a CPU" in (tmp_path / "run.log").read_text()
         return
     run = train(name, tmp_path / "run", *STEPS, before=functools.partial(write_local_share, tmp_path))
-    made, asked = record(run), files.grammar(name)
+    made, asked = record(run), config_file.grammar(name)
     assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 2
     assert made["config"]["name"] == name and made["config"]["sha256"]
     assert {key: made["plan"][key] for key in asked} == asked

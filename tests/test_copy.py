@@ -110,9 +110,9 @@ def test_under_accelerate_with_its_own_config(tmp_path):
 def test_a_module_left_out_is_noticed(tmp_path):
     """A copy without one of the files does not run, so the tests above can fail."""
     tool.copy("vit", "single_bf16", tmp_path / "mine", vendored=True)
-    (tmp_path / "mine" / "faithful" / "steps.py").unlink()
+    (tmp_path / "mine" / "faithful" / "training" / "steps.py").unlink()
     done = alone(tmp_path / "mine", "vit", "--help")
-    assert done.returncode != 0 and "No module named 'faithful.steps'" in done.stderr
+    assert done.returncode != 0 and "No module named 'faithful.training.steps'" in done.stderr
 
 
 def test_every_import_is_pinned_or_copied(tmp_path):

@@ -19,9 +19,12 @@ import yaml
 from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU
 
-from faithful import Refused, files, launcher, machine, plan, process, record, rules
+from faithful import Refused, plan
 from faithful.backends import linear, transformer_engine
-from faithful.config import read_env, to_env
+from faithful.config import config_file, machine, rules
+from faithful.config.config import read_env, to_env
+from faithful.evidence import record
+from faithful.launch import launcher, process
 from shared import text, vision
 
 
@@ -51,8 +54,8 @@ def test_what_no_config_file_asks_for_is_refused_at_launch(asked, line):
 def test_a_section_that_accelerate_ignores_is_named(tmp_path, name, changes, line):
     file = tmp_path / "a.yml"
     file.write_text(yaml.dump(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()) | changes))
-    problems, config = files.file_problems(file)
-    assert problems == [] and [line in note for note in files.file_notes(config)] == [True]
+    problems, config = config_file.file_problems(file)
+    assert problems == [] and [line in note for note in config_file.file_notes(config)] == [True]
 
 
 def test_a_hostfile_that_is_not_needed_or_has_enough_slots_is_no_problem(tmp_path):
@@ -138,7 +141,7 @@ def test_a_process_that_is_gone_is_no_launcher():
 @pytest.mark.skipif(sys.platform != "linux", reason="setsid")
 def test_a_process_without_its_launcher_says_why_it_ends():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    words = [sys.executable, "-c", "from faithful import launcher; launcher.end_with_the_launcher()"]
+    words = [sys.executable, "-c", "from faithful.launch import launcher; launcher.end_with_the_launcher()"]
     done = subprocess.run(words, env=environment | {"TORCHELASTIC_RUN_ID": "none"}, cwd=ROOT, text=True,
                           capture_output=True, start_new_session=True)  # fmt: skip
     assert done.returncode == 128 + signal.SIGTERM, done.stderr

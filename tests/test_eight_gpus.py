@@ -17,7 +17,9 @@ import torch
 from conftest import CONFIGS, ROOT, Ranks, distance, fake_accelerate, launched, record, train
 from torch.distributed.tensor import DTensor
 
-from faithful import __main__, checkpoint, machine
+from faithful import __main__
+from faithful.checkpoint import checkpoints
+from faithful.config import machine
 from tools import check
 
 NVIDIA_SMI = """#!/bin/sh
@@ -128,12 +130,13 @@ def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
     out = tmp_path / "run"
 
     def slow(rank):
-        from faithful import checkpoint, launcher
+        from faithful.checkpoint import checkpoints
+        from faithful.launch import launcher
 
         launcher.launches, launcher.GRACE, launcher.SAVING = lambda command: True, 1, 60
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
-        save = checkpoint.tensor_files.write
-        checkpoint.tensor_files.write = lambda *parts: (time.sleep(2), save(*parts))[1]
+        save = checkpoints.tensor_files.write
+        checkpoints.tensor_files.write = lambda *parts: (time.sleep(2), save(*parts))[1]
 
     if not (pid := os.fork()):  # stands for the launcher
         ranks = Ranks(
@@ -149,7 +152,7 @@ def test_a_checkpoint_that_takes_long_is_written_without_the_launcher(tmp_path):
     os.waitpid(pid, 0)
     psutil.wait_procs([rank], 30)
     assert not rank.is_running() and record(out)["status"] == "preempted"
-    assert checkpoint.unsound(checkpoint.list_checkpoints(out)[0]) is None
+    assert checkpoints.unsound(checkpoints.list_checkpoints(out)[0]) is None
 
 
 def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
@@ -159,11 +162,11 @@ def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
     read.mkdir()
 
     def slow(rank):
-        from faithful import checkpoint
+        from faithful.checkpoint import checkpoints
 
-        save, hashed = checkpoint.tensor_files.write, checkpoint.digest
+        save, hashed = checkpoints.tensor_files.write, checkpoints.digest
         if rank == 1:
-            checkpoint.tensor_files.write = lambda *parts: (time.sleep(4), save(*parts))[1]
+            checkpoints.tensor_files.write = lambda *parts: (time.sleep(4), save(*parts))[1]
 
         def counted(path, *kind):
             if "checkpoint-2" == path.parent.name:  # complete: this is the resumed run's
@@ -171,7 +174,7 @@ def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
                 time.sleep(4 * (rank == 1))
             return hashed(path, *kind)
 
-        checkpoint.digest = counted
+        checkpoints.digest = counted
 
     argv, env = ("--max_steps", 3, "--save_steps", 2, "--eval_steps", 0), {"COLLECTIVE_TIMEOUT": "3"}
     whole = train("fsdp_fp32", tmp_path / "run", *argv, before=slow, env=env)
@@ -185,16 +188,16 @@ def test_a_checkpoint_may_take_longer_than_a_collective(tmp_path):
 
 def test_a_process_that_dies_while_it_saves_is_not_waited_for(tmp_path):
     def dies(rank):
-        from faithful import checkpoint
+        from faithful.checkpoint import checkpoints
 
         if rank == 1:
-            checkpoint.tensor_files.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            checkpoints.tensor_files.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     argv, out = ("--max_steps", "3", "--save_steps", "2", "--eval_steps", "0"), tmp_path / "run"
     ranks, began = Ranks("fsdp_fp32", ["--output_dir", str(out), *argv], before=dies), time.monotonic()
     assert ranks.wait(60) == [1, -signal.SIGKILL] and time.monotonic() - began < 30
     assert "error: another process of this run ended" in ranks.text() and record(out)["status"] == "failed"
-    assert not checkpoint.list_checkpoints(out)
+    assert not checkpoints.list_checkpoints(out)
 
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -202,7 +205,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 def test_the_record_has_the_error_of_the_rank_that_failed(tmp_path):
     def fails(rank):
-        from faithful.steps import Steps
+        from faithful.training.steps import Steps
 
         check = Steps.check
 

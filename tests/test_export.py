@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file, save_file
 
-from faithful import checkpoint, weight_files
+from faithful.checkpoint import checkpoints, weight_files
 from shared import vision
 from shared.args import Refused
 from tools import cli
@@ -31,7 +31,7 @@ import json, torch
 from safetensors.torch import load_file
 sys.path.append(".")
 from shared import images, models, vision
-from faithful import products
+from faithful.backends import cpu_matmul as products
 restore = products.replace(products.slow())  # a rehearsal computes with these, until `restore` is gone
 torch.set_num_threads(1)
 train_set, held_out = images.images("digits")
@@ -192,7 +192,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_pa
     (run / "data.json").unlink()
     code, _, err = run_tool(run, "--to", "onnx")
     assert code == 2 and err.startswith(f"refused: {run} has no data.json") and len(err.splitlines()) == 1, err
-    assert checkpoint.unsound(run / "checkpoint-6") is None
+    assert checkpoints.unsound(run / "checkpoint-6") is None
     model = run / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-100])
     code, _, err = run_tool(run)

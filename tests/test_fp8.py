@@ -21,11 +21,12 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from amp8 import emulate
 from amp8.coded import CodesRead
-from faithful import Accelerator, Refused, backends, files, plan
+from faithful import Accelerator, Refused, backends, plan
 from faithful.backends import torchao, transformer_engine
-from faithful.blocks import compile_blocks
-from faithful.config import read_env, to_env
-from faithful.evidence import converted
+from faithful.config import config_file
+from faithful.config.config import read_env, to_env
+from faithful.evidence.evidence import converted
+from faithful.models.blocks import compile_blocks
 from shared import images, vision
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
@@ -60,7 +61,7 @@ def initial_weights():
 
 @pytest.mark.parametrize("name", EAGER)
 def test_rehearses(trained, bf16, name):
-    run, promised = trained(name), files.grammar(name)
+    run, promised = trained(name), config_file.grammar(name)
     made = record(run)
     evidence, backend, level = made["evidence"], promised["backend"], promised["level"]
     processes = made["plan"]["num_processes"]
@@ -107,7 +108,9 @@ def test_torchao_is_imported_in_silence():
 
 def told_to_stop_at(step):
     def before(rank):
-        from faithful import Accelerator, process, steps
+        from faithful import Accelerator
+        from faithful.launch import process
+        from faithful.training import steps
 
         backward = Accelerator.backward
 

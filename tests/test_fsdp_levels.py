@@ -11,7 +11,7 @@ import yaml
 from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
 from safetensors.torch import load_file
 
-from faithful import checkpoint
+from faithful.checkpoint import checkpoints
 from tools import export
 
 O2 = "fsdp_fp8_msamp_o2"
@@ -66,7 +66,8 @@ def signalled(number, step):
     """Called before the run: rank 1 sends itself a signal before the backward of a step."""
 
     def before(rank):
-        from faithful import Accelerator, steps
+        from faithful import Accelerator
+        from faithful.training import steps
 
         backward = Accelerator.backward
 
@@ -84,7 +85,7 @@ def test_stopped_and_resumed_it_is_the_same_run_and_exports_its_weights(whole, t
     run = whole(O2)
     again = train(O2, tmp_path / "again", *STEPS, "--save_steps", 0, before=signalled(signal.SIGTERM, 5), code=143)
     assert record(again)["status"] == "preempted"
-    assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5"]
+    assert [path.name for path in checkpoints.list_checkpoints(again)] == ["checkpoint-5"]
     train(O2, again, *STEPS, *LATEST)
     assert metrics(again) == metrics(run) and distance(again, run) == 0
     line = export.export(again, tmp_path / "out.safetensors", step=8)
@@ -103,7 +104,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_checkpoint(whole, 
     out = tmp_path / "run"
     with pytest.raises(AssertionError, match="exit codes"):
         train(O2, out, *STEPS, before=signalled(signal.SIGKILL, 6))
-    assert [path.name for path in checkpoint.list_checkpoints(out)] == ["checkpoint-4"]
+    assert [path.name for path in checkpoints.list_checkpoints(out)] == ["checkpoint-4"]
     train(O2, out, *STEPS, *LATEST)
     assert metrics(out) == metrics(whole(O2)) and distance(out, whole(O2)) == 0
 

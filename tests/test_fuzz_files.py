@@ -19,9 +19,10 @@ from conftest import ROOT, train
 from hypothesis import strategies as some
 from safetensors.torch import save_file
 
-from faithful import checkpoint, state
+from faithful.checkpoint import checkpoints
 from faithful.disk import readers
 from faithful.errors import Refused
+from faithful.saving import state
 from shared import args, vision
 from tools import accelerate_launch, advise, diagnose, export, judge, predict, records, show
 
@@ -83,10 +84,10 @@ def predicted(run):
 def of_checkpoint(run):
     """The choice of the newest checkpoint, for export and for a run that goes on, and what that reads of it."""
     attempt(export.source_of, run)
-    for folder in checkpoint.candidates(run):
-        reason = attempt(checkpoint.unsound, folder)
+    for folder in checkpoints.candidates(run):
+        reason = attempt(checkpoints.unsound, folder)
         assert reason is None or reason.isprintable(), reason
-        if reason is None and (values := attempt(checkpoint.read_state, folder)):
+        if reason is None and (values := attempt(checkpoints.read_state, folder)):
             attempt(state.read_values, folder, values, {}, ("registered", "groups", "schedulers", "optimizers"))
 
 
@@ -94,9 +95,9 @@ def of_state(run):
     """As `of_checkpoint`, with the manifest that an author who means harm writes."""
     folder = run / "checkpoint-4"
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["trainer_state.json"] = checkpoint.entry(folder / "trainer_state.json")
+    manifest["trainer_state.json"] = checkpoints.entry(folder / "trainer_state.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    attempt(checkpoint.cuts_of, folder / "trainer_state.json")
+    attempt(checkpoints.cuts_of, folder / "trainer_state.json")
     of_checkpoint(run)
 
 
@@ -147,7 +148,7 @@ def made(tmp_path_factory):
         shutil.rmtree(runs[name] / "model")
         for at in runs[name].glob("checkpoint-*"):
             save_file(TENSORS, at / "rank0.safetensors")
-            manifest = {path.name: checkpoint.entry(path) for path in at.iterdir() if path.name != "manifest.json"}
+            manifest = {path.name: checkpoints.entry(path) for path in at.iterdir() if path.name != "manifest.json"}
             (at / "manifest.json").write_text(json.dumps(manifest))
     from PIL import Image
 

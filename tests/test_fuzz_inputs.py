@@ -16,7 +16,8 @@ from conftest import CONFIGS, ROOT
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from faithful import Refused, config, deepspeed_file, machine
+from faithful import Refused
+from faithful.config import config, deepspeed_file, machine
 from shared import args, sft, text
 from tools import check, find
 

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_value_ as by_value
 from torch.nn.utils import clip_grads_with_norm_ as by_norm
 
 from faithful import __main__ as door
-from faithful import checkpoint
+from faithful.checkpoint import checkpoints
 
 
 def step(accelerator, model, optimizer, x):
@@ -279,7 +279,7 @@ def all_habits_at_once():
 def test_what_is_registered_tracked_triggered_and_saved(tmp_path, config):
     here = as_with_m_faithful(all_habits_at_once)
     run = train(config, tmp_path / "whole", **here)
-    assert checkpoint.unsound(run / "checkpoint-4") is None
+    assert checkpoints.unsound(run / "checkpoint-4") is None
     whole, saved = torch.load(run / "whole.pt"), weights(run)
     assert whole.keys() == saved.keys() and all(whole[name].equal(saved[name]) for name in saved)
     tracked = [json.loads(line) for line in (tmp_path / "whole.tracked").read_text().splitlines()]

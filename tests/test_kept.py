@@ -11,7 +11,7 @@ from conftest import record, train
 from safetensors.torch import load_file
 
 from faithful import __main__ as door
-from faithful import checkpoint
+from faithful.checkpoint import checkpoints
 
 START = """
 import sys
@@ -80,7 +80,7 @@ assert model.weight.equal(before)
     assert (folder / "out/precious.txt").read_text() == "x" and (folder / "out/epoch_0/weights").read_text() == "y"
     assert record(folder)["status"] == "finished" and (folder / "metrics.jsonl").exists()
     for saved in (folder, folder / "out", folder / "checkpoint-1"):
-        assert checkpoint.unsound(saved) is None and not (saved / ".checkpoint.tmp").exists()
+        assert checkpoints.unsound(saved) is None and not (saved / ".checkpoint.tmp").exists()
 
 
 def test_pruning_keeps_the_newest_checkpoints_of_a_run_that_went_back(tmp_path):
@@ -102,7 +102,7 @@ assert Path(saved).name == "checkpoint-2" and Path(saved).exists(), saved
 accelerator.load_state()
 assert accelerator.steps.taken == 2, "the newest checkpoint is the one written last"
 """)  # fmt: skip
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")]
+    names = [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")]
     assert names == ["checkpoint-2", "checkpoint-7"]
 
 

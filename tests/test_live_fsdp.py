@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from faithful import Accelerator, Refused, checkpoint
-from faithful.tensors import local
-from faithful.training import shards
+from faithful import Accelerator, Refused
+from faithful.checkpoint import checkpoints
+from faithful.models import shards
+from faithful.tensors.names import local
 
 STEPS, ROWS, WIDTH = 4, 8, 16  # ROWS: of all processes together
 
@@ -455,7 +456,7 @@ def test_a_compiled_model_is_saved_with_its_own_names(tmp_path, config):
     run = train(config, tmp_path / "run", script=functools.partial(compiled, ways))
     for way in ways:
         assert load_file(run / way / "model.safetensors").keys() == Net().state_dict().keys()
-        assert not any("_orig_mod" in name for name in checkpoint.tensors_of(run / f"checkpoint-{way}", 0))
+        assert not any("_orig_mod" in name for name in checkpoints.tensors_of(run / f"checkpoint-{way}", 0))
 
 
 def step(accelerator, model, optimizer, rows):

@@ -11,8 +11,9 @@ import torch
 from conftest import edited, metrics, record
 from test_kept import run
 
-from faithful import Refused, launcher, plan
-from faithful.record import Record
+from faithful import Refused, plan
+from faithful.evidence.record import Record
+from faithful.launch import launcher
 
 PREPARED = """
 model = linear()
@@ -164,7 +165,7 @@ def test_a_folder_in_which_a_run_is_running_is_refused(tmp_path, monkeypatch, lo
 def test_a_run_that_has_ended_lets_another_use_its_folder_while_it_lives(tmp_path):
     text = run(tmp_path, f"""{ONCE}
 import subprocess
-other = "import os; from faithful import launcher; launcher.GRACE = -5; print('locked', launcher.claim(os.sys.argv[1]))"
+other = "import os; from faithful.launch import launcher; launcher.GRACE = -5; print('locked', launcher.claim(os.sys.argv[1]))"
 print(subprocess.run([sys.executable, "-c", other, folder], capture_output=True, text=True).stdout)
 """)  # fmt: skip
     assert "locked " in text and "locked None" not in text
@@ -429,7 +430,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 accelerator.save_model(model, folder / "w")
 Path(folder / "w/model.safetensors").rename(folder / "w/model-00001-of-00001.safetensors")
-from faithful import weight_files
+from faithful.checkpoint import weight_files
 write = weight_files.save_torch_state_dict
 def limited(*args, **kwargs):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT, alive, distance, metrics, record, train
 
-from faithful import checkpoint
+from faithful.checkpoint import checkpoints
 
 OPTIONS = ("--logging_steps", "1", "--save_steps", "10", "--eval_steps", "0", "--resume_from_checkpoint", "latest")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
@@ -164,8 +164,8 @@ def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_
         assert 'recipes/vit.py", line' not in machines.log(rank)  # no traceback of a worker
     made = record(run)
     assert made["status"] == "failed" and "no answer" in made["error"]
-    folders = checkpoint.list_checkpoints(run)
-    assert len(folders) == 2 and not any(map(checkpoint.unsound, folders)) and not list(run.glob("*.tmp"))
+    folders = checkpoints.list_checkpoints(run)
+    assert len(folders) == 2 and not any(map(checkpoints.unsound, folders)) and not list(run.glob("*.tmp"))
     machines.cable("up")
     for rank in (0, 1):
         machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
@@ -192,7 +192,7 @@ def test_a_process_that_falls_silent_is_waited_for_as_long_as_was_said(tmp_path,
     log = (tmp_path / "run.log").read_text()
     assert log.count("error: no answer from another process in 5 s (COLLECTIVE_TIMEOUT)") == 1, log[-3000:]
     assert "Traceback" not in log and record(run)["final"] is None
-    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-2"]
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-2"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from conftest import train
 
 from faithful import Accelerator, Refused, arguments
-from faithful.optimizer import Optimizer
+from faithful.training.optimizer import Optimizer
 
 PAIRS = [(Accelerator, accelerate.Accelerator), (Optimizer, accelerate.optimizer.AcceleratedOptimizer)]
 METHODS = [

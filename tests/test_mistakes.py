@@ -111,9 +111,9 @@ def test_a_script_that_a_strategy_cannot_train_is_told_why(tmp_path, config, scr
 
 
 def impatient(rank):
-    from faithful import whereabouts
+    from faithful.launch import rank_sync
 
-    whereabouts.COMES = 1
+    rank_sync.COMES = 1
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(tmp_path):
 
 
 def no_manifest(rank):
-    from faithful import checkpoint
+    from faithful.checkpoint import checkpoints
 
     def full(path, value):
         raise OSError(28, "No space left on device")
 
-    checkpoint.write_json = full
+    checkpoints.write_json = full
 
 
 @pytest.mark.parametrize(("before", "why"), [(None, "File exists"), (no_manifest, "No space left on device")])

@@ -6,7 +6,7 @@ from conftest import record, train, weights
 
 from faithful import backends
 from faithful.backends.high_precision import Torch
-from faithful.tensors import local
+from faithful.tensors.names import local
 
 
 class RoundedWeights(Torch):

@@ -8,7 +8,8 @@ import torch
 from conftest import CONFIGS, distance, edited, launched, metrics, record, train
 from torch import nn
 
-from faithful import Accelerator, low_bit
+from faithful import Accelerator
+from faithful.tensors import low_bit
 from shared import optimizers
 from shared.args import Refused
 

@@ -20,8 +20,9 @@ from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, free_port, launched, metrics
 from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 
 from faithful import __main__ as door
-from faithful import files, plan, rules
-from faithful.config import read_env, to_env
+from faithful import plan
+from faithful.config import config_file, rules
+from faithful.config.config import read_env, to_env
 
 # The lines that `accelerate config` always writes.
 WIZARD = {
@@ -156,7 +157,7 @@ def test_a_file_becomes_what_the_installed_launcher_exports(tmp_path, name):
     if config["distributed_type"] == "DEEPSPEED":
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     path = written(tmp_path, config)
-    _, mapping = files.file_problems(path)
+    _, mapping = config_file.file_problems(path)
     ours, theirs = read_env(to_env(mapping)), read_env(exported_by_accelerate(path))
     ours.pop("local_processes"), theirs.pop("local_processes")
     assert ours == theirs
@@ -164,9 +165,9 @@ def test_a_file_becomes_what_the_installed_launcher_exports(tmp_path, name):
 
 def test_a_name_from_elsewhere_keeps_no_grammar(tmp_path):
     for name in ("single_accelerator.yaml", "fsdp_config.yaml", "ddp_fp16.yml", "zero3.json"):
-        assert files.file_problems(written(tmp_path, DDP, name))[0] == []
+        assert config_file.file_problems(written(tmp_path, DDP, name))[0] == []
     (tmp_path / "windows.yaml").write_bytes(b"\xef\xbb\xbf" + yaml.dump(DDP).replace("\n", "\r\n").encode())
-    assert files.file_problems(tmp_path / "windows.yaml")[0] == []
+    assert config_file.file_problems(tmp_path / "windows.yaml")[0] == []
 
 
 @pytest.mark.parametrize(
@@ -192,15 +193,15 @@ def test_the_strategies_of_fsdp1_are_those_of_fsdp2(sharding, local, expected):
 
 def test_the_number_of_processes_where_nobody_says_it():
     config = {"distributed_type": "FSDP", "fsdp_config": FSDP1}
-    assert files.default_processes(config, 8) == 8 and files.default_processes(config, 0) == 2
-    assert files.default_processes(config | {"use_cpu": True}, 8) == 2
+    assert config_file.default_processes(config, 8) == 8 and config_file.default_processes(config, 0) == 2
+    assert config_file.default_processes(config | {"use_cpu": True}, 8) == 2
     mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
-    assert files.default_processes(config | {"parallelism_config": mesh}, 0) == 4
-    assert files.default_processes({"distributed_type": "NO"}, 8) == 1
+    assert config_file.default_processes(config | {"parallelism_config": mesh}, 0) == 4
+    assert config_file.default_processes({"distributed_type": "NO"}, 8) == 1
 
 
 def test_minus_one_process_is_nobodys_choice(tmp_path):
-    assert "num_processes" not in files.file_problems(written(tmp_path, DDP | {"num_processes": -1}))[1]
+    assert "num_processes" not in config_file.file_problems(written(tmp_path, DDP | {"num_processes": -1}))[1]
 
 
 def test_check_says_what_a_file_will_be(tmp_path):
@@ -524,7 +525,7 @@ def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
     """mpirun is not there, so a script takes its place: it starts the processes with Open MPI's variables."""
     path = written(tmp_path, WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True,
                                        "mpirun_config": {"mpirun_hostfile": "hosts"}})  # fmt: skip
-    assert rules.problems_of_machines(files.file_problems(path)[1], {})  # no mpirun
+    assert rules.problems_of_machines(config_file.file_problems(path)[1], {})  # no mpirun
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(
         '#!/bin/bash\n[ "$1" = --version ] && { echo Open MPI; exit; }\nshift 8\nexport OMPI_COMM_WORLD_SIZE=2\n'

@@ -8,9 +8,9 @@ from conftest import ROOT, metrics, record, train
 from safetensors.torch import load_file, save_file
 from test_fsdp_levels import saving_what_was_loaded
 
+from faithful.checkpoint import rows
+from faithful.disk.tensor_files import TensorFile
 from faithful.errors import Refused
-from faithful.strategies import rows
-from faithful.tensor_files import TensorFile
 
 STEPS = ("--max_steps", 6, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
 WHOLE = ("0:buffer/", "0:shape/")  # in each rank's file

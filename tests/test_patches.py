@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from conftest import ROOT, train
 
 import faithful
-from faithful import Refused, machine, patches
+from faithful import Refused, patches
 from faithful import __main__ as door
+from faithful.config import machine
 
 PACKAGES = ("accelerate", "torch", "transformers", "deepspeed", "diffusers", "datasets", "torchao", "timm")
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, distance, edited, train
 from test_recipes import questions, reviews
 
-from faithful import products
+from faithful.backends import cpu_matmul
 
 IMPORT = "from faithful import Accelerator"
 STEPS = ("--max_steps", 3, "--logging_steps", 1, "--warmup_steps", 1, "--eval_steps", 2, "--save_steps", 2)
@@ -71,7 +71,7 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
         "sft": ("--dataset", questions(tmp_path)),
     }.get(name, ())
     # With torch's own 16-bit kernels, as under Accelerate alone: through fp32 the order of a sum is another.
-    monkeypatch.setattr(products, "slow", lambda: dict.fromkeys(products.OPERATORS, []))
+    monkeypatch.setattr(cpu_matmul, "slow", lambda: dict.fromkeys(cpu_matmul.OPERATORS, []))
     ours = train(config, tmp_path / "ours", *argv, name=name)
     module = plain(name, tmp_path)
     assert module.Accelerator.__module__ == "accelerate.accelerator"

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, launched
 
-from faithful import Refused, arguments, files, keys, machine, plan, rules
-from faithful.config import read_env, to_env
+from faithful import Refused, arguments, plan
+from faithful.config import config_file, machine, rules, schema
+from faithful.config.config import read_env, to_env
 
 FILES = sorted(CONFIGS.glob("*.yml"))
 GPU = {
@@ -57,7 +58,7 @@ def test_the_name_the_file_and_accelerate_agree(path):
     ours, theirs = read_env(to_env(yaml.safe_load(path.read_text()))), read_env(exported_by_accelerate(path))
     ours.pop("local_processes"), theirs.pop("local_processes")  # torchrun exports it, not the launcher
     assert ours == theirs
-    promised = files.grammar(path.stem)
+    promised = config_file.grammar(path.stem)
     theirs["recipe"] = theirs["fp8_options"].get("recipe")
     assert promised and promised == {key: theirs[key] for key in promised}
     assert path.read_text().startswith("# ")
@@ -68,8 +69,8 @@ def test_the_keys_are_those_of_the_installed_launcher():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    known = keys.all_keys()
-    assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(keys.OLD)
+    known = schema.all_keys()
+    assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(schema.OLD)
     groups = {group.title: {action.dest for action in group._group_actions}
               for group in launch_command_parser()._action_groups}  # fmt: skip
     titles = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "fp8_config": "FP8", "mpirun_config": "MPI",
@@ -77,21 +78,21 @@ def test_the_keys_are_those_of_the_installed_launcher():
     for section, title in titles.items():
         [options] = [options for name, options in groups.items() if name.startswith(title)]
         assert options <= set(known[section]), section
-        assert set(known[section]) - options <= {*keys.FP8, "fsdp_ignored_modules"}, section
+        assert set(known[section]) - options <= {*schema.FP8, "fsdp_ignored_modules"}, section
     assert set(known["dynamo_config"]) == {name for name in groups["Resource Selection Arguments"] if "dynamo" in name}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_is_sound(path):
-    assert files.file_problems(path)[0] == []
+    assert config_file.file_problems(path)[0] == []
     card = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
     assert rules.problems(read_env(to_env(yaml.safe_load(path.read_text()))), card) == []
 
 
 def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
-    assert files.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
+    assert config_file.file_problems(tmp_path / "none.yml") == (["cannot be read: No such file or directory"], None)
     (tmp_path / "my_cluster.yml").write_text(yaml.dump(DDP))
-    assert files.file_problems(tmp_path / "my_cluster.yml")[0] == []
+    assert config_file.file_problems(tmp_path / "my_cluster.yml")[0] == []
 
 
 def test_a_hostfile_is_read(tmp_path):
@@ -142,7 +143,7 @@ def test_every_problem_is_named_at_once(tmp_path):
 
 
 def test_check_is_quick_and_needs_no_torch():
-    code = "import sys; sys.path.insert(0, '.'); import faithful.rules; print(sys.modules.keys() & {'torch', 'accelerate'})"
+    code = "import sys; sys.path.insert(0, '.'); import faithful.config.rules; print(sys.modules.keys() & {'torch', 'accelerate'})"
     assert launched(sys.executable, "-c", code).stdout.strip() == "set()"
     start = time.perf_counter()
     result = launched("./launch.sh", "check")
@@ -161,15 +162,15 @@ def test_a_config_asked_for_by_name_must_run_here():
 
 
 def test_the_grammar_of_names():
-    assert files.grammar("default_config") is None
-    promised = files.grammar("fsdp_bf16_offload")
+    assert config_file.grammar("default_config") is None
+    promised = config_file.grammar("fsdp_bf16_offload")
     assert promised == {"strategy": "fsdp", "precision": "bf16", "backend": None, "level": None,
                         "compile": False, "offload": True, "ckpt": False, "noreshard": False}  # fmt: skip
     for name, backend, level in (("fp8", "ao", "tensorwise"), ("fp8_ao_rowwise_with_gw_hp", "ao", "rowwise_with_gw_hp"),
                                  ("fp8_te", "te", "delayed"), ("fp8_msamp_o3", "msamp", "o3")):  # fmt: skip
-        promised = files.grammar(f"single_{name}_compile")
+        promised = config_file.grammar(f"single_{name}_compile")
         assert (promised["backend"], promised["level"], promised["compile"]) == (backend, level, True)
-    assert files.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
+    assert config_file.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
 
 
 def merged(planned, **script):

@@ -160,7 +160,7 @@ def test_an_evaluated_batch_waits_once_and_for_the_batch_before(gpu, tmp_path):
     )  # five batches for each rank
     run = gpu.train("ddp_bf16", tmp_path / "run", *argv, processes=2)
     found = json.loads(Path(f"{run}.rank1.json").read_text())[-1]["waits"]
-    assert len([place for _, place in found if str(place).startswith("faithful/steps.py")]) <= 4, found
+    assert len([place for _, place in found if str(place).startswith("faithful/training/steps.py")]) <= 4, found
 
 
 def test_workers_that_load_data_add_no_wait(gpu, tmp_path):

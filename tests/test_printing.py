@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, record, train
 
-from faithful import printing, process
 from faithful.errors import Refused
+from faithful.launch import printing, process
 from shared import args, text
 from tools import cli, predict, show
 

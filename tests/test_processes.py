@@ -13,8 +13,9 @@ import pytest
 import torch
 from conftest import ROOT, Ranks, alive, fake_accelerate, free_port, launched, record
 
-from faithful import checkpoint, process
-from faithful.launcher import launches
+from faithful.checkpoint import checkpoints
+from faithful.launch import process
+from faithful.launch.launcher import launches
 
 # Stands for the recipe. Its rank 1 stops for good at one point; rank 0 then waits for it, in C++ mostly.
 HELD = """
@@ -26,7 +27,10 @@ if phase == "imports":  # these end some time
     time.sleep(4)
 
 import torch.distributed, vit
-from faithful import Accelerator, checkpoint, launcher, steps
+from faithful import Accelerator
+from faithful.checkpoint import checkpoints as checkpoint
+from faithful.launch import launcher
+from faithful.training import steps
 from shared import images
 
 def hold(*_, **__):
@@ -74,8 +78,8 @@ def test_ranks_end_with_their_launcher(tmp_path):
     held, out = tmp_path / "held", tmp_path / "run"
 
     def before(rank):
-        from faithful import launcher
-        from faithful.steps import Steps
+        from faithful.launch import launcher
+        from faithful.training.steps import Steps
 
         launcher.launches, launcher.GRACE = lambda command: True, 1
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
@@ -247,7 +251,7 @@ def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path)
     """If a process ends between the rendezvous and the process group, the others, which wait for it, end too."""
 
     def before(rank):
-        from faithful import launcher
+        from faithful.launch import launcher
 
         rendezvous = launcher.rendezvous
         if rank == 1:
@@ -280,7 +284,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
     argv = ["--output_dir", str(tmp_path / "run"), "--max_steps", "100000", "--save_steps", "0", "--eval_steps", "0"]
 
     def impatient(rank):
-        from faithful import launcher
+        from faithful.launch import launcher
 
         launcher.GRACE = -4
 
@@ -304,7 +308,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
 
 def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
     def before(rank):
-        from faithful.steps import Steps
+        from faithful.training.steps import Steps
 
         Steps.check = lambda *_: (print("held", flush=True), time.sleep(600))
 
@@ -313,7 +317,7 @@ def test_sigterm_before_the_first_step_ends_a_process_at_once(tmp_path):
         time.sleep(0.02)
     ranks.kill(signal.SIGTERM)
     assert ranks.wait(20) == [-signal.SIGTERM]
-    assert not checkpoint.list_checkpoints(tmp_path / "run")
+    assert not checkpoints.list_checkpoints(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -343,9 +347,9 @@ def test_a_stopped_launch_says_what_was_saved_and_how_to_go_on(tmp_path, config,
     assert launcher.wait(60) == code, (tmp_path / "log").read_text()
     assert not alive(str(out))
     text = (tmp_path / "log").read_text()
-    [saved] = checkpoint.list_checkpoints(out)
-    assert checkpoint.unsound(saved) is None and record(out)["status"] == "preempted"
-    why, step = "Ctrl-C" if code == 130 else "SIGTERM", checkpoint.number(saved)
+    [saved] = checkpoints.list_checkpoints(out)
+    assert checkpoints.unsound(saved) is None and record(out)["status"] == "preempted"
+    why, step = "Ctrl-C" if code == 130 else "SIGTERM", checkpoints.number(saved)
     assert (
         f"{why}: stopped after step {step}; saved {saved}. To go on: the same command with --output_dir {out} " in text
     )
@@ -356,7 +360,7 @@ def test_ctrl_c_before_the_first_step_and_a_second_one(tmp_path):
     """Before there is a step there is nothing to save; the second Ctrl-C does not wait for the end of a step."""
 
     def before(rank):
-        from faithful.steps import Steps
+        from faithful.training.steps import Steps
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell has started pytest with `&`
         check = Steps.check

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from conftest import launched
 from test_kept import run
 
-from faithful import products
+from faithful.backends import cpu_matmul
 
-EVERYTHING = {kind: list(products.DTYPES) for kind in products.OPERATORS}
+EVERYTHING = {kind: list(cpu_matmul.DTYPES) for kind in cpu_matmul.OPERATORS}
 
 
 @pytest.fixture
 def replaced():
-    undo = products.replace(EVERYTHING)
+    undo = cpu_matmul.replace(EVERYTHING)
     yield
     undo()
 
@@ -64,7 +64,7 @@ def results(product, dtype):
     return [one for one in (y.detach(), x.grad, w.grad) if one is not None]
 
 
-@pytest.mark.parametrize("dtype", products.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", cpu_matmul.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_values_are_those_of_the_16_bit_kernels(name, dtype, request):
     """They differ in the order of a sum, so in the last bit of some elements."""
@@ -83,7 +83,7 @@ def test_what_writes_to_a_given_tensor(product, replaced):
 
 def test_fp32_and_float64_take_torchs_own_kernels(replaced):
     x = torch.randn(64, 64)
-    assert torch.equal(x @ x, products.torch.library.get_kernel("aten::mm", "CPU").call_boxed(
+    assert torch.equal(x @ x, cpu_matmul.torch.library.get_kernel("aten::mm", "CPU").call_boxed(
         torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), x, x))  # fmt: skip
     assert (x.double() @ x.double()).dtype == torch.float64
 
@@ -107,13 +107,13 @@ def test_they_are_restored():
     before = torch.library.get_kernel("aten::mm", "CPU")
     x = torch.randn(64, 64).bfloat16()
     expected = x @ x
-    products.replace(EVERYTHING)()
-    assert torch.equal(x @ x, expected) and before is not None and not products.active
+    cpu_matmul.replace(EVERYTHING)()
+    assert torch.equal(x @ x, expected) and before is not None and not cpu_matmul.active
 
 
 def test_what_is_slow_is_what_onednn_has_no_kernels_for():
     """On AVX2 every product of 16 bit, whatever this CPU has besides, and the same in every run."""
-    code = "from faithful import products; print(products.slow())"
+    code = "from faithful.backends import cpu_matmul as products; print(products.slow())"
     env = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     found = launched(sys.executable, "-c", code, env=env).stdout
     assert found == "{'products': ['bf16', 'fp16'], 'attention': ['bf16', 'fp16']}\n"
@@ -124,11 +124,11 @@ def test_attention_is_slow_where_there_is_no_amx_too(monkeypatch, amx):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx, "amx_fp16": amx})
-    assert products.slow() == {"products": ["fp16"], "attention": ["fp16"] if amx else ["bf16", "fp16"]}
+    assert cpu_matmul.slow() == {"products": ["fp16"], "attention": ["fp16"] if amx else ["bf16", "fp16"]}
 
 
 STEP = """
-from faithful import products
+from faithful.backends import cpu_matmul as products
 import torch.nn.functional as F
 products.slow = lambda: {"products": ["bf16"], "attention": []}
 plain = torch.library.get_kernel("aten::mm", "CPU")

@@ -5,7 +5,7 @@ import os
 import pytest
 from conftest import ROOT, launched
 
-from faithful import config, deepspeed_file, keys, machine
+from faithful.config import config, deepspeed_file, machine, schema
 from faithful.disk import settings
 from shared import args
 from tools import check, find
@@ -145,7 +145,7 @@ def test_a_value_at_the_end_of_its_range_is_none(tmp_path, section, key, value):
 @pytest.mark.parametrize("name", ["num_processes", "num_machines", "machine_rank", "main_process_port"])
 def test_the_ranges_of_check_s_options_are_those_of_the_keys(name):
     for value, right in (("1", True), ("-1", False), (LONG, False), (str(1 << 21), False)):
-        assert (keys.wrong(name, "int", value) is None) == right
+        assert (schema.wrong(name, "int", value) is None) == right
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -9,8 +9,8 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, edited, recipe, train
 
 from benchmarks import tables as tables_script
-from faithful import files, rules
-from faithful.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, read_env, to_env
+from faithful.config import config_file, rules
+from faithful.config.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, read_env, to_env
 from shared import args, models, vision
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -190,7 +190,7 @@ def test_every_config_has_its_row_and_it_says_what_the_rules_say():
     [rows] = [rows for head, rows in tables() if head == ["config", "on a CPU"]]
     assert sorted(row[0].strip("`") for row in rows) == NAMES
     for name, cpu in rows:
-        lines, mapping = files.file_problems(CONFIGS / f"{name.strip('`')}.yml")
+        lines, mapping = config_file.file_problems(CONFIGS / f"{name.strip('`')}.yml")
         assert not lines
         found = read_env(to_env(mapping))
         assert cpu.startswith("refused: " if rules.problems(found, NO_GPU) else "ran"), name
@@ -212,7 +212,7 @@ def gpus(capability):
 def of(strategy, precision, backend=None, level=None):
     """What a config of this strategy and precision asks for, even if there is no file for it."""
     file = next(name for name in NAMES if name.startswith(f"{strategy}_bf16"))
-    found = read_env(to_env(files.file_problems(CONFIGS / f"{file}.yml")[1]))
+    found = read_env(to_env(config_file.file_problems(CONFIGS / f"{file}.yml")[1]))
     return found | {"precision": precision, "backend": backend, "level": level}
 
 
@@ -281,11 +281,11 @@ def test_grammar_is_the_codes():
     assert levels.keys() == LEVELS.keys()
     for backend, listed in levels.items():
         for level in ticked(listed):
-            promised = files.grammar(f"single_fp8_{backend}_{level}")
+            promised = config_file.grammar(f"single_fp8_{backend}_{level}")
             assert promised["backend"] == backend and level in (promised["level"], f"{promised['level']}_te")
         assert set(LEVELS[backend]) <= set(ticked(listed))
         for default in re.findall(r"`(\w+)` \(default\)", listed):
-            assert default == LEVELS[backend][0] == files.grammar(f"single_fp8_{backend}")["level"]
+            assert default == LEVELS[backend][0] == config_file.grammar(f"single_fp8_{backend}")["level"]
 
 
 def test_datasets_models_and_extras_are_the_codes():

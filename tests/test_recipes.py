@@ -12,8 +12,8 @@ import torch
 import yaml
 from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, train, weights
 
-from faithful import config as config_module
-from faithful import files, rules
+from faithful.config import config as config_module
+from faithful.config import config_file, rules
 from shared import models, text, vision
 from shared.args import Refused
 
@@ -82,7 +82,7 @@ def test_rehearses(tmp_path, name, config):
         "diffusion": ("--ema_decay", 0) if config.startswith("zero") else (),
     }.get(name, ())
     run = train(config, tmp_path / "run", *STEPS, *small, name=name)
-    made, asked = record(run), files.grammar(config)
+    made, asked = record(run), config_file.grammar(config)
     assert made["status"] == "finished" and made["recipe"] == name
     assert {key: made["plan"][key] for key in asked if key in made["plan"]} == {
         k: asked[k] for k in asked if k != "recipe"
@@ -402,7 +402,7 @@ def test_batch_norm_s_running_averages_are_those_of_all_processes(tmp_path):
 
 def test_batch_norm_computes_in_fp32_when_its_weight_is_in_16_bit():
     """As FSDP2 and DeepSpeed leave it: weight and bias in bf16, running averages in fp32."""
-    from faithful import batch_norm
+    from faithful.models import batch_norm
 
     x = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     model, exact = (torch.nn.Sequential(torch.nn.BatchNorm2d(4)) for _ in range(2))
@@ -545,8 +545,8 @@ def test_experts_in_one_parameter_are_named_with_their_share():
     from torch import nn
 
     import amp8
-    from faithful import evidence
     from faithful.backends.levels import MSAMP
+    from faithful.evidence import evidence
     from faithful.strategies.base import Strategy
 
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))

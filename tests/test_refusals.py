@@ -16,7 +16,8 @@ from conftest import CONFIGS, ROOT, launched, train
 from test_other_configs import DDP, FSDP2, fsdp, zero
 from test_plan import CPU, GPU
 
-from faithful import Refused, arguments, files, plan
+from faithful import Refused, arguments, plan
+from faithful.config import config_file
 from tools import check, cli, tracing
 
 UNKNOWN = "vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help lists the options"
@@ -324,7 +325,7 @@ def found(path, where, options=()):
 
 @rows(CONFIG)
 def test_a_config_that_cannot_be_is_refused_with_its_fix(what, change, end, line, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "OURS", tmp_path)  # whose files keep the grammar of names
+    monkeypatch.setattr(config_file, "OURS", tmp_path)  # whose files keep the grammar of names
     [said] = found(written(tmp_path, what, change), end)
     assert line in said
 

@@ -54,7 +54,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path, con
 @pytest.mark.parametrize("config", ["ddp_fp32", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2"])
 def test_also_between_two_times_that_the_ranks_agree(tmp_path, config):
     def before(rank):
-        from faithful import steps
+        from faithful.training import steps
 
         steps.AGREE_SECONDS = 1000
         poison(6, rank_hit=1)(rank)

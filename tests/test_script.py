@@ -15,7 +15,10 @@ from accelerate.utils import ProjectConfiguration
 from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, metrics, record, train
 from loop import by_accelerator, loop
 
-from faithful import Refused, checkpoint, state, values
+from faithful import Refused
+from faithful.checkpoint import checkpoints
+from faithful.saving import state
+from faithful.tensors import serialization
 
 
 def load_state(run):
@@ -147,8 +150,8 @@ def test_what_a_script_registers_is_kept_without_a_pickle():
         "last losses": collections.deque([1, 2], maxlen=2), "a.b": torch.zeros(1), "a": {"b": torch.ones(1)},
     }  # fmt: skip
     tensors = {}
-    text = json.dumps(values.pack(value, tensors, "registered"))
-    back = values.unpack(json.loads(text), tensors)
+    text = json.dumps(serialization.pack(value, tensors, "registered"))
+    back = serialization.unpack(json.loads(text), tensors)
     assert back.keys() == value.keys() and type(back["tuple"]) is tuple
     for key in value.keys() - {"tensor", "numbers", ("a", 1)}:
         assert back[key] == value[key] and type(back[key]) is type(value[key]), key
@@ -157,7 +160,7 @@ def test_what_a_script_registers_is_kept_without_a_pickle():
     assert back[("a", 1)][0].equal(torch.ones(2))
     for thing in (Cursor(), {Cursor()}, {"deep": [Cursor()]}, np.array(["a"], dtype=object)):
         with pytest.raises(Refused, match="which a checkpoint without a pickle cannot hold"):
-            values.pack({"it": thing}, {}, "registered")
+            serialization.pack({"it": thing}, {}, "registered")
 
 
 def test_every_generator_goes_on_where_it_was():
@@ -199,7 +202,7 @@ def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
         stepped=schedule_and_save,
     )
     whole = train("single_bf16", tmp_path / "whole", script=script)
-    assert checkpoint.unsound(whole / "checkpoint-4") is None
+    assert checkpoints.unsound(whole / "checkpoint-4") is None
     ranks = Ranks("single_bf16", ["--output_dir", str(tmp_path / "part"), str(whole / "checkpoint-4")], script=script)
     assert ranks.wait() == [0], ranks.text()
     a, b = (record(run)["seen"]["loss_curve"] for run in (whole, tmp_path / "part"))
@@ -257,11 +260,11 @@ def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
     project = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True, total_limit=2)
     script = partial(loop, project_dir=None, project_config=project, prepared=resume, stepped=save)
     run = train("single_fp32", tmp_path / "run", script=script)
-    first = checkpoint.list_checkpoints(run / "checkpoints")
+    first = checkpoints.list_checkpoints(run / "checkpoints")
     assert [path.name for path in first] == ["checkpoint_1", "checkpoint_0"]
     again = train("single_fp32", run, "again", script=script)
     assert "checkpoint_1 at step 6" in (tmp_path / "run.log").read_text()
-    assert [path.name for path in checkpoint.list_checkpoints(again / "checkpoints")] == [
+    assert [path.name for path in checkpoints.list_checkpoints(again / "checkpoints")] == [
         "checkpoint_3",
         "checkpoint_2",
     ]

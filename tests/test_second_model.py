@@ -11,7 +11,8 @@ from conftest import record, train
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from faithful import Accelerator, checkpoint, places
+from faithful import Accelerator
+from faithful.checkpoint import checkpoints, tensor_keys
 
 
 class Block(nn.Module):
@@ -91,7 +92,7 @@ def test_prepare_model_and_prepare_optimizer_train_as_prepare_does(tmp_path, con
     runs = [train(config, tmp_path / way, script=partial(one_by_one, way)) for way in ("prepare", "methods")]
     seen = [record(run)["evidence"] for run in runs]
     assert seen[0] == seen[1] and seen[0]["truth"]
-    held = [dict(checkpoint.tensors_of(run / "checkpoint-2", 0)) for run in runs]
+    held = [dict(checkpoints.tensors_of(run / "checkpoint-2", 0)) for run in runs]
     assert held[0].keys() == held[1].keys()
-    of_second = [name for name in held[0] if name.startswith(places.of_model(1))]
+    of_second = [name for name in held[0] if name.startswith(tensor_keys.of_model(1))]
     assert of_second and all(torch.equal(held[0][name], held[1][name]) for name in held[0] if "random/" not in name)

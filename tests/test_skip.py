@@ -6,9 +6,10 @@ from conftest import CONFIGS, record, train
 from test_plan import exported_by_accelerate
 from torch import nn
 
-from faithful import Refused, files
+from faithful import Refused
 from faithful.backends.linear import asked_to_skip, left_alone, refuse_unknown
-from faithful.config import read_env, to_env
+from faithful.config import config_file
+from faithful.config.config import read_env, to_env
 
 STEPS = ("--max_steps", 2, "--logging_steps", 1, "--save_steps", 0)
 BLOCK = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
@@ -36,7 +37,7 @@ def test_the_launcher_hands_it_on(tmp_path, name, key):
     path = with_skip(tmp_path, name, "head, blocks.0.*", key)
     ours, theirs = read_env(to_env(yaml.safe_load(path.read_text()))), read_env(exported_by_accelerate(path))
     assert ours["skip"] == theirs["skip"] == ["head", "blocks.0.*"]
-    assert files.file_problems(path)[0] == []
+    assert config_file.file_problems(path)[0] == []
 
 
 def test_without_it_each_backend_has_its_own_default(tmp_path):

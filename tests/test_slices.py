@@ -12,7 +12,8 @@ from conftest import ROOT, Ranks, train, weights
 from safetensors.torch import load_file, save_file
 from test_building import efficient
 
-from faithful import building, patches, slices
+from faithful import patches
+from faithful.loading import meta_init, sharded_files
 
 CHANGED = "model.embed_tokens.weight"  # changed by the script, after it was loaded
 ARGV = ("--dataset", ROOT / "launch.sh", "--sequence_length", 16, "--per_device_train_batch_size", 2, "--eval_steps", 0)
@@ -38,9 +39,10 @@ def noting(folder, changed=None, other=None):
     process 0 before `prepare`. other: process 1 loads this folder's model."""
 
     def before(rank):
-        from faithful import Accelerator, slices
+        from faithful import Accelerator
+        from faithful.loading import sharded_files
 
-        read, prepare = slices.read, Accelerator.prepare
+        read, prepare = sharded_files.read, Accelerator.prepare
 
         @functools.wraps(read)
         def noted(*args):
@@ -54,7 +56,7 @@ def noting(folder, changed=None, other=None):
                     changed(model)
             return prepare(self, model, *rest)
 
-        slices.read, Accelerator.prepare = noted, prepared
+        sharded_files.read, Accelerator.prepare = noted, prepared
         if other and rank == 1:
             sys.argv[sys.argv.index("--model") + 1] = str(other)
 
@@ -167,8 +169,8 @@ def test_the_other_processes_read_nothing_in_from_pretrained_and_draw_no_more_nu
     seen, read = [], core_model_loading._materialize_copy
     core_model_loading._materialize_copy = lambda *args, **kwargs: seen.append(args) or read(*args, **kwargs)
     try:
-        building.start(main=False)
-        assert loaded() == ({True}, whole[1]) and not seen and slices.opened
+        meta_init.start(main=False)
+        assert loaded() == ({True}, whole[1]) and not seen and sharded_files.opened
     finally:
         patches.release(None)
         core_model_loading._materialize_copy = read
@@ -177,7 +179,7 @@ def test_the_other_processes_read_nothing_in_from_pretrained_and_draw_no_more_nu
 @pytest.mark.parametrize(("quantizer", "reads"), [(None, False), ("bitsandbytes", True)])
 def test_but_a_quantizer_gets_the_values(quantizer, reads):
     reader = types.SimpleNamespace(_materialize_copy=lambda tensor, device=None, dtype=None: tensor)
-    load = slices.without_reading(lambda load_config: reader._materialize_copy(torch.ones(2)), reader)
+    load = sharded_files.without_reading(lambda load_config: reader._materialize_copy(torch.ones(2)), reader)
     assert load(load_config=types.SimpleNamespace(hf_quantizer=quantizer)).is_meta != reads
 
 

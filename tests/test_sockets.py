@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import launched, train
 
-from faithful import launcher
+from faithful.launch import launcher
 
 EVERYWHERE = ("::", "0.0.0.0")
 

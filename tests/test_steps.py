@@ -9,7 +9,8 @@ import torch
 from conftest import Ranks, train
 from torch import nn
 
-from faithful import Accelerator, whereabouts
+from faithful import Accelerator
+from faithful.launch import rank_sync
 
 
 def built():
@@ -113,7 +114,7 @@ def test_with_other_numbers_of_backward_passes_they_train_as_torch_does(tmp_path
 
 @pytest.mark.parametrize("config", ["fsdp_fp32", "zero2_bf16"])
 def test_where_processes_exchange_in_each_pass_one_that_skips_is_refused(tmp_path, monkeypatch, config):
-    monkeypatch.setattr(whereabouts, "SKIPS", 2)
+    monkeypatch.setattr(rank_sync, "SKIPS", 2)
     ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=functools.partial(trained, skips_some))
     assert ranks.wait()[1] == 2  # the other one is in a collective until the launcher, or `wait`, ends it
     log = ranks.text()

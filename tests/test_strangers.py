@@ -14,7 +14,7 @@ import torch
 from conftest import Ranks, train
 from safetensors.torch import load_file, save_file
 
-from faithful import checkpoint, weight_files
+from faithful.checkpoint import checkpoints, weight_files
 from faithful.disk import names, readers, replacing
 from faithful.errors import NotSaved
 from shared import images
@@ -114,11 +114,11 @@ def test_only_what_was_written_is_moved(run):
     forge(folder, [])
     staged = folder / ".checkpoint.tmp"
     (staged / "rank0.safetensors").write_bytes(b"evil")
-    sound = checkpoint.digest(folder / "rank0.safetensors")
-    assert checkpoint.unsound(folder) is None and staged.exists()
-    assert checkpoint.digest(folder / "rank0.safetensors") == sound
+    sound = checkpoints.digest(folder / "rank0.safetensors")
+    assert checkpoints.unsound(folder) is None and staged.exists()
+    assert checkpoints.digest(folder / "rank0.safetensors") == sound
     shutil.copy(folder / "rank0.safetensors", staged)
-    assert checkpoint.unsound(folder) is None and not staged.exists()
+    assert checkpoints.unsound(folder) is None and not staged.exists()
 
 
 @pytest.mark.parametrize("file", ["rank0.safetensors", "trainer_state.json", "manifest.json"])
@@ -127,7 +127,7 @@ def test_a_file_of_a_checkpoint_that_is_none_is_named(run, tmp_path, file, kind)
     path, elsewhere = run / "checkpoint-4" / file, tmp_path / "elsewhere"
     shutil.move(path, elsewhere)
     {"symlink": lambda: path.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
-    assert checkpoint.unsound(run / "checkpoint-4")
+    assert checkpoints.unsound(run / "checkpoint-4")
     shutil.rmtree(run / "model")
     assert export.source_of(run)[1] == "checkpoint-2"
 
@@ -154,7 +154,7 @@ def test_the_rank_in_a_state_is_a_number_of_its_run(run, keeper):
     file = run / "checkpoint-4" / "trainer_state.json"
     state = json.loads(file.read_text()) | {"keeper": keeper}
     with pytest.raises(readers.Damaged, match=re.escape(f"{file}: keeper is ")):
-        checkpoint.whole_state(file, state)
+        checkpoints.whole_state(file, state)
 
 
 # ---- clocks, and states that are damaged ----
@@ -190,7 +190,7 @@ def with_a_clock_that_is_wrong():
 
 def test_a_clock_that_jumps_changes_neither_the_newest_nor_what_is_kept(tmp_path):
     run = train("single_fp32", tmp_path / "run", script=with_a_clock_that_is_wrong)
-    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-3", "checkpoint-6"]
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-3", "checkpoint-6"]
 
 
 def test_checkpoints_from_before_the_counter_are_older_by_their_time(tmp_path):
@@ -206,8 +206,8 @@ def test_checkpoints_from_before_the_counter_are_older_by_their_time(tmp_path):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"counter": "1000"}')
-    assert [checkpoint.number(path) for path in checkpoint.list_checkpoints(tmp_path)] == [4, 3, 1, 2, 5, 9]
-    assert checkpoint.next_count(tmp_path) == 3
+    assert [checkpoints.number(path) for path in checkpoints.list_checkpoints(tmp_path)] == [4, 3, 1, 2, 5, 9]
+    assert checkpoints.next_count(tmp_path) == 3
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_the_oldest(tmp_path, monkeypatch):
@@ -223,8 +223,8 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_the_oldest(tmp_path, monkey
         return read(path)
 
     monkeypatch.setattr(readers, "bytes_of", fails)
-    assert [checkpoint.number(path) for path in checkpoint.list_checkpoints(tmp_path)] == [1, 2]
-    assert checkpoint.next_count(tmp_path) == 3
+    assert [checkpoints.number(path) for path in checkpoints.list_checkpoints(tmp_path)] == [1, 2]
+    assert checkpoints.next_count(tmp_path) == 3
 
 
 STATES = [
@@ -338,7 +338,7 @@ def test_a_torn_row_of_metrics_ends_no_run(run, torn):
 
 def test_a_history_is_rewritten_in_one_step(run, monkeypatch):
     """A kill in between leaves all of it."""
-    from faithful.record import Record
+    from faithful.evidence.record import Record
 
     before = (run / "metrics.jsonl").read_bytes()
     made = Record(None, run, run, True)
@@ -422,8 +422,8 @@ def test_a_folder_that_cannot_be_written_is_one_line_at_the_start(tmp_path, how)
 def mend(folder):
     """Writes the manifest of what is there, as an author who means harm does."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({name: checkpoint.entry(folder / name) for name in manifest}))
-    assert checkpoint.unsound(folder) is None
+    (folder / "manifest.json").write_text(json.dumps({name: checkpoints.entry(folder / name) for name in manifest}))
+    assert checkpoints.unsound(folder) is None
 
 
 def changed(state, *path, to):

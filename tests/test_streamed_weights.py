@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from faithful import Accelerator
-from faithful.tensors import local
+from faithful.tensors.names import local
 
 
 def saves_at_its_end(rank):
@@ -74,7 +74,7 @@ def test_a_level_decodes_one_weight_at_a_time(tmp_path):
 
 def test_a_disk_that_is_full_is_an_error_on_the_main_process_and_holds_up_no_other(tmp_path):
     def full(rank):
-        from faithful import tensor_files
+        from faithful.disk import tensor_files
 
         def fails(tensors, path, load, metadata):
             load(tensor_files.in_order(tensors)[0])

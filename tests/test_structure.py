@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from faithful.backends import BACKENDS
 from faithful.backends.base import Backend
-from faithful.clipping import GradientsElsewhere
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Strategy
+from faithful.training.clipping import GradientsElsewhere
 
 PLAN = SimpleNamespace(strategy="fsdp", precision="fp8", level="o2", fp8_options={}, device="cpu")  # for their __init__
 INTERFACES = (Strategy, Backend, GradientsElsewhere)
@@ -61,6 +61,51 @@ def test_a_misspelt_name_is_found():
     assert unknown(Misspelt) == {"replicate", "shardedkinds", "norm_off"}
 
 
+ROOMS = """patches errors disk tensors config launch loading models checkpoint strategies backends plan evidence training
+           saving scripts arguments ending accelerator __main__""".split()  # each may import those before it
+
+
+def imports(file):
+    """The dotted names that a file imports of faithful, also inside functions."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "faithful":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("faithful."))
+
+
+def upward(files):
+    """`file imports name` for each import of a room above the file's own, or of a name that has no room."""
+    for file in files:
+        room = file.relative_to(ROOT / "faithful").with_suffix("").parts[0]
+        for name in imports(file):
+            wanted = name.split(".")[1]
+            if room != "__init__" and ROOMS.index(wanted) > ROOMS.index(room):
+                yield f"{file.relative_to(ROOT)} imports {name}"
+
+
+def test_a_room_imports_only_rooms_below_it():
+    files = sorted((ROOT / "faithful").rglob("*.py"))
+    assert {file.relative_to(ROOT / "faithful").with_suffix("").parts[0] for file in files} == {*ROOMS, "__init__"}
+    assert not list(upward(files))
+    # `from faithful import Accelerator, Refused` is for scripts, not for the package itself
+    assert not [file for file in files for name in imports(file) if name.split(".")[1] not in ROOMS]
+
+
+def test_an_upward_import_is_found(tmp_path, monkeypatch):
+    file = tmp_path / "faithful" / "models" / "new.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def f():\n    from faithful.training import steps\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert list(upward([file])) == ["faithful/models/new.py imports faithful.training.steps"]
+
+
+def test_rooms_are_small_and_say_what_they_hold():
+    for init in (ROOT / "faithful").rglob("*/__init__.py"):
+        assert len(list(init.parent.glob("[!_]*.py"))) <= 8, init.parent
+        assert len(ast.get_docstring(ast.parse(init.read_text())) or "") > 60, init
+
+
 def asserts(folder):
     """Yields (file:line, names of the functions that it calls) of each assert in a folder's code."""
     for file in sorted((ROOT / folder).rglob("*.py")):
@@ -81,7 +126,7 @@ def test_no_code_depends_on_an_assert():
 SAVES = """
 import torch
 from pathlib import Path
-from faithful import weight_files
+from faithful.checkpoint import weight_files
 pieces = {name: (torch.zeros(4), lambda number=number: torch.full((4,), float(number))) for number, name in enumerate("abc", 1)}
 weight_files.stream_weights(pieces, Path(folder), 20, main=True)
 """

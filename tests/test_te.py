@@ -16,8 +16,8 @@ import yaml
 from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU, exported_by_accelerate
 
-from faithful import files, rules
-from faithful.config import read_env, to_env
+from faithful.config import config_file, rules
+from faithful.config.config import read_env, to_env
 from faithful.plan import Plan
 from shared import vision
 from shared.args import Refused
@@ -133,7 +133,7 @@ def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
     path.write_text(yaml.dump(config(text)))
     backend = section(text)["backend"]
     expected = {f"fp8_config {key} is not read by backend {backend}: remove it" for key in foreign}
-    assert set(files.file_problems(path)[0]) == expected
+    assert set(config_file.file_problems(path)[0]) == expected
 
 
 def test_whole_blocks_need_the_package_a_gpu_and_random_weights(monkeypatch):

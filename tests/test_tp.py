@@ -14,7 +14,8 @@ import yaml
 from conftest import CONFIGS, distance, launched, metrics, record, train, weights
 from safetensors.torch import load_file
 
-from faithful import Refused, checkpoint
+from faithful import Refused
+from faithful.checkpoint import checkpoints
 from faithful.strategies import tp
 from shared import models, vision
 from tools import export
@@ -50,7 +51,7 @@ def watch(folder):
 
     def before(rank):
         from faithful import Accelerator
-        from faithful.tensors import local
+        from faithful.tensors.names import local
 
         update, save_model, random = Accelerator.before_update, Accelerator.save_model, []
 
@@ -173,7 +174,8 @@ def test_stopped_by_sigterm_and_resumed_it_is_the_same_run(whole, tmp_path):
     run, _ = whole
 
     def stop(rank):
-        from faithful import Accelerator, steps
+        from faithful import Accelerator
+        from faithful.training import steps
 
         update, steps.AGREE_SECONDS = Accelerator.after_update, 0
 
@@ -185,8 +187,8 @@ def test_stopped_by_sigterm_and_resumed_it_is_the_same_run(whole, tmp_path):
         Accelerator.after_update = told
 
     again = train("tp_bf16", tmp_path / "again", *STEPS, name="gpt", before=stop, code=143)
-    assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5", "checkpoint-3"]
-    manifest = json.loads((again / "checkpoint-5" / checkpoint.MANIFEST).read_text())
+    assert [path.name for path in checkpoints.list_checkpoints(again)] == ["checkpoint-5", "checkpoint-3"]
+    manifest = json.loads((again / "checkpoint-5" / checkpoints.MANIFEST).read_text())
     sizes = [entry["bytes"] for name, entry in manifest.items() if name.startswith("rank")]
     assert len(sizes) == 2 and max(sizes) < 0.51 * sum(sizes)  # each wrote its own part
     train("tp_bf16", again, *STEPS, "--resume_from_checkpoint", "latest", name="gpt")

@@ -8,8 +8,8 @@ from conftest import Ranks, record, train
 from safetensors.torch import load_file
 
 from faithful import __main__ as door
-from faithful import whereabouts
-from faithful.blocks import block_names, name_blocks
+from faithful.launch import rank_sync
+from faithful.models.blocks import block_names, name_blocks
 
 pytest.importorskip("transformers", reason="not installed: transformers")
 
@@ -140,7 +140,7 @@ def test_a_model_whose_save_pretrained_calls_that_of_its_part(tmp_path, config):
 def test_the_main_process_alone_cannot_save_what_it_has_a_part_of(tmp_path):
     def before(rank):
         door.take_its_place()
-        whereabouts.COMES = 1
+        rank_sync.COMES = 1
 
     alone = """
 model, optimizer, tokens = trained(llama())

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from conftest import launched
 
-from faithful import Refused, config, deepspeed_file, keys, machine
+from faithful import Refused
+from faithful.config import config, deepspeed_file, machine, schema
 from tools import check
 
 FILES = {
@@ -31,7 +32,7 @@ NAMES = [1, 1.5, True, None, datetime.date(2020, 1, 1), "zz"]
 CELLS = [
     (file, section, key, value)
     for file in FILES
-    for section, known in keys.all_keys().items()
+    for section, known in schema.all_keys().items()
     if section != "megatron_lm_config"
     for key in [*known, *NAMES]
     for value in VALUES

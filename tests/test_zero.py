@@ -20,10 +20,12 @@ from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, 
 from safetensors.torch import load_file
 from test_run import poison
 
-from faithful import Accelerator, checkpoint, rules
-from faithful.config import to_env
-from faithful.strategies import zero as zero_strategy
-from faithful.training import elementwise
+from faithful import Accelerator
+from faithful.checkpoint import checkpoints
+from faithful.config import rules
+from faithful.config.config import to_env
+from faithful.models import elementwise
+from faithful.strategies.deepspeed import zero as zero_strategy
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # once, not once in every forked rank
@@ -88,7 +90,8 @@ def told_to_stop(step, rank_hit):
     """Called before the run: one rank alone gets SIGTERM before a backward."""
 
     def before(rank):
-        from faithful import Accelerator, steps
+        from faithful import Accelerator
+        from faithful.training import steps
 
         backward = Accelerator.backward
 
@@ -111,7 +114,7 @@ def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_
     run = whole(config)
     again = train(config, tmp_path / "again", *STEPS, "--save_steps", 0, before=told_to_stop(5, rank_hit=1), code=143)
     assert record(again)["status"] == "preempted" and record(again)["error"] is None
-    assert [path.name for path in checkpoint.list_checkpoints(again)] == ["checkpoint-5"]
+    assert [path.name for path in checkpoints.list_checkpoints(again)] == ["checkpoint-5"]
     train(config, again, *STEPS, *LATEST)
     assert "checkpoint-5 at step 5" in (tmp_path / "again.log").read_text()
     assert metrics(again) == metrics(run) and distance(again, run) == 0
@@ -120,7 +123,7 @@ def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_
     made, final = load_file(tmp_path / "out.safetensors"), weights(run)
     assert made.keys() == final.keys()
     assert all(made[name].equal(final[name]) and made[name].dtype == torch.float32 for name in made)
-    sizes = [entry["bytes"] for name, entry in json.loads((run / "checkpoint-8" / checkpoint.MANIFEST).read_text()).items()
+    sizes = [entry["bytes"] for name, entry in json.loads((run / "checkpoint-8" / checkpoints.MANIFEST).read_text()).items()
              if name.startswith("rank")]  # fmt: skip
     assert max(sizes) < 0.6 * sum(sizes)
 
@@ -205,7 +208,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path):
     run = train("zero2_bf16", tmp_path / "run", *STEPS, before=poison(6, rank_hit=1), code=1)
     log = (tmp_path / "run.log").read_text()
     assert "error: step 6: loss [" in log and "checkpoint-4" in log and "Traceback" not in log
-    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["checkpoint-4"]
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-4"]
     assert len(losses(run)) == 5
 
 

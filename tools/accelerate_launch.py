@@ -2,7 +2,7 @@
 
 A worker that fails prints its own error. This launcher takes over its exit code and leaves out what Accelerate and
 torch would print after it: a traceback of the launcher and a table. If a worker was killed, one line says so. After a
-finished run it prints the run's table and the commands that one may want next. faithful/launcher.py recognizes this
+finished run it prints the run's table and the commands that one may want next. launch/launcher.py recognizes this
 file by its name.
 """
 
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of tools/
 from accelerate.commands import launch  # noqa: E402
 
-from faithful import printing  # noqa: E402
+from faithful.launch import printing  # noqa: E402
 
-OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: faithful/process.py
+OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: launch/process.py
 # What torch's launcher logs when workers end. Each worker prints its own error.
 LOGGED = ("failed (exitcode", "Sending process", "Received %s death signal", "Got termination signal")
 
@@ -117,7 +117,7 @@ def main():
         if code == 0 and left.exists():
             what_next(Path(left.read_text()))
         elif left.exists():
-            from faithful.record import end_for
+            from faithful.evidence.record import end_for
 
             end_for(Path(left.read_text()), how)
     return code

@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import machine, rules  # noqa: E402
+from faithful.config import machine, rules  # noqa: E402
 from faithful.disk import readers  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, records, report, study  # noqa: E402

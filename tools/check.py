@@ -6,7 +6,7 @@
                                            with accelerate launch's options: ranks, rendezvous, port, hostfile
 
 A file may be anybody's. Each gets a line that says what it will be, one for each thing that runs otherwise than the
-file's words say (note), and one for each problem. The rules are the same as at launch (faithful/rules.py). The exit
+file's words say (note), and one for each problem. The rules are the same as at launch (config/rules.py). The exit
 code is 2 if there is a problem. The list also shows correct configs that cannot run on this machine; that counts as a
 problem only if you named the config.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import config, files, keys, machine, rules  # noqa: E402
+from faithful.config import config, config_file, machine, rules, schema  # noqa: E402
 from tools import cli, find  # noqa: E402
 
 # Options of accelerate launch about the number of processes and their rendezvous.
@@ -28,19 +28,19 @@ OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "
 
 def check(path, here, overrides):
     """Returns (problems of the file, reasons why this machine cannot run it, notes, what the file asks for)."""
-    lines, mapping = files.file_problems(path)
+    lines, mapping = config_file.file_problems(path)
     if mapping is None:
         return lines, [], [], None
     mapping = mapping | overrides
-    mapping.setdefault("num_processes", files.default_processes(mapping, here["devices"]))
+    mapping.setdefault("num_processes", config_file.default_processes(mapping, here["devices"]))
     wanted = config.read_env(config.to_env(mapping))
-    here = machine.without_accelerator() if files.asks_for_cpu(mapping) else here
+    here = machine.without_accelerator() if config_file.asks_for_cpu(mapping) else here
     anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (10, 0), "cuda": "99"}
     anywhere["packages"] = machine.PACKAGES
     unsound = rules.problems(wanted, anywhere)
     not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
     not_here += rules.problems_of_machines(mapping, os.environ)
-    notes = [*files.file_notes(mapping), *rules.notes(wanted)]
+    notes = [*config_file.file_notes(mapping), *rules.notes(wanted)]
     return lines + unsound, not_here, notes, wanted
 
 
@@ -61,13 +61,13 @@ def description(wanted):
 def missing_option(path, here, overrides):
     """The option for accelerate launch that a file leaves out: --num_processes, or "". A file of accelerate_configs/
     runs on all GPUs there are, unless it says the sizes of a device mesh, which are for so many processes."""
-    mapping = files.read(path)[1] or {}
-    ours = here["devices"] and path.resolve().parent == files.OURS and not mapping.get("parallelism_config")
+    mapping = config_file.read(path)[1] or {}
+    ours = here["devices"] and path.resolve().parent == config_file.OURS and not mapping.get("parallelism_config")
     if "num_processes" in overrides or (mapping.get("num_processes") and not ours):
         return ""
     if mapping.get("distributed_type") in ("NO", "MULTI_CPU"):
         return ""
-    return f"--num_processes {here['devices'] if ours else files.default_processes(mapping, here['devices'])}"
+    return f"--num_processes {here['devices'] if ours else config_file.default_processes(mapping, here['devices'])}"
 
 
 def threads(wanted, here):
@@ -82,10 +82,10 @@ def main(argv):
     parser = cli.parser("check", __doc__)
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
     for name in OPTIONS:
-        kind = str if name in ("main_process_ip", "rdzv_backend") else keys.option(name)
+        kind = str if name in ("main_process_ip", "rdzv_backend") else schema.option(name)
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
     parser.add_argument("-q", "--quiet", action="store_true", help="print problems, and options that the file lacks")
-    for option, takes_value in keys.launch_options().items():  # whose values the launcher itself checks
+    for option, takes_value in schema.launch_options().items():  # whose values the launcher itself checks
         name = option.lstrip("-")
         if name not in (*OPTIONS, "q", "quiet", "help", "h", "config_file"):
             words = {option, f"--{name.replace('_', '-')}"} if option.startswith("--") else {option}

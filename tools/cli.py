@@ -5,8 +5,8 @@ import signal
 import sys
 
 import faithful
-from faithful import launcher, printing
 from faithful.disk import names, replacing
+from faithful.launch import launcher, printing
 from shared import args
 
 

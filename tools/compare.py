@@ -46,7 +46,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import machine  # noqa: E402
+from faithful.config import machine  # noqa: E402
 from faithful.disk import readers  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, judge, paired, records, report  # noqa: E402
@@ -108,7 +108,7 @@ class Launch(typing.NamedTuple):
 
 def matches(run, launch, file, recipe):
     """Whether a finished run has the same config, code and packages as a new launch would have."""
-    from faithful.record import code_sha256  # imports torch
+    from faithful.evidence.record import code_sha256  # imports torch
 
     record = run["record"]
     if run["problem"] or records.nudged(run) != launch.control:

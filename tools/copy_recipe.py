@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import config as configs  # noqa: E402
+from faithful.config import config as configs  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find  # noqa: E402
 

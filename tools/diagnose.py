@@ -28,8 +28,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import Refused, config, files, launcher, machine  # noqa: E402
+from faithful import Refused  # noqa: E402
+from faithful.config import config, config_file, machine  # noqa: E402
 from faithful.disk import names  # noqa: E402
+from faithful.launch import launcher  # noqa: E402
 from tools import cli, find, paired, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
@@ -205,7 +207,7 @@ def ends_with_this():
 def refuse_unfit(name, mapping):
     """Raises Refused for a config in which no layer could be looked at."""
     settings = config.read_env(config.to_env(mapping))
-    here = machine.without_accelerator() if files.asks_for_cpu(mapping) else machine.of_driver()
+    here = machine.without_accelerator() if config_file.asks_for_cpu(mapping) else machine.of_driver()
     if settings["precision"] != "fp8":
         raise Refused(f"{name} asks for no FP8: there is nothing to diagnose")
     if settings["strategy"] not in ("single", "ddp"):

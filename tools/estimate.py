@@ -44,7 +44,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import faithful  # noqa: E402
-from faithful import config, files, rules  # noqa: E402
+from faithful.config import config, config_file, rules  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
 from tools import cli, find, host  # noqa: E402
 
@@ -58,8 +58,8 @@ LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they
 
 def read_config(file, num_processes=None):
     """What a config asks for, and into how many parts it divides the state."""
-    mapping = files.read(file)[1] or {}
-    mapping.setdefault("num_processes", files.default_processes(mapping, 0))
+    mapping = config_file.read(file)[1] or {}
+    mapping.setdefault("num_processes", config_file.default_processes(mapping, 0))
     if num_processes and str(mapping.get("distributed_type")) != "NO":
         mapping["num_processes"] = num_processes
     settings = config.read_env(config.to_env(mapping))
@@ -130,7 +130,7 @@ def estimate(settings, plain, checkpointed, cpu):
     """Bytes per process by class."""
     strategy, n = settings["strategy"], settings["shards"]
     compute = 4 if settings["precision"] == "fp32" else 2
-    from faithful.strategies.zero import BUCKET
+    from faithful.strategies.deepspeed.zero import BUCKET
 
     elements = plain["parameters"]
     blocks = plain["blocks"] or [elements]  # a model without repeated blocks is gathered as one

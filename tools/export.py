@@ -37,8 +37,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful import checkpoint, places, tensor_files, weight_files  # noqa: E402
-from faithful.disk import names, replacing  # noqa: E402
+from faithful.checkpoint import checkpoints, tensor_keys, weight_files
+from faithful.disk import (  # noqa: E402
+    names,
+    replacing,
+    tensor_files,  # noqa: E402
+)
 from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, records  # noqa: E402
@@ -64,9 +68,9 @@ READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 def part_of(path):
     """The tensors in a file of weights, or those of a checkpoint's only model."""
-    if any(name.startswith(places.of_model(1)) for name in tensor_files.TensorFile(path)):
+    if any(name.startswith(tensor_keys.of_model(1)) for name in tensor_files.TensorFile(path)):
         raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
-    tensors = tensor_files.TensorFile(path, places.of_model(0))
+    tensors = tensor_files.TensorFile(path, tensor_keys.of_model(0))
     return tensors or tensor_files.TensorFile(path)  # before format 2 without the prefix
 
 
@@ -89,16 +93,16 @@ def source_of(run, step=None):
         return model, "the finished model"
     if strategy not in READABLE:
         raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
-    folders = checkpoint.candidates(run)
+    folders = checkpoints.candidates(run)
     if step is not None:
         steps = [folder.name.removeprefix("checkpoint-") for folder in folders]
         if str(step) not in steps:
             raise Refused(f"{run} has no checkpoint-{step}: there are steps {', '.join(steps) or 'none'}")
         folders = [folders[steps.index(str(step))]]
     for folder in folders:
-        reason = checkpoint.unsound(folder)
-        files = {} if reason else checkpoint.files_of_ranks(folder)
-        missing = next((n for n in range(checkpoint.ranks_that_saved(folder)) if n not in files), None)
+        reason = checkpoints.unsound(folder)
+        files = {} if reason else checkpoints.files_of_ranks(folder)
+        missing = next((n for n in range(checkpoints.ranks_that_saved(folder)) if n not in files), None)
         if strategy in ("single", "ddp") and record["plan"].get("level") != "o3":
             missing = None  # each process had the same weights
         if reason is None and missing is not None:
@@ -128,9 +132,9 @@ def plain_tensors(files):
     parts = [part_of(path) for path in files]
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
-    elif any(places.kind(name) == places.WEIGHT for name in parts[0]):
-        state = files[0].with_name(checkpoint.STATE)
-        tensors = from_checkpoint(parts, checkpoint.cuts_of(state) if state.is_file() else {})
+    elif any(tensor_keys.kind(name) == tensor_keys.WEIGHT for name in parts[0]):
+        state = files[0].with_name(checkpoints.STATE)
+        tensors = from_checkpoint(parts, checkpoints.cuts_of(state) if state.is_file() else {})
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
@@ -179,10 +183,10 @@ def from_checkpoint(parts, tp_dims):
     """
     tensors = {}
     for key in parts[0]:
-        kind, name, _ = places.parsed(key)
-        if kind in (places.BUFFER, places.WEIGHT):
-            at = tp_dims.get(name, 0) if kind == places.WEIGHT and len(parts) > 1 else None
-            tensors[name] = partial(joined, parts, key, at, places.shape(name))
+        kind, name, _ = tensor_keys.parsed(key)
+        if kind in (tensor_keys.BUFFER, tensor_keys.WEIGHT):
+            at = tp_dims.get(name, 0) if kind == tensor_keys.WEIGHT and len(parts) > 1 else None
+            tensors[name] = partial(joined, parts, key, at, tensor_keys.shape(name))
     return tensors
 
 

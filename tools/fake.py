@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from faithful import config
-from faithful.training import dtypes
+from faithful.config import config
+from faithful.models import dtypes
 
 
 class Memory:

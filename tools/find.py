@@ -69,7 +69,7 @@ def recipe(name):
 
 def sound_config(name):
     """(file, mapping) of a config. Raises Refused with all problems of the file, one for each line."""
-    from faithful.files import file_problems
+    from faithful.config.config_file import file_problems
 
     file = config(name)
     lines, mapping = file_problems(file)
@@ -118,7 +118,7 @@ def option(words, name, default=None):
 
 def flags():
     """The options of `accelerate launch` without a value: the word after one is the next option, or the recipe."""
-    from faithful.keys import launch_options
+    from faithful.config.schema import launch_options
 
     single = [option for option, takes_value in launch_options().items() if not takes_value]
     return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}

@@ -16,7 +16,7 @@ from amp8 import linear as levels
 from amp8 import optimizer as adam
 from faithful.backends.linear import kind
 from faithful.strategies.base import torch_optimizer
-from faithful.tensors import named, unwrapped
+from faithful.tensors.names import named, unwrapped
 
 TENSORS = ("input", "weight", "gradient")
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -26,12 +26,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
-from faithful.blocks import block_names, name_blocks
-from faithful.clipping import GradientsElsewhere
-from faithful.evidence import converted
-from faithful.model import trains
+from faithful.evidence.evidence import converted
+from faithful.models.blocks import block_names, name_blocks
 from faithful.plan import Plan
-from faithful.strategies import tp, zero
+from faithful.strategies import tp
+from faithful.strategies.deepspeed import zero
+from faithful.training.clipping import GradientsElsewhere
+from faithful.training.model import trains
 from shared import args as options
 from shared import images, sft, text
 from shared.args import Refused

@@ -24,8 +24,9 @@ from accelerate.utils import gather_object
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful import Refused, accelerator, steps  # noqa: E402
-from faithful.state import random_state, set_random_state  # noqa: E402
+from faithful import Refused, accelerator  # noqa: E402
+from faithful.saving.state import random_state, set_random_state  # noqa: E402
+from faithful.training import steps  # noqa: E402
 from tools.shadow import Looking, high_precision, layers_of, measured  # noqa: E402
 
 SEPARATE = 24  # above this number, whole blocks are put back to high precision

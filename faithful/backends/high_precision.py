@@ -2,8 +2,9 @@
 
 import torch
 
-from faithful import machine, patches
+from faithful import patches
 from faithful.backends.base import Backend
+from faithful.config import machine
 
 
 class Torch(Backend):

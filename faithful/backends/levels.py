@@ -6,11 +6,10 @@ import weakref
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import asked_to_skip, in_bf16, in_fp8, ours
-from faithful.clipping import GradientsElsewhere
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
-from faithful.strategies.base import parameter_ids, torch_optimizer
-from faithful.tensors import named
+from faithful.strategies.base import GradientsElsewhere, parameter_ids, torch_optimizer
+from faithful.tensors.names import named
 
 
 class MSAMP(GradientsElsewhere, Backend):

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from faithful import places
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, in_fp8, left_alone, once_differentiable
-from faithful.blocks import block_names
+from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
-from faithful.tensors import named, unwrapped
+from faithful.models.blocks import block_names
+from faithful.tensors.names import named, unwrapped
 
 ROWS = 16  # TransformerEngine needs multiples of 8, or of 16 where cuBLASLt sums over the rows
 
@@ -66,17 +66,17 @@ class TransformerEngine(Backend):
         return skipped
 
     def tensors(self, strategy, model, optimizer):
-        scales = {places.scales(name): tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
+        scales = {tensor_keys.scales(name): tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
         return super().tensors(strategy, model, optimizer) | scales
 
     @torch.no_grad()
     def restore(self, strategy, model, optimizer, parts):
-        rest = {place: part for place, part in parts.items() if places.kind(place) != places.SCALES}
+        rest = {place: part for place, part in parts.items() if tensor_keys.kind(place) != tensor_keys.SCALES}
         super().restore(strategy, model, optimizer, rest)
         for name, tensor in named(state(unwrapped(model)).items()):
-            if places.scales(name) not in parts:
+            if tensor_keys.scales(name) not in parts:
                 raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
-            tensor.copy_(parts[places.scales(name)])
+            tensor.copy_(parts[tensor_keys.scales(name)])
 
 
 def package():

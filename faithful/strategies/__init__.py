@@ -3,10 +3,10 @@
 A new strategy is a subclass of Strategy in a file of its own, and one line of this table.
 """
 
+from faithful.strategies.deepspeed.zero import ZeRO
 from faithful.strategies.fsdp import FSDP, HSDP
 from faithful.strategies.replicated import DDP, SingleDevice
 from faithful.strategies.tp import TensorParallel
-from faithful.strategies.zero import ZeRO
 
 STRATEGIES = {
     "single": SingleDevice,

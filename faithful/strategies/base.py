@@ -1,13 +1,15 @@
 """What a run asks of its strategy, with the answers of plain torch: every process holds whole tensors."""
 
+import abc
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from faithful import low_bit, places
+from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
-from faithful.tensors import elements, local, named, parameters_of, unwrapped
+from faithful.tensors import low_bit
+from faithful.tensors.names import elements, local, named, parameters_of, unwrapped
 
 
 class Shard(NamedTuple):
@@ -27,12 +29,12 @@ class Shard(NamedTuple):
     @property
     def place(self):
         """The name in a checkpoint of what the optimizer updates, and of its state."""
-        return places.state(self.name, self.key) if self.key else places.weight(self.name)
+        return tensor_keys.state(self.name, self.key) if self.key else tensor_keys.weight(self.name)
 
 
 class Strategy:
     """How a model is distributed over the processes. A subclass overrides what differs from one process of torch's. If
-    it keeps gradients outside `.grad`, it is a GradientsElsewhere (clipping.py) too.
+    it keeps gradients outside `.grad`, it is a GradientsElsewhere too.
 
     The methods stand in the order in which a run calls them. `optimizer` is the script's own before `prepare`, and the
     prepared one afterwards.
@@ -225,6 +227,20 @@ class Strategy:
         return None
 
 
+class GradientsElsewhere(abc.ABC):
+    """A second base of a backend or strategy that keeps gradients outside `.grad`."""
+
+    gradients_elsewhere = "gradients"  # what to call them
+
+    @abc.abstractmethod
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        """Clips the gradients, and returns their norm before. norm_type: 2."""
+
+    @abc.abstractmethod
+    def norm_of(self, optimizer):
+        """The norm of the gradients of a prepared optimizer in a step in which they are not clipped."""
+
+
 def needs_whole_model(error):
     """A Refused for Accelerate's LocalSGD, which takes no shards; else None."""
     if "LocalSGD is supported only" not in error:
@@ -279,12 +295,12 @@ def buffers_by_place(model):
     model = unwrapped(model)
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
-    return {places.buffer(name): local(buffer) for name, buffer in named(kept)}
+    return {tensor_keys.buffer(name): local(buffer) for name, buffer in named(kept)}
 
 
 def refuse_other_model(live, parts):
     """Raises Refused unless the checkpoint's tensors have the names, shapes and dtypes of this model's tensors."""
-    saved = {place for place in parts if places.kind(place) != places.OPTIMIZER}
+    saved = {place for place in parts if tensor_keys.kind(place) != tensor_keys.OPTIMIZER}
     wrong = sorted(live.keys() ^ saved) or [place for place in live if kind_of(live[place]) != kind_of(parts[place])]
     if wrong:
         raise Refused(
@@ -302,7 +318,7 @@ def load_state(optimizer, parameters, parts):
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = {}
     for name, parameter in parameters.items():
-        prefix, held = places.state(name, ""), optimizer.state.get(parameter, {})
+        prefix, held = tensor_keys.state(name, ""), optimizer.state.get(parameter, {})
         values = {
             place.removeprefix(prefix): filled(held.get(place.removeprefix(prefix)), parts[place])
             for place in parts

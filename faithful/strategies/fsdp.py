@@ -12,13 +12,16 @@ from accelerate.utils import gather_object
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
-from faithful import averages, batch_norm, building, low_bit, patches
-from faithful.blocks import CONTAINERS, block_names, name_blocks
+from faithful import patches
+from faithful.checkpoint import rows
 from faithful.errors import Refused
-from faithful.strategies import gathered, rows
+from faithful.loading import meta_init
+from faithful.models import averages, batch_norm, elementwise, shards
+from faithful.models.blocks import CONTAINERS, block_names, name_blocks
+from faithful.strategies import gathered
 from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
-from faithful.tensors import fingerprint, named, parameters_of
-from faithful.training import elementwise, shards
+from faithful.tensors import low_bit
+from faithful.tensors.names import fingerprint, named, parameters_of
 
 
 class FSDP(Strategy):
@@ -50,7 +53,7 @@ class FSDP(Strategy):
     def started(self, accelerator):
         compile_for_this_rank(accelerator)
         if self.plan.ram_efficient:
-            building.start(accelerator.is_main_process)
+            meta_init.start(accelerator.is_main_process)
 
     def before_prepare(self, accelerator, model, optimizer):
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
@@ -171,7 +174,7 @@ class FSDP(Strategy):
                 f"the script casts or moves a model after prepare(), where {self.plan.strategy} shards it ({error}): "
                 "do it before prepare(), or with a copy"
             )
-        return building.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
+        return meta_init.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
 
 
 def saved_by(module, at):
@@ -235,16 +238,16 @@ def shard(accelerator, accelerates, model, optimizers):
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
     if plan.ram_efficient:
-        building.refuse_other_models(model)
+        meta_init.refuse_other_models(model)
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     hooks = {name: shards.hooks_of(parameter) for name, parameter in parameters_of(model)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     scalars = gathered.taken_out(model)
-    before = building.weights_of(model) if plan.ram_efficient else {}
+    before = meta_init.weights_of(model) if plan.ram_efficient else {}
     with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
     if plan.ram_efficient:
-        building.fill(model, before, accelerator.device, "cpu" if plan.offload else accelerator.device)
+        meta_init.fill(model, before, accelerator.device, "cpu" if plan.offload else accelerator.device)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)

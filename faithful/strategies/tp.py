@@ -10,9 +10,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
+from faithful.models import shards
 from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards
-from faithful.tensors import fingerprint, parameters_of
-from faithful.training import shards
+from faithful.tensors.names import fingerprint, parameters_of
 
 # The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}

@@ -1,2 +1,2 @@
-"""What a script may do to a prepared model, from `prepare` to `end_training`, and what keeps training in step with it.
-It imports no strategy and no backend: they call it, or `live.py` calls their methods. It knows no files."""
+"""The prepared model and optimizer, and the steps: finite losses and norms, clipping, data loaders that can go on in
+the middle of an epoch. It may import evidence, strategies and backends. It writes no files."""

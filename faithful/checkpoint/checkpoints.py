@@ -1,0 +1,452 @@
+"""Atomic checkpoints.
+
+`checkpoint-<optimizer step>/` holds the tensors as safetensors (one file per rank), the rest as `trainer_state.json`,
+and `manifest.json` with size and hash of every file, written last. The folder is written as `checkpoint-<step>.tmp`,
+fsynced and renamed, so a folder with the final name is complete. No file is a pickle.
+
+tensor_keys.py has the names of the tensors in a rank's file.
+
+A folder that exists keeps what is in it. There the files are written to a folder inside, `.checkpoint.tmp`, and moved
+when they are complete. A process that is killed while it moves them leaves `.checkpoint.tmp` with its manifest, and
+whoever looks at the checkpoint next moves the rest (`settle`).
+"""
+
+import contextlib
+import errno
+import hashlib
+import math
+import os
+import re
+import shutil
+import socket
+import threading
+import uuid
+from pathlib import Path
+
+import xxhash
+from accelerate.utils import broadcast_object_list, gather_object
+
+from faithful.disk import names, readers, tensor_files
+from faithful.disk.replacing import sync, write_json
+from faithful.errors import Refused
+from faithful.launch import launcher
+
+STATE, MANIFEST = "trainer_state.json", "manifest.json"
+STAGED = ".checkpoint.tmp"  # in a folder that existed before
+# Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
+FORMAT, READABLE = 4, (3, 4)
+RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
+MOST = 1_000_000  # processes
+# What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
+AGE = {"counter?": readers.count(), "saved?": readers.number}
+PLAN = {"num_processes": readers.count(1, MOST)} | {
+    f"{key}?": readers.word for key in ("strategy", "precision", "backend", "level")
+}
+RANKS = {"alone": bool, "plan": PLAN}
+STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
+LOADER = {"running": bool, "epoch?": (None, readers.count()), "same_workers?": bool}
+WHOLE = AGE | RANKS | {
+    "steps": STEPS, "models?": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
+    "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)},
+    "groups": list, "optimizers?": list, "schedulers": list, "registered": list, "moments?": [{str: str}],
+    "loaders": [lambda state: isinstance(state, bool | dict)],
+}  # fmt: skip
+
+
+def digest(path, kind="xxh3_128"):
+    """The hash of a file. xxh3_128 finds every damage by accident, and sha256 takes ten times as long as reading."""
+    with os.fdopen(names.opened(path), "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128 if kind == "xxh3_128" else kind).hexdigest()
+
+
+def entry(path):
+    return {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
+
+
+def is_entry(value):
+    """Whether this is an entry of a manifest."""
+    return isinstance(value, dict) and readers.count()(value.get("bytes")) and isinstance(hash_in(value)[2], str)
+
+
+def hash_in(entry):
+    """(bytes, name of the hash, hash) of an entry of a manifest."""
+    kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
+    return entry["bytes"], kind, entry.get(kind)
+
+
+def manifest_of(folder):
+    """{name: (bytes, name of the hash, hash)} of a checkpoint's files. Each name is that of a file in the folder, or of
+    one that is missing there. Raises OSError, and ValueError if it is damaged."""
+    file = folder / MANIFEST
+    manifest = readers.of_kind(file, readers.value_of(file), {str: is_entry})
+    for name in manifest:
+        names.inside(folder, name)
+    return {name: hash_in(wanted) for name, wanted in manifest.items()}
+
+
+DAMAGE = (OSError, ValueError)  # what reading a damaged manifest raises
+
+
+def is_as_written(path, wanted, whole=True):
+    """Whether a file has the size and, read as a `whole`, the hash of its entry in a manifest."""
+    size, kind, value = wanted
+    return path.stat().st_size == size and (not whole or digest(path, kind) == value)
+
+
+class Save:
+    """A checkpoint that is being written to `folder`. Every rank makes one, or if it is `alone` the main process.
+
+    keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
+    keeps all. After an error on any rank (a full disk, say) the earlier checkpoints are still there.
+
+    Where a machine does not see the main process's disk, the folder of the same name on its own disk is a checkpoint
+    too, with the files of its processes. `keeper` is the rank that makes and completes the folder on this rank's disk.
+    """
+
+    def __init__(self, accelerator, folder, alone, keep=None):
+        self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, alone
+        self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
+        linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
+        folder = folder if linked else folder.resolve()
+        existed, self.count = folder.exists(), None
+        try:
+            self.count = next_count(folder.parent) if self.main else None
+        except OSError as problem:
+            self.error = str(problem)
+        if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
+            folder, existed, linked = broadcast_object_list([folder, existed, linked])
+        if linked:
+            raise Refused(f"save_state: {folder} is a symlink, which leads out of its folder: remove it")
+        self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
+        mark = self.temporary / f".{uuid.uuid4().hex}"  # whoever sees it has the main process's disk
+        if self.main:
+            self.make_folder()
+            with contextlib.suppress(OSError):
+                mark.touch()
+        told = self.together("make the checkpoint's folder", [str(mark), socket.gethostname()])
+        if len({machine for _, machine in told}) > 1:
+            if not self.main and not sees(Path(told[0][0])):
+                self.keeper = self.rank - accelerator.local_process_index
+                if self.rank == self.keeper:
+                    self.make_folder()
+            self.together("make the checkpoint's folder on each disk")
+        if self.main:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+    def make_folder(self):
+        settle(self.folder)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as problem:
+            self.error = str(problem)
+
+    def give_up(self):
+        """Deletes what this rank has made, when nothing is going to be written."""
+        if self.rank == self.keeper:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def together(self, what, value=None):
+        """Waits for the other ranks, and returns what each says."""
+        return [value] if self.alone else launcher.wait_for_all(what, value)
+
+    def write(self, parts, state):
+        """Writes {name: tensor} of this rank, and completes the checkpoint when all ranks have. Sets `error` to the
+        first error of any rank, as text, or None. No collective is called: this may run in a thread.
+
+        state: JSON values; rank 0's are written."""
+        state = state | {"counter": self.count}
+        written, path = {}, self.temporary / f"rank{self.rank}.safetensors"
+        try:
+            written = {path.name: tensor_files.write(parts, path)}
+        except OSError as problem:
+            self.error = self.error or str(problem)
+        outcomes = self.together("write their part of the checkpoint", [self.error, written, self.keeper])
+        self.error = next((error for error, *_ in outcomes if error), None)
+        if any(keeper for *_, keeper in outcomes):
+            [state, *_] = self.together("share the checkpoint's state", state if self.main else None)
+        if self.rank == self.keeper and not self.error:
+            here = [files for _, files, keeper in outcomes if keeper == self.keeper]
+            try:
+                self.complete({name: of_file for files in here for name, of_file in files.items()}, state)
+            except (OSError, names.Unsafe) as problem:
+                self.error = str(problem)
+        outcomes = self.together("complete the checkpoint", self.error)
+        self.error = next((error for error in outcomes if error), None)
+        if self.error:
+            self.give_up()
+        elif self.rank == self.keeper and self.keep:
+            with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
+                known = [path for age, path in by_age(self.folder.parent) if age < math.inf and path != self.folder]
+                for old in known[self.keep - 1 :]:
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def complete(self, files, state):
+        """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
+        this disk."""
+        write_json(self.temporary / STATE, state | {"keeper": self.keeper})
+        if (self.temporary / STATE).stat().st_size > readers.LARGEST:
+            raise OSError(f"what it holds besides tensors takes more than {readers.LARGEST >> 20} MiB")
+        for name in names.files_below(self.temporary):
+            names.inside(self.temporary, name)  # a hook of the script may have made a symlink
+            files[name] = files.get(name) or entry(self.temporary / name)
+        write_json(self.temporary / MANIFEST, files)
+        sync(self.temporary)
+        if self.folder.exists():  # the script may have made it in the meantime
+            os.rename(self.temporary, self.folder / STAGED)
+            take_over(self.folder, files)
+        else:
+            os.rename(self.temporary, self.folder)
+            sync(self.folder.parent)
+
+    def behind(self, parts, state):
+        """`write` in a thread, while training goes on. parts: tensors that training does not change."""
+
+        def run():
+            try:
+                with launcher.writing():
+                    self.write(parts, state)
+            except Exception as problem:  # another process has ended: this one ends of it in its next collective
+                self.error = str(problem)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def finished(self):
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self, seconds=None):
+        if self.thread is not None:
+            self.thread.join(seconds)
+
+
+def sees(file):
+    """Whether the file is on a disk that this machine sees. A listing is newer than what NFS remembers of a name."""
+    try:
+        return file.name in os.listdir(file.parent)
+    except OSError:
+        return False
+
+
+def settle(folder):
+    """Moves a complete checkpoint from `folder`/.checkpoint.tmp to `folder`, if all of its files are what was written,
+    and deletes the files of the one that was there. Other files stay. Several processes may call it at once."""
+    staged = folder / STAGED
+    if staged.is_symlink() or not (staged / MANIFEST).exists():
+        return  # nothing there, or not complete
+    with contextlib.suppress(*DAMAGE):  # whatever is there, it is no checkpoint of ours: it stays as it is
+        new = manifest_of(staged)
+        if all(moved_or_sound(staged, folder, name, wanted) for name, wanted in new.items()):
+            take_over(folder, new)
+
+
+def moved_or_sound(staged, folder, name, wanted):
+    """Whether the file is as written, where it was written or where it has been moved."""
+    try:
+        return is_as_written(staged / name, wanted)
+    except FileNotFoundError:
+        return is_as_written(names.inside(folder, name), wanted)
+
+
+def take_over(folder, new):
+    """Moves the files of the manifest `new` from `folder`/.checkpoint.tmp to their place in `folder`. Raises OSError or
+    ValueError before anything is moved if a name's place is taken by what is no file."""
+    staged, places = folder / STAGED, {name: names.inside(folder, name) for name in (*new, MANIFEST)}
+    with contextlib.suppress(*DAMAGE):
+        for name in manifest_of(folder).keys() - new.keys():
+            names.inside(folder, name).unlink(missing_ok=True)
+    for name, place in places.items():  # the manifest last: until then this function can be called again
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # moved already
+            os.replace(staged / name, place)
+    sync(folder)
+    shutil.rmtree(staged, ignore_errors=True)
+
+
+def number(folder):
+    """The number in `checkpoint-<number>`, or in Accelerate's automatic name `checkpoint_<number>`; else None."""
+    match = re.fullmatch(r"checkpoint[-_](\d+)", folder.name)
+    return match and int(match[1])
+
+
+def list_checkpoints(output_dir):
+    """The checkpoint folders in `output_dir`, newest first. Raises OSError as `by_age` does."""
+    return [folder for _, folder in by_age(output_dir)]
+
+
+def by_age(output_dir):
+    """[(counter of age_of, folder)] of the checkpoints in `output_dir`, newest first: by a counter, because clocks are
+    set, and a run that goes on from an older one writes smaller numbers than those of the steps that it gave up. Those
+    from before the counter was saved come after them, by their time. Then by number. Incomplete and damaged ones are
+    the last. Raises OSError for a folder that cannot be read, which may hold some (Path.glob finds none in it)."""
+    try:
+        found = [path for path in map(Path(output_dir).joinpath, os.listdir(output_dir)) if number(path) is not None]
+    except (FileNotFoundError, NotADirectoryError):
+        found = []
+    ages = sorted(((*age_of(folder), number(folder), folder) for folder in found), reverse=True)
+    return [(counter, folder) for counter, _, _, folder in ages]
+
+
+def age_of(folder):
+    """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 where there is no
+    state or it is damaged, inf where it cannot be read: it may be sound, so nobody deletes it."""
+    try:
+        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
+        return state.get("counter", 0), state.get("saved", 0)
+    except ValueError:
+        return -1, 0
+    except OSError as error:
+        absent = error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # None: what is there is no file
+        return -1 if absent else math.inf, 0
+
+
+def next_count(output_dir):
+    """The counter of a checkpoint that is the newest in its folder."""
+    return 1 + max((count for count, _ in by_age(output_dir) if count < math.inf), default=0)
+
+
+def candidates(output_dir):
+    """The checkpoints in the order in which to look for a sound one: the newest first. Before them those whose state is
+    damaged, so that they are named: nothing says how new they are."""
+    folders = list_checkpoints(output_dir)
+    for folder in folders:
+        settle(folder)
+    return sorted(folders, key=lambda folder: not has_damaged_state(folder))
+
+
+def has_damaged_state(folder):
+    """Whether a checkpoint that was complete once lacks its state, or has another one than was written."""
+    try:
+        wanted = manifest_of(folder).get(STATE)
+    except DAMAGE:
+        return False
+    try:
+        return wanted is not None and not is_as_written(folder / STATE, wanted)
+    except OSError:
+        return True
+
+
+def unsound(folder, rank=0, processes=1):
+    """Why a checkpoint is incomplete or damaged or cannot be read, or None. Files of others are ignored. Reads every
+    byte; of several processes each reads the files of its rank, and the first one those of no rank too."""
+    try:
+        return damage(folder, rank, processes)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+
+
+def damage(folder, rank, processes):
+    try:
+        settle(folder)
+        manifest = manifest_of(folder)
+    except names.Unsafe as error:
+        return f"its {MANIFEST} is none of ours: {error}"
+    except DAMAGE as error:
+        return str(error) if isinstance(error, readers.Damaged) else f"no readable {MANIFEST} ({type(error).__name__})"
+    if missing := sorted(name for name in {*manifest, STATE} if not (folder / name).is_file()):
+        return f"files {missing} are missing"
+    if STATE not in manifest:
+        return f"{STATE} is not in its {MANIFEST}"
+    if rank < ranks_that_saved(folder) and f"rank{rank}.safetensors" not in manifest:
+        return f"rank{rank}.safetensors is missing, it was written to another machine's disk"
+    first = 0 if "rank0.safetensors" in manifest else rank  # reads the rest; on a disk without rank 0's file each does
+    for name, wanted in manifest.items():
+        own = RANKS_FILE.fullmatch(name)
+        if not is_as_written(folder / name, wanted, whole=(int(own[1]) if own else first) % processes == rank):
+            return f"{name} is not what was written" + (f" by rank {own[1]}" if own else "")
+    return None
+
+
+def ranks_that_saved(folder):
+    """The number of processes that wrote a file of the checkpoint; 0 if its state cannot be read."""
+    try:
+        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), RANKS)
+        return 1 if state["alone"] else state["plan"]["num_processes"]
+    except (OSError, ValueError):
+        return 0
+
+
+def files_of_ranks(folder):
+    """{rank: file of its tensors} of a checkpoint that `unsound` has found sound, in the order of ranks."""
+    ranks = {int(own[1]): name for name in manifest_of(folder) if (own := RANKS_FILE.fullmatch(name))}
+    return {rank: folder / ranks[rank] for rank in sorted(ranks)}
+
+
+def find(accelerator, wanted, output_dir):
+    """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
+    in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged, or
+    every one in output_dir that was complete once."""
+    damaged = None  # the newest one, and why
+    folders = candidates(output_dir) if wanted is None else [Path(wanted)]
+    [folders] = broadcast_object_list([folders])
+    for folder in folders:
+        here = accelerator.process_index, accelerator.num_processes
+        reason = None if is_accelerates(folder) else unsound(folder, *here)
+        launcher.wait_for_all("verify the checkpoint")
+        if reason and accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            reason += f" on {socket.gethostname()}"
+        told = gather_object([(reason, (folder / MANIFEST).exists())])
+        reasons = [reason for reason, _ in told if reason]
+        if not reasons:
+            return folder
+        if wanted is not None:
+            raise Refused(
+                f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
+                "then the newest complete one of the project folder is loaded"
+            )
+        if any(complete for _, complete in told):  # the others were never complete, as after a kill
+            damaged = damaged or f"{folder}: {reasons[0]}"
+        accelerator.print(f"skipping {folder}: {reasons[0]}")
+    if damaged:
+        raise Refused(f"no checkpoint can be resumed, {damaged}: move it elsewhere to start at step 0")
+    return None
+
+
+def is_accelerates(folder):
+    """Whether Accelerate itself wrote the checkpoint `folder`."""
+    return not (folder / MANIFEST).exists() and any(folder.glob("random_states_*.pkl"))
+
+
+def read_state(folder):
+    """`trainer_state.json` of a checkpoint that `find` has verified."""
+    file = folder / STATE
+    try:
+        state = readers.of_kind(file, readers.value_of(file), {})
+    except ValueError as error:
+        raise Refused(f"{error}: take another checkpoint") from None
+    if state.get("format") not in READABLE:
+        raise Refused(
+            f"{folder} was written in format {state.get('format', 1)}, this version reads {READABLE[0]} and "
+            f"{READABLE[1]}: resume it with the version that wrote it, or export its weights and start from them"
+        )
+    try:
+        return whole_state(file, state)
+    except ValueError as error:
+        raise Refused(f"{error}: take another checkpoint") from None
+
+
+def whole_state(file, state):
+    """`state` if it has all that this version writes, each value of its type and range. Raises Damaged."""
+    readers.of_kind(file, state, WHOLE)
+    processes = state["plan"]["num_processes"]
+    within = {
+        "keeper?": readers.count(0, processes - 1),
+        "replicas?": lambda n: type(n) is int and n in range(1, processes + 1),
+    }
+    for loader in state["loaders"]:
+        readers.of_kind(file, loader, bool if isinstance(loader, bool) else LOADER, "loaders")
+    return readers.of_kind(file, state, within)
+
+
+def cuts_of(file):
+    """{name: dimension along which tensor parallel has split it, or None} in a trainer_state.json. Raises Refused."""
+    try:
+        return readers.of_kind(file, readers.value_of(file), {"cuts": WHOLE["cuts"]})["cuts"]
+    except (OSError, ValueError) as error:
+        raise Refused(f"{error}: take another checkpoint") from None
+
+
+def tensors_of(folder, rank, prefix=""):
+    """The tensors in one rank's file whose names begin with `prefix`."""
+    return tensor_files.TensorFile(names.inside(folder, f"rank{rank}.safetensors"), prefix)

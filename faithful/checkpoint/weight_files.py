@@ -1,0 +1,149 @@
+"""The files that save_model writes: `model.safetensors`, or in several files with an index."""
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import torch
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+
+from faithful.disk import replacing, tensor_files
+from faithful.disk.replacing import sync, write_json
+from faithful.errors import NotSaved
+from faithful.launch import launcher
+from faithful.tensors.names import local
+
+TEMPORARY = ".model.tmp-"
+WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization and without
+    True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
+    False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
+}
+
+
+def write_weights(weights, folder, max_shard_size, safe_serialization):
+    """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
+    plain = {name: own_copy(weight) for name, weight in weights.items()}
+    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    write = lambda temporary: save_torch_state_dict(plain, temporary, **options)  # noqa: E731
+    write_model(folder, write, WEIGHTS[safe_serialization])
+
+
+def stream_weights(pieces, folder, max_shard_size, main):
+    """As `write_weights`, of a model that no process holds whole: one tensor after the other. Every rank calls it.
+
+    pieces: {name: (a tensor of its shape and dtype, function that returns the whole tensor)}; every rank calls these
+    functions, in one order. main: whether this process writes."""
+    like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
+    split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
+    left = deque(name for names in split.filename_to_tensors.values() for name in in_order_of(like, names))
+
+    def load(name):
+        due = left.popleft()
+        if name != due:
+            raise RuntimeError(f"{name} is to be written, and the other processes are at {due}")
+        return pieces[name][1]()
+
+    try:
+        if main:
+            write_model(folder, lambda temporary: write_split(split, like, load, temporary), WEIGHTS[True])
+    finally:
+        while left:  # the others' share of the work, or after an error what the other ranks wait for
+            load(left[0])
+        launcher.wait_for_all("write the weights")
+
+
+def in_order_of(like, names):
+    return tensor_files.in_order({name: like[name] for name in names})
+
+
+def write_split(split, like, load, folder, name="model.safetensors"):
+    """Writes tensors one after the other, as huggingface_hub's `split` divides them into files, with an index if there
+    are several. like: {name: tensor of its shape and dtype}. load: returns the tensor of a name. name: of a single file
+    """
+    for file, names in split.filename_to_tensors.items():
+        tensor_files.write({name: like[name] for name in names}, folder / file, load, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / f"{name}.index.json", index)
+
+
+def write_model(folder, write, names):
+    """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
+    an earlier save are replaced, which have the pattern `names`. Raises NotSaved; then they are still there, or if
+    several files were being moved, they have no index."""
+    temporary = lock = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+        lock = locked(temporary)
+        write(temporary)
+        new = sorted(path.name for path in temporary.iterdir())
+        mode = replacing.created(temporary / "mode")
+        for name in new:
+            sync(temporary / name)
+            replacing.check_target(folder / name)
+        for old in folder.glob("*.index.json") if len(new) > 1 else ():
+            if re.fullmatch(names, old.name):
+                old.unlink()  # the new one comes last: until then no loader takes old and new files for one model
+        for name in new:
+            replacing.move(temporary / name, folder / name, mode)
+        sync(folder)
+        for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
+            if re.fullmatch(names, old.name) and old.name not in new:
+                old.unlink()
+        clear_leftovers(folder)
+    except (OSError, RuntimeError, SafetensorError) as problem:
+        why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise NotSaved(
+            f"{folder}: the weights could not be written ({why}): free its disk, or save to another folder"
+        ) from None
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def locked(folder):
+    """Locks a temporary folder while this process lives. Returns the descriptor that holds the lock, or None: another
+    process has it, or there are no locks."""
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+
+
+def clear_leftovers(folder):
+    """Deletes the temporary folders of killed processes. Those of other machines that are writing are locked."""
+    for left in folder.glob(f"{TEMPORARY}????????"):
+        if (lock := locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def offloaded_weights(model):
+    """{name: tensor} on the CPU of a model that Accelerate's hooks have offloaded to the CPU or a disk. Accelerate's
+    own function leaves out the outermost module's parameters."""
+    outermost = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
+    hook = getattr(model, "_hf_hook", None)
+    maps = [getattr(inner_hook, "weights_map", None) for inner_hook in getattr(hook, "hooks", [hook])]
+    weights_map = next(filter(None, maps), {})
+    outermost = {name: weights_map[name] if tensor.is_meta else tensor for name, tensor in outermost.items()}
+    return get_state_dict_offloaded_model(model) | outermost
+
+
+def own_copy(tensor):
+    """The tensor on the CPU, in memory of its own: FSDP2 gathers several tensors into one storage."""
+    tensor = local(tensor.detach()).cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,29 @@
+"""Counts and hashes the samples of the first optimizer step."""
+
+import torch
+from accelerate.utils import gather_object
+from torch.utils._pytree import tree_leaves
+
+from faithful.tensors.names import sum_of_sample_hashes
+
+
+class FirstBatch:
+    """Watches the forward passes of a prepared model until `result` is called."""
+
+    def __init__(self, model):
+        self.samples = self.hashes = 0
+        self.hook = model.register_forward_pre_hook(self.see, prepend=True, with_kwargs=True)
+
+    def see(self, model, args, kwargs):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf) and leaf.dim()]
+        if not tensors or not torch.is_grad_enabled():
+            return
+        samples = len(tensors[0])
+        self.samples += samples
+        self.hashes += sum_of_sample_hashes([tensor for tensor in tensors if len(tensor) == samples])
+
+    def result(self, plan):
+        """(samples per optimizer step, one hash of them all), over all processes. Every process must call it."""
+        self.hook.remove()
+        seen = gather_object([(self.samples, self.hashes)])[:: plan.split]  # tp: a group computes one batch
+        return sum(samples for samples, _ in seen), f"{sum(hashes for _, hashes in seen) % 2**256:064x}"

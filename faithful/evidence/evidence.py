@@ -1,0 +1,372 @@
+"""The evidence: counts on live tensors that show what a run really does.
+
+An `Evidence` is created when a model and its optimizer are prepared. It is complete after the first optimizer step,
+when gradients and optimizer state exist. It raises Refused if the run is not what its config says. Its `record` is the
+entry `evidence` of run.json, with counts over the whole model.
+"""
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+
+from faithful.backends import cpu_matmul
+from faithful.backends.linear import in_fp8, kind, linear_names, refuse_unknown
+from faithful.errors import Refused
+from faithful.tensors.names import elements, fingerprint, named, parameters_of, size, unwrapped
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class Layers:
+    """A model before its conversion: its class, its Linear layers, a hash of its weights, what optimizers own of it.
+    owned: ids of the parameters of the optimizers that are known so far."""
+
+    def __init__(self, backend, model, owned):
+        self.model, self.names = type(model).__name__, linear_names(model)
+        self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
+        self.linear = len(self.names) + converted(backend, model)[0]  # TE's blocks contain Linear layers too
+        self.initial_weights = fingerprint(model)
+
+
+class Calls:
+    """Which of the converted layers are called before the first update, and not once in FP8. Compiled code is not
+    watched, which would compile it again: there it is those that are frozen and in eval()."""
+
+    def __init__(self, backend, model, compiled):
+        modules = named(unwrapped(model).named_modules())
+        self.layers = {name: module for name, module in modules if backend.kinds.get(kind(module), (0, 0))[0]}
+        self.called, self.in_fp8 = set(), set()
+        self.hooks = [] if compiled else [m.register_forward_pre_hook(self.see) for m in self.layers.values()]
+        self.compiled = compiled
+
+    def see(self, layer, inputs):
+        self.called.add(layer)
+        if in_fp8(layer, *inputs):
+            self.in_fp8.add(layer)
+
+    def outside(self):
+        """{name: layer} of those that have computed outside FP8 alone."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.compiled:
+            with torch.enable_grad():
+                return {name: layer for name, layer in self.layers.items() if not in_fp8(layer)}
+        return {name: layer for name, layer in self.layers.items() if layer in self.called - self.in_fp8}
+
+
+class Evidence:
+    """The evidence of one model. optimizers: those that update its parameters; more may come after the first."""
+
+    def __init__(self, accelerator, model, optimizers, layers, skipped):
+        self.accelerator, self.model, self.optimizers = accelerator, model, optimizers
+        self.plan, self.strategy, self.backend = accelerator.plan, accelerator.strategy, accelerator.backend
+        plan = self.plan
+        self.parameters = dict(parameters_of(model))
+        self.counted = self.strategy.counted(self.parameters, accelerator)
+        trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        self.sharded = self.strategy.sharded(trainable)
+        self.stepped, self.gradient_bytes = set(), 0  # stepped: ids of optimizers
+        self.owned_before = layers.owned
+        linear, norms = converted(self.backend, model)
+        self.record = {
+            "model": layers.model,
+            "linear_total": layers.linear,
+            "linear_converted": linear,
+            "linear_names": layers.names,
+            "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
+            "layernorm_converted": norms,
+            "share_converted": share(self.strategy, self.backend, model),
+            "large_not_converted": large_outside(self.strategy, self.backend, model),
+            "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
+            "bytes_per_parameter": None,
+            "optimizer_owns_all": None,
+            "sharded": self.sharded,
+            "units": self.strategy.units(model),
+            "wire_bytes_per_step": 0 if plan.num_processes == 1 else None,
+            "eval_precision": self.backend.eval_precision,
+            "initial_weights": layers.initial_weights,
+        }
+        self.refuse_what_is_not_there(layers, skipped)
+        self.hook, self.calls = None, None
+        if plan.precision == "fp8":
+            self.calls = Calls(self.backend, model, plan.compile)
+        if not plan.compile and plan.precision != "fp8":
+            # The output of a Linear has the dtype of its products. Not of a model that is a Linear itself: Accelerate
+            # returns what it computes in fp32.
+            inside = (module for name, module in unwrapped(model).named_modules() if name)
+            first_linear = next((module for module in inside if isinstance(module, torch.nn.Linear)), None)
+            if first_linear is not None:
+                self.hook = first_linear.register_forward_hook(self.see_output)
+
+    def refuse_what_is_not_there(self, layers, skipped):
+        plan, record = self.plan, self.record
+        kinds = (*self.strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
+        kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
+        if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
+            mismatch = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
+            raise Refused(f"{mismatch}: start it with accelerate launch, and let Accelerator() come first")
+        if plan.precision == "fp8" and not record["linear_converted"]:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
+            raise Refused(
+                f"asked for fp8, but none of {layers.linear} Linear layers can be: {reasons or 'there is none'}. Use a "
+                "bf16 config, or see what fp8_config: skip: in the YAML leaves out"
+            )
+        expected = layers.linear - len(skipped)
+        if plan.precision == "fp8" and record["linear_converted"] != expected:
+            raise Refused(
+                f"{expected} Linear layers should be in FP8, {record['linear_converted']} of {layers.linear} are: name "
+                "those that should not under fp8_config: skip: in the YAML"
+            )
+        if self.strategy.must_shard and plan.num_processes > 1 and not self.sharded:
+            raise Refused(
+                f"asked for {plan.strategy}, but no parameter is sharded: set the model's "
+                "_no_split_modules to the class names of its blocks, or use a ddp config"
+            )
+
+    def owned(self):
+        return set().union(*(self.strategy.parameter_ids(optimizer) for optimizer in self.optimizers))
+
+    def left_out(self):
+        """Names of the trainable parameters that no prepared optimizer updates."""
+        owned = self.owned()
+        return [name for name, p in self.parameters.items() if p.requires_grad and id(p) not in owned]
+
+    def see_output(self, module, inputs, output):
+        self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
+
+    def before_first_update(self, optimizer):
+        """Counts gradients, between the backward pass and the update."""
+        if self.hook:
+            self.hook.remove()
+        seen, planned = self.record["dtypes"]["linear_output"], DTYPES.get(self.plan.precision)
+        if seen and planned and seen != planned:
+            raise Refused(
+                f"asked for {self.plan.precision}, but Linear layers compute in {seen}: call the model that "
+                "accelerator.prepare returned, or compute inside accelerator.autocast()"
+            )
+        if self.calls:
+            self.leave_out(self.calls.outside())
+            self.calls = None
+        mine = self.updated_by(optimizer)
+        elsewhere = self.backend.gradients(mine)
+        gradients = add(
+            [self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer), elements(elsewhere)]
+        )
+        self.record["dtypes"]["gradients"] = gradients
+        self.gradient_bytes += size(elsewhere) + size(self.strategy.gradients(mine, optimizer))
+
+    def leave_out(self, outside):
+        """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises
+        Refused if nothing is left."""
+        record, kinds = self.record, self.backend.kinds
+        record["linear_converted"] -= sum(kinds[kind(layer)][0] for layer in outside.values())
+        record["linear_skipped"] += [{"name": name, "reason": "frozen and in eval()"} for name in outside]
+        record["share_converted"] = share(self.strategy, self.backend, self.model, set(outside.values()))
+        if not record["linear_converted"] and not self.plan.compile:
+            raise Refused(
+                "asked for fp8, but no Linear layer has computed in FP8 in the first step: those that could are frozen "
+                "and in eval(), where no gradient goes through them. Call train() on the model, or use a bf16 config"
+            )
+
+    def updated_by(self, optimizer):
+        """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
+        if len(self.optimizers) == 1:
+            return self.counted
+        mine = self.strategy.parameter_ids(optimizer)
+        if optimizer is self.optimizers[0]:
+            mine = mine | (set(map(id, self.counted.values())) - self.owned())
+        return {name: p for name, p in self.counted.items() if id(p) in mine}
+
+    def after_first_update(self, optimizer):
+        """Counts parameters and optimizer state when each optimizer has stepped, and adds up the shards of all ranks.
+        Every rank calls it."""
+        self.stepped.add(id(optimizer))
+        if len(self.stepped) < len(self.optimizers):
+            return
+        held = {"weight": [], "gathered": [], "master": [], "optimizer": [], "counter": [], "class": []}
+        states = {}  # {key of the optimizer's state: its tensors}
+        for optimizer in self.optimizers:
+            for held_as, _, key, tensor in self.strategy.shards(self.updated_by(optimizer), optimizer):
+                held[held_as].append(tensor)
+                if held_as == "optimizer":
+                    states.setdefault(key, []).append(tensor)
+        counts = self.record["dtypes"]
+        sizes = {kind: size(held[kind]) for kind in ("weight", "gathered", "master", "optimizer")}
+        sizes = {"weight": sizes.pop("weight"), "gradient": self.gradient_bytes} | sizes
+        counts["parameters"] = elements(held["weight"])
+        counts |= {"master": elements(held["master"])} if held["master"] else {}
+        counts["optimizer_state"] = {key: elements(tensors) for key, tensors in states.items()}
+        total = sum(self.strategy.shape_of(parameter).numel() for parameter in self.parameters.values())
+        if report := self.backend.levels(self.model, self.optimizers[0]):
+            per_class = report["bytes_per_parameter"]["all"]
+            sizes = {key: round(v * report["parameters"]["all"]) for key, v in per_class.items() if key != "total"}
+        if self.sharded:
+            counts, sizes = self.over_all_ranks(counts, sizes)
+        if report:  # of this process
+            counts["levels"] = report["dtypes"]
+            self.record["bytes_per_linear_parameter"] = report["bytes_per_parameter"]["linear"]
+        self.record["dtypes"] = counts
+        sizes = {key: value for key, value in sizes.items() if value or key != "gathered"}
+        per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
+        self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
+        self.record["parameters"] = total
+        self.record["truth"] = self.summary()
+
+    def over_all_ranks(self, counts, sizes):
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (counts, sizes))
+        everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other replicas hold the same
+        whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
+        sharded = self.strategy.sharded_kinds
+        for key in sizes.keys() - set(sharded):  # each process holds these whole
+            whole[key] = sizes[key]
+        if "weight" not in sharded:
+            whole_counts["parameters"] = counts["parameters"]
+        if self.strategy.gradients_counted_whole:
+            whole_counts["gradients"] = counts["gradients"]
+        most = {key: max(part[1][key] for part in everyone) for key in sizes}
+        self.record["share_per_process"] = {key: round(most[key] / whole[key], 4) for key in whole if whole[key]}
+        return whole_counts, whole
+
+    @property
+    def complete(self):
+        return self.record["bytes_per_parameter"] is not None
+
+    def summary(self):
+        """The line printed after the first step: what was counted."""
+        plan, dtypes = self.plan, self.record["dtypes"]
+        group = f" {dist.get_backend()}" if dist.is_initialized() else ""
+        where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
+        parts = [where + (self.strategy.how_sharded(self.model, self.record) if self.sharded else "")]
+        parts += [self.backend.name] if plan.precision != "fp8" else self.fp8_summary()
+        parts[-1] += cpu_matmul.through_fp32(plan.precision)
+        parts[-1] += ", compiled" if plan.compile else ""
+        parts[-1] += ", offloaded to the host" if plan.offload else ""
+        parts[-1] += ", activations computed again" if plan.ckpt else ""
+        parts.append(
+            "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
+        )
+        share, sizes = self.record.get("share_per_process"), self.record["bytes_per_parameter"]
+        parts.append(f"{sizes['total']:.1f} B/param")
+        if share:
+            each = sum(size * share.get(key, 1) for key, size in sizes.items() if key != "total")
+            parts[-1] += f", {each:.1f} in each process"
+        parts += ["rehearsal on a CPU"] if plan.rehearsal else []
+        return " | ".join(parts)
+
+    def fp8_summary(self):
+        """Two parts of the line: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware`, `16 of 17 Linear in FP8, ...`."""
+        record = self.record
+        fp8 = f"fp8 {self.backend.name}"
+        fp8 += ", emulated: no FP8 hardware" if self.plan.emulated else ""
+        text = f"{record['linear_converted']} of {record['linear_total']} Linear in FP8"
+        text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
+        if record["share_converted"] < 0.5:  # convolutions and embeddings stay in high precision
+            text += f", {record['share_converted']:.1%} of the parameters"
+        why = {}
+        for entry in record["linear_skipped"]:
+            why.setdefault(entry["reason"], []).append(entry["name"])
+        skipped = [f"{some(names)} ({reason})" for reason, names in why.items()]
+        text += f", skipped {some(skipped)}" if skipped else ""
+        large = [f"{entry['name']} ({entry['share']:.0%})" for entry in record["large_not_converted"]]
+        return [fp8, text + (f", large weights of no Linear {some(large)}" if large else "")]
+
+
+def some(words):
+    """The first three words, and the number of the others."""
+    return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+def refuse_what_would_not_train(accelerator):
+    """Raises Refused for what shows when all is prepared: that some of it would not train as script and config ask."""
+    refuse_unprepared(accelerator)
+    layers = [model.layers for model in accelerator.models if model.layers]
+    refuse_unknown(accelerator.plan.skip, [name for each in layers for name in each.names])
+    refuse_unaveraged(accelerator)
+    refuse_lost(accelerator)
+
+
+def refuse_unprepared(accelerator):
+    """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
+    process, or under DDP with a prepared model; both without FP8."""
+    right = accelerator.strategy.replicates and (accelerator.models or accelerator.num_processes == 1)
+    if not accelerator.evidence and (accelerator.plan.level or not right):
+        raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
+
+
+def refuse_unaveraged(accelerator):
+    """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
+    if accelerator.num_processes == 1:
+        return
+    strategy, prepared = accelerator.strategy, accelerator.prepared_parameters()
+    strangers = sum(len(strategy.not_averaged(optimizer, prepared)) for optimizer in accelerator._optimizers)
+    if strangers:
+        raise Refused(
+            f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
+            "change them in its own way. Prepare their model, too"
+        )
+
+
+def refuse_lost(accelerator):
+    """Raises Refused if an optimizer lost parameters in the conversion of their model."""
+    for evidence in accelerator.evidence:
+        if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:
+            raise Refused(
+                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
+                "model and its optimizer to one call of accelerator.prepare"
+            )
+
+
+def notes(accelerator):
+    """Yields notes about the prepared objects, one line each."""
+    if not accelerator.evidence:
+        yield "no prepared optimizer updates a prepared model: steps are neither checked nor counted"
+    for prepared in accelerator.models:
+        if prepared.evidence and (names := prepared.evidence.left_out()):
+            yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
+        elif prepared.layers and not prepared.evidence and accelerator.evidence:
+            yield f"{type(prepared.model).__name__} was prepared, but no prepared optimizer updates it"
+    processes = accelerator.num_processes
+    per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
+    if processes > 1 and per_process and accelerator.strategy.schedulers(accelerator):
+        yield (
+            f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
+            "schedule counted in optimizer steps ends that much earlier"
+        )
+
+
+def converted(backend, model):
+    """(number of Linear, number of LayerNorm) layers of the model that compute in FP8, by their classes."""
+    kinds = backend.kinds
+    counts = [kinds[kind(module)] for module in model.modules() if kind(module) in kinds]
+    return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
+
+
+def share(strategy, backend, model, outside=()):
+    """The fraction of the model's parameters in layers that compute in FP8. outside: layers that do not."""
+    layers = [module for module in model.modules() if kind(module) in backend.kinds and module not in outside]
+    inside = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
+    sizes = {p: strategy.shape_of(p).numel() for p in model.parameters()}
+    return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
+
+
+def large_outside(strategy, backend, model):
+    """[{name, share}] of weights with more than two dimensions that are over a twentieth of an FP8 model's parameters
+    and in no layer that computes in FP8: experts of a mixture, which transformers keeps in one parameter; convolutions.
+    """
+    kinds = backend.kinds
+    inside = {id(p) for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
+    shapes = {name: strategy.shape_of(p) for name, p in parameters_of(model) if kinds and id(p) not in inside}
+    whole = sum(strategy.shape_of(p).numel() for p in model.parameters())
+    large = {name: shape for name, shape in shapes.items() if len(shape) > 2 and shape.numel() > whole / 20}
+    return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]
+
+
+def add(parts):
+    """Adds nested dicts of integers and lists key by key. Of other values it takes the first."""
+    if isinstance(parts[0], dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: add([part[key] for part in parts if key in part]) for key in keys}
+    if isinstance(parts[0], list):
+        return [value for part in parts for value in part]
+    return sum(parts) if isinstance(parts[0], int) else parts[0]

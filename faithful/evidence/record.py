@@ -1,0 +1,383 @@
+"""The record of a run: `run.json` and `metrics.jsonl` in its folder.
+
+run.json holds the plan of the run, what was observed, and the evidence. It is written when the run begins and when it
+ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import numbers
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from faithful import plan
+from faithful.config import config, machine
+from faithful.disk import names, readers, secrets
+from faithful.disk.replacing import write_json, write_text
+from faithful.errors import Refused
+from faithful.launch import launcher
+
+LONGEST_CURVE = 1000  # points of the loss curve that run.json keeps
+LARGEST_ARRAY = 100  # elements of a tensor or array that metrics.jsonl holds
+LEFT_OUT = object()
+
+
+class Record:
+    """The record of one run, in `folder`. Only the main process writes. An error in writing does not end the run.
+
+    project: the project folder. It is the folder of the record too, unless an earlier Accelerator of this script has
+    its record there: then the record's folder is `folder`, beside that one.
+    """
+
+    def __init__(self, plan, project, folder, main):
+        self.plan, self.project, self.main = plan, Path(project).absolute(), main
+        self.name = Path(folder)
+        self.folder = self.name.absolute()  # the script may change its working directory
+        self.script, self.started = Path(sys.argv[0]).stem, now()
+        self.file = Path(sys.argv[0]).absolute()
+        self.commits = commits(self.file) if main else {}  # now: the repository may go on while the run lasts
+        self.notes = []
+        self.opened, self.lock, self.failed_saves = False, None, 0
+        self.status, self.error, self.final, self.arguments = "running", None, None, {}
+        self.seen = {"samples_per_step": None, "optimizer": None, "first_batch": None, "loss_curve": []}
+        self.every = 1  # steps between two points of the loss curve
+        self.utilization = []
+        self.early = []  # rows that were logged before the record was opened
+        self.said = set()  # kinds of notes that are given once
+
+    @property
+    def metrics_file(self):
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def shown(self):
+        """The folder as the script names it, while that name still leads there."""
+        return self.name if self.name.absolute() == self.folder else self.folder
+
+    def note(self, kind, line):
+        """Prints and keeps a note, on the main process. Only one of each kind."""
+        if self.main and kind not in self.said:
+            self.said.add(kind)
+            self.notes.append(line)
+            print(f"note: {line}", flush=True)
+
+    @contextlib.contextmanager
+    def writing(self, name):
+        """Turns an error in writing the file `name` into a note."""
+        try:
+            yield
+        except OSError as problem:
+            why = problem.strerror or problem
+            self.note(name, f"{self.shown / name} cannot be written ({why}): the run goes on without it")
+
+    def claim(self):
+        """Locks the folder against other runs, if it exists."""
+        if self.main and self.lock is None and self.folder.exists():
+            self.lock = launcher.claim(self.folder)
+
+    def release(self):
+        """Lets other runs use the folder, when this one has ended."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def not_saved(self):
+        return f"{self.failed_saves} checkpoints could not be written"
+
+    def open(self, resumed, step):
+        """Begins the record of a run that starts at `step`. No other process takes part. Raises Refused if another run
+        is writing to the folder."""
+        self.opened = True
+        if not self.main:
+            return
+        if (file := config.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
+            with contextlib.suppress(OSError):
+                Path(file).write_text(str(self.folder))
+        with self.writing("run.json"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.claim()
+            self.clear_leftovers()
+            if not resumed:
+                self.set_aside()
+        with self.writing("metrics.jsonl"):
+            self.begin_metrics(step)
+
+    def clear_leftovers(self):
+        """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
+        for unfinished in self.folder.glob("checkpoint-*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        for error in self.folder.glob("error-rank*.json"):
+            error.unlink(missing_ok=True)
+
+    def begin_metrics(self, step):
+        """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
+        rows, damaged = readers.rows_of(self.metrics_file)
+        if damaged:
+            lines = "a line that is" if damaged == 1 else f"{damaged} lines that are"
+            self.note("damaged rows", f"{self.shown}/metrics.jsonl has {lines} damaged, as after a crash: left out")
+        lines = [line for line, row in rows if stays(row, step)]
+        write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
+        self.early.clear()
+
+    def set_aside(self):
+        """Moves the record of an earlier run in this folder to a folder of its own in it."""
+        files = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
+        if not files:
+            return
+        try:
+            earlier = readers.value_of(self.folder / "run.json")
+            status, started = str(earlier["status"]), str(earlier["started"])
+        except (OSError, ValueError, KeyError, TypeError):
+            status, started = "of unknown state", ""
+        if status == "running" and self.lock is None:
+            raise Refused(
+                f"{self.shown} holds a run that may still be running (its file system has no locks): "
+                "choose another folder for this one, or delete its run.json if it was killed"
+            )
+        name = f"run_{re.sub('[^0-9T]', '', started)[:15] or 'earlier'}"
+        names = [name, *(f"{name}_{again}" for again in range(2, 1000))]
+        aside = next(self.folder / each for each in names if not (self.folder / each).exists())
+        aside.mkdir()
+        for path in files:
+            os.replace(path, aside / path.name)
+        status = "was killed" if status == "running" else f"is {status}"
+        self.note(
+            "earlier",
+            f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/; "
+            "to go on with it, load a checkpoint before the first step",
+        )
+
+    def log(self, values, step, taken, device):
+        """Appends a line to metrics.jsonl. Values that JSON does not have are left out, with a note.
+        step: the script's, or None. taken: optimizer steps."""
+        left = []
+        row = as_json(values, left) if isinstance(values, Mapping) else as_json({"values": values}, left)
+        self.final = row
+        if not self.main:
+            return
+        if left:
+            self.note(
+                "left out",
+                f"metrics.jsonl leaves out {', '.join(left)}: JSON has no such values, or they are "
+                "large. Trackers get them as they are",
+            )
+        steps = row.get("step"), as_json(step, left), taken
+        at = next(number for number in steps if isinstance(number, int | float))
+        line = json.dumps({"step": at} | row | {"step": at})
+        if self.opened:
+            with self.writing("metrics.jsonl"):
+                append(self.metrics_file, line)
+        else:
+            self.early.append(line)
+        utilization = machine.gpu_utilization(device)
+        self.utilization += [utilization] if utilization is not None else []
+
+    def point(self, step, loss):
+        """Adds a point to the loss curve. Drops every second point if there are more than LONGEST_CURVE."""
+        curve = self.seen["loss_curve"]
+        if step % self.every == 0:
+            curve.append([step, loss])
+        if len(curve) > LONGEST_CURVE:
+            self.every *= 2
+            curve[:] = [row for row in curve if row[0] % self.every == 0]
+
+    def write(self, steps, evidence, memory, finished=None):
+        line, file = plan.launch_line()
+        text = file.read_text() if file and file.exists() else None
+        median = statistics.median(steps.times) if steps.times else None
+        p90 = statistics.quantiles(steps.times, n=10, method="inclusive")[-1] if len(steps.times) > 1 else median
+        samples = self.seen["samples_per_step"]
+        record = {
+            "schema_version": 2,
+            "recipe": self.script,
+            "command": " ".join(secrets.hidden_in_words(line or [sys.executable, *sys.argv])),
+            "args": self.arguments,
+            "seen": self.seen,
+            "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
+            "plan": asdict(self.plan),
+            "evidence": evidence[0] if evidence else None,
+            "evidence_of_other_models": evidence[1:],
+            "notes": self.notes,
+            "versions": machine.versions(),
+            "device_name": machine.device_name(self.plan.device),
+            **self.commits,
+            "code_sha256": code_sha256(self.file),
+            "started": self.started,
+            "finished": finished,
+            "throughput": {
+                "samples_per_second_median": samples / median if samples and median else None,
+                "step_seconds_median": median,
+                "step_seconds_p90": p90,
+                "steps_measured": len(steps.times),
+                "steps_excluded": steps.excluded,
+            },
+            "peak_memory_bytes": memory,
+            "gpu_utilization_mean": statistics.mean(self.utilization) if self.utilization else None,
+            "final": {"step": steps.taken, "loss": steps.loss, "metrics": self.final} if self.final else None,
+            "status": self.status,
+            "error": self.error,
+        }
+        with self.writing("run.json"):
+            write_json(self.folder / "run.json", secrets.hidden(as_json(record, [])))
+
+
+def leave_error(folder, rank, error):
+    """Leaves the error of a process that is not the main one, which may wait for this one until it is killed."""
+    with contextlib.suppress(OSError):  # a folder of another machine
+        left = {"rank": rank, "error": secrets.hidden(error), "time": now()}
+        write_json(folder / f"error-rank{rank}.json", left)
+
+
+def errors_left(folder):
+    """The errors of other processes in error line, the earliest first, or None."""
+    errors = []
+    for file in folder.glob("error-rank*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            errors.append(readers.of_kind(file, readers.value_of(file), {"rank": int, "error": str, "time": str}))
+    errors.sort(key=lambda error: (error["time"], error["rank"]))
+    return "; ".join(f"rank {error['rank']}: {error['error']}" for error in errors[:3]) or None
+
+
+def end_for(folder, why):
+    """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
+    launcher knows."""
+    with contextlib.suppress(OSError, ValueError):
+        record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), {"status": str})
+        if record["status"] == "running":
+            error = errors_left(folder) or why
+            write_json(folder / "run.json", record | {"status": "failed", "error": error, "finished": now()})
+
+
+def stays(row, step):
+    """Whether to keep a row of metrics.jsonl: a run resumed at `step` does not write it again."""
+    at = row.get("step")
+    return not isinstance(at, int | float) or at < step or (at == step and "loss" in row)
+
+
+def append(path, line):
+    """Appends a line to a file: all of it or, on a full disk, nothing."""
+    with os.fdopen(names.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
+        before, data = file.tell(), line.encode() + b"\n"
+        try:
+            whole = file.write(data) == len(data)
+        except OSError:
+            file.truncate(before)
+            raise
+        if not whole:
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def as_json(value, left, at=""):
+    """`value` in the types that JSON has: a tensor as its number or a list, a number that is not finite as a string
+    that float() reads. What JSON cannot hold is left out, and its name is added to the list `left`."""
+    if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
+        value = value.to_local()
+    if hasattr(value, "tolist"):
+        value = numbers_of(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        parts = {str(key): as_json(inner, left, f"{at}.{key}".lstrip(".")) for key, inner in value.items()}
+        return {key: part for key, part in parts.items() if part is not LEFT_OUT}
+    if isinstance(value, list | tuple):
+        lacks = []
+        parts = [as_json(inner, lacks, at) for inner in value]
+        if not lacks:
+            return parts
+    left.append(f"{at} ({type(value).__name__})")
+    return LEFT_OUT
+
+
+def numbers_of(array):
+    """The number or the list of numbers in a tensor or array, or `array` itself if it is large or holds other types."""
+    try:
+        count = array.numel() if torch.is_tensor(array) else array.size
+        if count > LARGEST_ARRAY or isinstance(array, DTensor):  # a collective would gather the shards
+            return array
+        return array.item() if count == 1 else array.tolist()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return array
+
+
+def of_arguments(arguments):
+    """What a script passes to init_trackers as its configuration, in the types that JSON has. Others become text."""
+    if hasattr(arguments, "__dict__") and not isinstance(arguments, Mapping):
+        arguments = vars(arguments)
+    elif not isinstance(arguments, Mapping):
+        arguments = {"config": arguments} if arguments else {}
+    left = []
+    whole = {str(key): as_json(value, left) for key, value in arguments.items()}
+    return {key: str(arguments[key]) if value is LEFT_OUT else value for key, value in whole.items()}
+
+
+def now():
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def code_sha256(script):
+    """A hash of the script, shared/, faithful/ and amp8/. It is equal for runs of the same code."""
+    root = Path(__file__).resolve().parents[1]
+    ours = [path for folder in ("shared", "faithful", "amp8") for path in sorted(root.glob(f"{folder}/**/*.py"))]
+    files = [path for path in (Path(script), *ours) if path.is_file()]
+    text = b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)
+    return sha256(text).hexdigest()
+
+
+def commits(script):
+    """The commits of the repositories in which the script and this package lie."""
+    (theirs, dirty), (ours, changed) = git_state(script), git_state(Path(__file__))
+    return {"git_commit": theirs, "git_dirty": dirty, "faithful_commit": ours, "faithful_dirty": changed}
+
+
+def git_state(file):
+    """(commit, whether there are changes) of the repository in which a file lies, or (None, None): there is no file,
+    repository or git, or the repository ignores the file, as an installed package in a project's folder."""
+
+    def git(*words):
+        found = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True)
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    try:
+        if not file.is_file() or git("check-ignore", "-q", file.name) is not None:
+            return None, None
+        commit, changes = git("rev-parse", "--verify", "HEAD"), git("status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit, None if commit is None or changes is None else bool(changes)
+
+
+def default_folder(plan):
+    name = plan.config or f"{plan.strategy}_{plan.precision}"
+    script = Path(sys.argv[0]).stem
+    return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def described(optimizer):
+    """An optimizer's class, as the script has made it, and the options of its param_groups, as values for JSON."""
+
+    def plain(value):
+        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+    groups = [
+        {key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return {"class": getattr(optimizer, "replaced", type(optimizer)).__name__, "groups": groups}

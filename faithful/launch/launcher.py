@@ -1,0 +1,386 @@
+"""How the processes of a run find each other, and how they end with their launcher.
+
+Before the first step there is nothing to save, and SIGTERM ends a process at once, even while it waits for the others
+in C++, where Python cannot handle signals. Later SIGTERM makes all processes write a checkpoint (launch/process.py).
+
+If the launcher dies, even by SIGKILL, its processes get SIGTERM, and those that still run GRACE seconds later are
+killed, or SAVING seconds later while they write a checkpoint. A new launch of the same run waits until they have left
+its folder.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import fcntl
+import functools
+import ipaddress
+import itertools
+import json
+import multiprocessing.queues
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from faithful.config.config import timeout_seconds
+from faithful.config.rules import port_in_use
+from faithful.errors import Alone, Refused
+from faithful.launch import printing
+
+GRACE = 25  # seconds that a process may live on without its launcher
+LONGEST = 3600  # seconds that processes wait for one that writes or verifies its part of a checkpoint
+# Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
+# long after it has sent them SIGTERM, and its default is 30.
+SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
+LOOPBACK = "127.0.0.1"
+print_the_error = multiprocessing.queues.Queue._on_queue_feeder_error
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
+MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
+
+MPI = {  # torchrun's variable: those of Intel MPI, Open MPI and MVAPICH
+    "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+}
+
+
+def end_with_the_launcher():
+    """Makes this process end when its launcher dies. Call it before anything waits for other processes."""
+    parents = psutil.Process().parents()
+    above = [parent for parent in parents if is_launcher(parent)]
+    if above:
+        threading.Thread(target=watch, args=(above[0],), daemon=True).start()
+    if above and above[0] == parents[0]:
+        end_with_the_parent(signal.SIGTERM)  # at once; `watch` looks every second
+    if not above and started_by_a_launcher() and adopted():
+        line = "error: this process has the environment of a launcher that is gone. To run it without a launcher: "
+        printing.at_once(f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n")
+        os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
+
+
+def is_launcher(process):
+    with contextlib.suppress(psutil.Error):
+        return launches(process.cmdline())
+    return False
+
+
+def launches(command):
+    """Whether a command line (a list) is that of a launcher: `accelerate ...`, `python .../accelerate ...`, `python -m
+    accelerate...`, torchrun, deepspeed, or tools/accelerate_launch.py, which ./launch.sh starts."""
+    if "-m" in command[1:-1] and command[command.index("-m") + 1].startswith(MODULES):
+        return True
+    return any(os.path.basename(part) in LAUNCHERS for part in command[:2])
+
+
+def started_by_a_launcher():
+    """Whether the environment is a launcher's: torchrun sets the first variable, Accelerate the second."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
+
+
+def adopted():
+    """Whether the parent died, so that init or a process of another session took over."""
+    parent = os.getppid()
+    return parent == 1 or os.getsid(parent) != os.getsid(0)
+
+
+def end_with_the_parent(number):
+    """Makes the kernel send signal `number` when the parent dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def loader_process(own, worker_id):
+    """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
+    but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
+    multiprocessing.queues.Queue._on_queue_feeder_error = hand_over_the_error
+    if sys.platform == "linux":  # elsewhere it would not end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_the_parent(signal.SIGKILL)
+    if own is not None:
+        own(worker_id)
+
+
+def hand_over_the_error(queue, error, batch):
+    """Sends the error of a worker that cannot send its batch. multiprocessing would print it, and the training process
+    would wait for that batch forever."""
+    from torch._utils import ExceptionWrapper
+
+    index = batch[0] if isinstance(batch, tuple) and batch else None
+    if type(index) is not int:  # of a queue of the script's
+        return print_the_error(error, batch)
+    queue.put((index, ExceptionWrapper((type(error), error, error.__traceback__), "in a DataLoader worker process")))
+
+
+def end_loader_processes():
+    """Kills the daemonic children that ignore SIGTERM. At exit multiprocessing sends them SIGTERM and waits for their
+    end, which would take forever."""
+    for child in multiprocessing.active_children() if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            # SigIgn is a mask in hexadecimal: bit n - 1 stands for signal n.
+            ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text()).group(1)
+            if child.daemon and int(ignored, 16) & 1 << signal.SIGTERM - 1:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a killed worker
+                child.kill()
+
+
+def watch(launcher):
+    """Waits until the launcher dies, then sends SIGTERM to this process, and GRACE seconds later SIGALRM, which ends it
+    even if its main thread cannot handle signals."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(1)
+    set_alarm(orphan=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+state, turn = {"orphan": False, "writing": False}, threading.Lock()
+
+
+def set_alarm(**changes):
+    """Sets the time that is left to a process whose launcher is dead. changes: of `state`."""
+    with turn:
+        state.update(changes)
+        # A process has one alarm: this one replaces the one before, so the time begins anew.
+        if state["orphan"]:
+            signal.alarm(SAVING if state["writing"] else GRACE)
+
+
+@contextlib.contextmanager
+def writing():
+    """Around the writing of a checkpoint, for which a process may live on longer without its launcher."""
+    set_alarm(writing=True)
+    try:
+        yield
+    finally:
+        set_alarm(writing=False)
+
+
+def claim(folder):
+    """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
+    Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
+    until it is closed, or None on a file system without locks."""
+    # The kernel releases the lock when no process has the descriptor open any more, also after SIGKILL.
+    try:
+        descriptor, end = os.open(folder, os.O_RDONLY), None
+    except OSError:  # who writes there says so
+        return None
+    while end is None or time.monotonic() < end:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if end is None:
+                print(f"waiting for the processes of another run to leave {folder}", flush=True)
+                end = time.monotonic() + GRACE + 5
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return None
+    raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
+
+
+def take_part_in_mpi():
+    """Sets the variables that torchrun sets, if mpirun started this process, as MULTI_CPU files with mpirun_config do.
+    Accelerate reads those of the MPI programs itself."""
+    theirs = {name: next((os.environ[n] for n in names if n in os.environ), None) for name, names in MPI.items()}
+    if "LOCAL_RANK" not in os.environ and None not in theirs.values() and theirs["WORLD_SIZE"] != "1":
+        os.environ |= theirs
+
+
+def take_part():
+    """Sets the variables that torchrun sets, if the script has made the process group without them. Accelerate's
+    debug_launcher does this. It also asks for the CPU, which would be refused, and is all there is in a rehearsal."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or "LOCAL_RANK" in os.environ:
+        return
+    if (world := str(dist.get_world_size())) != "1":  # a single process trains without DDP, in Accelerate too
+        rank = str(dist.get_rank())
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    if not torch.accelerator.is_available():
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+
+
+def rendezvous(timeout):
+    """Waits at most `timeout` (a timedelta) for all processes of this run. Raises Alone and names the missing ranks,
+    which torch does not."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # by the script
+        return
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise Refused(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} are not set: start the "
+            "processes with accelerate launch or torchrun, or set them"
+        )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    end = time.monotonic() + timeout.total_seconds()
+    within = f"within {timeout.total_seconds():.0f} s (COLLECTIVE_TIMEOUT)"
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not by_launcher
+    if serves and port_in_use(port):
+        raise Alone(f"port {port} of this machine is in use, by another run perhaps: choose another one")
+    while not serves and not answers(address, port):
+        if time.monotonic() > end:
+            raise Alone(
+                f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
+            )
+        time.sleep(0.1)
+    # multi_tenant: torch's init_process_group makes a store at the same address, and both are served by one server.
+    options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
+    rendezvous.store = store  # init_process_group joins it
+    store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
+    store.add("came", 1)
+    # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
+    while store.add("came", 0) < world:
+        if time.monotonic() > end:
+            missing = [str(other) for other in range(world) if not store.check([f"came/{other}"])]
+            raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
+        time.sleep(0.05)
+    if by_launcher:
+        rendezvous.store = store_of_our_own(store, rank, address, port, options)
+
+
+def store_of_our_own(launchers, rank, address, port, options):
+    """A store that rank 0 serves. The launcher's ends with the launcher, and after that a checkpoint is still saved.
+    launchers: its store, at address:port. Rank 0 may be on another machine than the launcher's store."""
+    import torch.distributed as dist
+
+    if rank == 0:
+        with socket.create_connection((address, port)) as connection:  # others reach rank 0 as it reaches them
+            host = LOOPBACK if on_one_machine() else connection.getsockname()[0]
+        store = served(host, 0, options)
+        launchers.set("ours", f"{host} {store.port}")
+    else:
+        host, _, port = launchers.get("ours").decode().partition(" ")
+        host = address if is_loopback(host) and not on_one_machine() else host
+        store = dist.TCPStore(host, int(port), is_master=False, **options)
+    store.set(f"came/{rank}", launchers.get(f"came/{rank}"))
+    return store
+
+
+def served(host, port, options):
+    """A store that this process serves at `host`, as the name resolves here, and at no other address of this machine:
+    torch would serve it on all of them. It does where the others know the address only by a name that means something
+    else here: a loopback address, though they are on other machines, or an address that no interface has."""
+    import torch.distributed as dist
+
+    listens = None
+    with contextlib.suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if on_one_machine() or not is_loopback(where[0]):
+            server = socket.create_server(where, family=family)
+            port, listens = server.getsockname()[1], server.detach()
+    return dist.TCPStore(host, port, is_master=True, master_listen_fd=listens, **options)
+
+
+def on_one_machine():
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def is_loopback(address):
+    return ipaddress.ip_address(address).is_loopback
+
+
+def store():
+    """The store in which the processes tell each other where they are."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return getattr(rendezvous, "store", None) or _get_default_store()
+
+
+def keep_timeout():
+    """Gives COLLECTIVE_TIMEOUT, if it is set, to a process group that the script has made: with TrainingArguments, say,
+    whose ddp_timeout is 30 minutes."""
+    import torch.distributed as dist
+
+    if "COLLECTIVE_TIMEOUT" in os.environ and dist.is_available() and dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds()))
+
+
+def several():
+    import torch.distributed as dist
+
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+@functools.cache
+def calls(what):
+    """A counter of calls per name `what`: in the store each call needs a name of its own."""
+    return itertools.count()
+
+
+def wait_for_all(what, value=None):
+    """Waits until every process is here, in any thread. Returns the `value` of each, JSON. A collective would end the
+    run after COLLECTIVE_TIMEOUT, and NCCL with an abort: this waits LONGEST seconds, for work that takes one process
+    much longer than others, and raises Alone then, or ConnectionError if a process of this machine ends before."""
+    import torch.distributed as dist
+
+    if not several():
+        return [value]
+    call = f"here/{what}/{next(calls(f'here/{what}'))}"
+    store().set(f"{call}/{dist.get_rank()}", json.dumps(value))
+    keys, end = [f"{call}/{rank}" for rank in range(dist.get_world_size())], time.monotonic() + LONGEST
+    while not store().check(keys):
+        if time.monotonic() > end:
+            raise Alone(f"rank {dist.get_rank()}: the other processes did not come in {LONGEST} s to {what}")
+        late = [rank for rank, key in enumerate(keys) if not store().check([key])]
+        if any(map(gone, late)) and not store().check(keys):
+            raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
+        time.sleep(0.02)
+    values = [json.loads(store().get(key)) for key in keys]
+    read_by_all(call, end)
+    return values
+
+
+def read_by_all(call, end):
+    """The main process serves the store. It waits here until the others have read what they came for: the script may
+    end next, and the store with it."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank:
+        with contextlib.suppress(dist.DistError):
+            store().set(f"{call}/{rank}/read", "")
+        return
+    late = range(1, world)
+    while late := [other for other in late if not store().check([f"{call}/{other}/read"]) and not gone(other)]:
+        if time.monotonic() > end:
+            return
+        time.sleep(0.005)
+
+
+def where_pids_count():
+    """The machine and, in containers, the namespace in which process ids are those of this process."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
+
+
+def gone(rank):
+    """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
+    if not store().check([f"came/{rank}"]):
+        return False
+    pid, _, where = store().get(f"came/{rank}").decode().partition(" ")
+    if where != where_pids_count():
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def answers(address, port):
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False

@@ -1,0 +1,344 @@
+"""How a process ends: signals, one-line errors, exit codes.
+
+Exit codes: 0 finished; 1 failed; 2 refused; 130 Ctrl-C; 143 stopped by SIGTERM; or the script's own.
+
+Python's own exit ends a process, so that the exit code is the script's and its exit handlers run. Only after an error
+in a run of several processes os._exit does, because torch may wait for the others, or abort, in a normal exit.
+"""
+
+import atexit
+import builtins
+import contextlib
+import dis
+import functools
+import io
+import multiprocessing.util
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from faithful.config import config
+from faithful.errors import OutOfSharedMemory, Refused
+from faithful.launch import launcher, printing
+
+stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
+interrupted = None  # when Ctrl-C came
+left = None  # the SystemExit of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
+guarded = None  # the id of the process that `guard` has prepared
+ended = False  # whether its record is closed
+scripts_handlers = set()  # signals whose handler is the script's own
+
+
+ENDED, SILENT = "another process of this run ended", "no answer from another process"  # how `lost_peer` begins
+
+
+class Unseen(SystemExit):
+    """Stands for an end that exit handlers cannot see: by SystemExit, raised without sys.exit(), or in a thread."""
+
+
+def told_to_stop():
+    return stop_asked
+
+
+def guard(accelerators):
+    """Installs what ends a process well, once in each process. The first Accelerator() calls it, so that a program
+    which makes none ends as if this package were not imported. accelerators: the class, whose `current` is closed."""
+    global guarded, ended
+    if guarded == os.getpid():
+        return
+    guarded, ended = os.getpid(), False
+    printing.survive()
+    launcher.end_with_the_launcher()
+    hook = sys.excepthook
+    sys.excepthook = functools.partial(show, accelerators, hook)
+    names = [] if interactive() else [(sys, "exit"), (builtins, "exit"), (builtins, "quit")]
+    exits = [(where, name, getattr(where, name)) for where, name in names if hasattr(where, name)]
+    for where, name, _ in exits:
+        setattr(where, name, leave_with)
+    if multiprocessing.parent_process() is None:
+        atexit.register(end, accelerators, main_frame())
+    else:  # its children end with os._exit, after these
+        multiprocessing.util.Finalize(None, end, (accelerators, None), exitpriority=0)
+
+    def undo():
+        """Makes a forked child a process of its own: it neither closes the record nor waits for a checkpoint."""
+        sys.excepthook = hook
+        for where, name, original in exits:
+            setattr(where, name, original)
+        handle_signals_as_before()
+        unblock()
+
+    # A signal that comes before `undo` has run waits for it: Python would lose it in a new child.
+    masks = []
+    unblock = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())  # noqa: E731
+    os.register_at_fork(
+        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])),
+        after_in_parent=unblock,
+        after_in_child=undo,
+    )
+
+
+def interactive():
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect)
+
+
+def main_frame():
+    """The frame of the script, or None outside the main thread. At exit it shows whether the script came to its end."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    frame = sys._getframe()
+    while frame.f_back:
+        frame = frame.f_back
+    return frame
+
+
+def what_ended(script):
+    """The exception that ends this process, or None. script: what `main_frame` has returned."""
+    if multiprocessing.parent_process() is not None:  # an exception passes through its exit handlers
+        return sys.exc_info()[1]
+    if script is None:
+        return Unseen()
+    # A frame keeps the instruction at which it was left: a RETURN if the script came to its end, else where it raised.
+    if dis.opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
+        return None
+    # Python sets sys.last_value and sys.last_traceback before it calls sys.excepthook, whoever has put one there.
+    trace = getattr(sys, "last_traceback", None)
+    if trace is not None and trace.tb_frame is script and trace.tb_lasti == script.f_lasti:
+        return sys.last_value  # the script has replaced sys.excepthook
+    return left or Unseen()
+
+
+def end(accelerators, script):
+    """Closes the record at Python's exit."""
+    if os.getpid() != guarded:  # a child that the script has forked
+        return
+    launcher.end_loader_processes()
+    if ended:  # sys.excepthook has closed it
+        return
+    problem = what_ended(script)
+    code = leave(problem, accelerators.current, print_error=None)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # A thread of gloo may still hold tensors of the last collective. It needs Python's lock to release them, and if
+        # it asks for the lock once Python shuts down, the process aborts.
+        time.sleep(0.02)
+    if code and problem is None:  # checkpoints could not be written, or a script went on after it was told to stop
+        os._exit(code)
+
+
+def show(accelerators, before, kind, problem, trace):
+    """The sys.excepthook. before: the previous one, which prints what has no message of one line."""
+    if interactive():  # the session goes on
+        return before(kind, problem, trace)
+    if issubclass(kind, KeyboardInterrupt):
+        ignore_ctrl_c()
+    code = leave(problem, accelerators.current, lambda problem: show_whole(before, kind, problem, trace))
+    if several_processes():
+        # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        os._exit(code)
+    raise SystemExit(code)  # Python then exits with this code
+
+
+def show_whole(before, kind, problem, trace):
+    """Prints an error in one write, each line with the rank, as torch.distributed does, so that the errors of several
+    processes do not mix. before: a sys.excepthook."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        before(kind, problem, trace)
+    lines = printing.plain(printed.getvalue()).splitlines(keepends=True)
+    rank = f"[rank{config.rank()}]: " if several_processes() else ""
+    sys.stderr.write("".join(line if line.startswith(rank) else rank + line for line in lines))
+
+
+def several_processes():
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def leave_with(status=None):
+    """sys.exit(), which keeps its code for the record."""
+    global left
+    left = SystemExit(status)
+    raise SystemExit(status)
+
+
+def finish_steps_first(run):
+    """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
+    handlers stay."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python allows handlers in the main thread only
+    for number, default, ours in HANDLED:
+        now = signal.getsignal(number)
+        if now is default:
+            signal.signal(number, ours)
+        elif now is not ours and number not in scripts_handlers:
+            scripts_handlers.add(number)
+            if callable(now) or number == signal.SIGTERM:  # shells ignore Ctrl-C for programs in the background
+                run.note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
+
+
+def handle_signals_as_before():
+    """Undoes `finish_steps_first`."""
+    for number, default, ours in HANDLED:
+        if signal.getsignal(number) is ours and threading.current_thread() is threading.main_thread():
+            signal.signal(number, default)
+
+
+def ask_to_stop(*_):
+    global stop_asked
+    stop_asked = True
+
+
+def interrupt(*_):
+    """Handles Ctrl-C: the first asks for a checkpoint, the second ends the process at once."""
+    global stop_asked, interrupted
+    now = time.monotonic()
+    if interrupted and now > interrupted + 1:  # within a second it is the same Ctrl-C, sent on by the launcher
+        raise KeyboardInterrupt
+    if not interrupted and config.rank() == 0:
+        printing.at_once("\nCtrl-C: stopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
+    stop_asked, interrupted = True, interrupted or now
+
+
+# What Python has for these signals where nobody has set a handler: none for SIGTERM, so the kernel ends the process,
+# and for SIGINT one that raises KeyboardInterrupt.
+HANDLED = (
+    (signal.SIGTERM, signal.SIG_DFL, ask_to_stop),
+    (signal.SIGINT, signal.default_int_handler, interrupt),
+)
+
+
+def leave(problem, run, print_error=traceback.print_exception):
+    """What a process does last, with the functions below: says why it ends, closes the record, returns the exit code.
+    print_error: prints what has no message of one line; None: the message was printed before."""
+    if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
+        sys.stderr = sys.__stderr__
+    if isinstance(problem, KeyboardInterrupt):
+        ignore_ctrl_c()
+    try:
+        return last_words(problem, run, print_error)
+    except KeyboardInterrupt as second:  # Ctrl-C while the process ends
+        ignore_ctrl_c()
+        return last_words(second, run, print_error)
+
+
+def ignore_ctrl_c():
+    """The process ends already, and the launcher sends Ctrl-C on, too."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def last_words(problem, run, print_error):
+    problem = explained(problem, run)
+    error, code = outcome(problem, run)
+    say(problem, error, run, print_error)
+    code = closed(run, error, code)
+    # os._exit may follow, which writes no buffers.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def explained(problem, run):
+    """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
+    does not have, for example whole weights in fp32."""
+    if run is None or isinstance(problem, Refused | SystemExit):
+        return problem
+    errors = f"{problem} {getattr(problem, '__cause__', '')}"  # the cause: why a data loader's worker was killed
+    if full := re.search("shared memory.*(No space left|Cannot allocate)|out of shared memory", errors):
+        return OutOfSharedMemory(full[1] or full[0])
+    return run.explain(str(problem)) or problem
+
+
+def outcome(problem, run):
+    """(what the record says of `problem`, or None; the exit code)."""
+    stopped = run is not None and run.stopping  # with a checkpoint
+    if problem is None:
+        return None, 0
+    if isinstance(problem, Unseen):
+        unknown = "the script ended before accelerator.end_training(), and its exit code is not known here"
+        return (None, 0) if stopped else (unknown, 1)
+    if isinstance(problem, SystemExit):
+        code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
+        return (None if code in (0, 143) else f"the script exited with {code}"), code
+    if hasattr(problem, "exit_code"):  # an error of this package, or of any with an exit code
+        # An error of a loader's worker has a traceback in front.
+        return str(problem).rsplit(f"{type(problem).__name__}: ", 1)[-1].strip(), problem.exit_code
+    if isinstance(problem, KeyboardInterrupt) or interrupted:
+        return None if stopped else "interrupted", 130
+    error = f"{type(problem).__name__}: {problem}"
+    return lost_peer(problem, error) or error, 1
+
+
+def say(problem, error, run, print_error):
+    """Prints why this process ends, if the script has not asked for it. error: what the record says."""
+    if problem is None or isinstance(problem, SystemExit):
+        return
+    end_the_line_of_a_bar()
+    if hasattr(problem, "exit_code"):
+        here_alone = getattr(problem, "of_one_process", False)
+        if print_error and (here_alone or may_speak()):
+            for line in error.splitlines():
+                what = "refused" if problem.exit_code == 2 else "error"
+                print(f"{what}: {printing.plain(line)}", file=sys.stderr, flush=True)
+    elif isinstance(problem, KeyboardInterrupt) or interrupted:
+        if print_error:
+            ignore_ctrl_c()
+        if config.rank() == 0 and not (run and run.stopping):
+            print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
+    elif error.startswith((ENDED, SILENT)):
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif print_error:
+        print_error(problem)
+
+
+def end_the_line_of_a_bar():
+    """Begins a new line if a progress bar (tqdm) is open, which leaves its own line open."""
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    if any(getattr(bar, "fp", None) is not None and not getattr(bar, "disable", False) for bar in list(bars)):
+        print(file=sys.stderr, flush=True)
+
+
+def closed(run, error, code):
+    """Closes the record of `run`, if there is one. Returns the exit code: another one if checkpoints were not written,
+    or the record cannot be."""
+    global ended
+    try:
+        code = run.close(error, code) if run else code
+    except Exception:
+        traceback.print_exc()
+        code = code or 1
+    ended = True
+    return code
+
+
+def lost_peer(problem, error):
+    """A message for the user if torch's error means that another process is gone, else None."""
+    # Messages of gloo, of data loaders, of NCCL and of the launcher's store.
+    over = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
+    if re.search(over + "|communicator was aborted", error):
+        return ENDED
+    silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
+    if silent or type(problem).__name__ == "DistStoreError":
+        waited = f"in {config.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
+        return f"{SILENT} {waited}: it, its machine or the link is gone"
+    return None
+
+
+def may_speak():
+    """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait 20 s for it, because torch's
+    launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
+    if config.rank() == 0:
+        return True
+    deadline = time.monotonic() + 20
+    while "TORCHELASTIC_RUN_ID" in os.environ and not stop_asked:
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return False

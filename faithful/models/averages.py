@@ -1,0 +1,100 @@
+"""Averages of weights (EMA) under FSDP2, by the classes of torch, timm, diffusers and ema_pytorch.
+
+A copy of a model that was made before `prepare` holds whole tensors, and torch refuses to compute with whole tensors
+and shards (DTensor) together. Inside the methods of these classes each shard is replaced by its whole tensor, or where
+the model itself is changed, the whole tensor by its shard.
+"""
+
+import functools
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from faithful import patches
+from faithful.errors import Refused
+from faithful.launch import rank_sync
+
+METHODS = {  # (module, class): those of its methods that compute with the model's weights
+    ("torch.optim.swa_utils", "AveragedModel"): ["update_parameters"],
+    ("timm.utils.model_ema", "ModelEmaV2"): ["update", "set"],
+    ("timm.utils.model_ema", "ModelEmaV3"): ["update", "set"],
+    ("diffusers.training_utils", "EMAModel"): ["step", "store", "copy_to", "restore"],
+    ("ema_pytorch.ema_pytorch", "EMA"): ["update", "update_model_with_ema"],
+}
+
+
+def of_shards():
+    """Makes the averages of the imported packages work with sharded weights. Called whenever a model is prepared."""
+    for (module, name), methods in METHODS.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        for method in methods if kind else ():
+            if not hasattr(getattr(kind, method), "of_shards"):
+                ours = on_all_processes(getattr(kind, method), f"{name}.{method}")
+                patches.replace("methods of averages of weights", ours, kind, method)
+
+
+def on_all_processes(method, name):
+    """Wraps a method. Its first call raises Refused if the main process alone calls it: the others have to give it
+    their shards."""
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        if call.come is None:
+            call.come = rank_sync.all_ranks_called(name, needed=True)
+        if not call.come:
+            raise called_alone(name)
+        with WholeTensors():
+            return method(*args, **kwargs)
+
+    call.of_shards, call.come = True, None
+    return call
+
+
+def called_alone(name):
+    return Refused(
+        f"the main process alone calls {name}, but each process holds a part of the weights: call it on all "
+        "of them, or use a ddp config"
+    )
+
+
+class WholeTensors(TorchFunctionMode):
+    """Gives a function that gets whole tensors and shards together only tensors of one kind. name: what the script
+    calls, if it is not known yet whether all processes call it."""
+
+    def __init__(self, name=None):
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        shards = [isinstance(leaf, DTensor) for leaf in leaves]
+        if not any(shards) or (all(shards) and function.__name__ != "_foreach_copy_"):  # torch has none for shards
+            return function(*args, **kwargs)
+        name, self.name = self.name, None
+        if name and not rank_sync.all_ranks_called(name):
+            raise called_alone(name)
+        if function.__name__.endswith("_"):  # in place
+            function(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
+            return args[0]
+        return function(*tree_map(whole, args), **tree_map(whole, kwargs))
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def like(tensor, target):
+    """The part of `tensor` that this process has of `target`: all of it if the target is whole. Same shapes."""
+    if not isinstance(target, DTensor):
+        return whole(tensor)
+    if not isinstance(tensor, DTensor):
+        tensor = distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
+    return tensor.to_local()

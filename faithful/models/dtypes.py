@@ -1,0 +1,135 @@
+"""The dtype of the weights themselves: what an optimizer updates is held in fp32.
+
+A step that is smaller than half of a 16-bit weight's last bit is lost when the weight is rounded, and most steps are.
+Models are often loaded in the dtype of their file, which is bf16. So `prepare` puts trainable 16-bit parameters into
+fp32, in place, one after the other: an optimizer that was made before has the same parameters. Frozen parameters,
+quantized ones and float64 stay as they are. FAITHFUL_KEEP_DTYPE=1 trains a model under an fp32 config as it is.
+"""
+
+import re
+
+import torch
+
+from faithful.config import config
+from faithful.errors import Refused
+from faithful.tensors.names import HALVES
+
+
+def dtypes_of(parameters):
+    """The dtypes of parameters, of MS-AMP's levels those of the codes, which is cheap: 6 microseconds for a hundred."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter.dtype for parameter in parameters]
+
+
+def in_16_bit(parameters):
+    """Those that would be trained in 16 bit, without masters or scales of MS-AMP's levels."""
+    return [p for p in parameters if p.requires_grad and p.dtype in HALVES and not hasattr(p, "amp8_linear")]
+
+
+def names_of(dtypes):
+    """The names of dtypes for a line: `bfloat16 and float16`."""
+    return " and ".join(dict.fromkeys(str(dtype)[6:] for dtype in dtypes))
+
+
+def before_prepare(accelerator, models):
+    """Puts what would train in 16 bit into fp32, with a note. Raises Refused if the config cannot train it as it is and
+    the launch says to keep it."""
+    plan, models = accelerator.plan, list(models)
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    if plan.precision != "fp32" and torch.float64 in dtypes_of(trained):
+        raise Refused(
+            f"the model's parameters are in float64, and {plan.precision} needs them in fp32: build the model in fp32, "
+            "or use an fp32 config"
+        )
+    found = [(model, in_16_bit(model.parameters())) for model in models]
+    parameters = [parameter for _, of_model in found for parameter in of_model]
+    if not parameters or accelerator.strategy.keeps_masters:
+        return
+    if config.keeps_dtype():
+        if plan.precision != "fp32":
+            raise Refused(
+                f"{config.KEEP}=1, and {len(parameters)} trainable parameters are in {names_of(dtypes_of(parameters))},"
+                f" which {plan.precision} needs in fp32: leave it out, or use an fp32 config"
+            )
+        return
+    before = names_of(dtypes_of(parameters))
+    more = sum(map(in_fp32, parameters))
+    if plan.precision == "fp32" or not accelerator.strategy.fully_shards:  # FSDP2's computes with 16-bit weights
+        more += sum(buffers_in_fp32(model, set(map(id, of_model))) for model, of_model in found)
+    accelerator.put_in_fp32 = True
+    accelerator.note(
+        f"{len(parameters)} trainable parameters in {before} are put into fp32, which takes {more:,} bytes more: in 16 "
+        f"bit most small steps are lost. {config.KEEP}=1 and an fp32 config train them as they are"
+    )
+
+
+def in_fp32(tensor):
+    """Puts a parameter and its gradient, or a buffer, into fp32, in place. Returns the bytes that it takes more."""
+    before, gradient = tensor.nbytes, tensor.grad
+    tensor.data = tensor.data.float()
+    if gradient is not None:
+        tensor.grad = gradient.float()
+    return tensor.nbytes - before
+
+
+def buffers_in_fp32(model, changed):
+    """Puts 16-bit buffers of modules with changed parameters, which compute with both, into fp32: all buffers if the
+    model has no other parameters in 16 bit. changed: ids. Returns the bytes that they take more."""
+    if not changed:
+        return 0
+    some = any(parameter.dtype in HALVES for parameter in model.parameters())
+    modules = [m for m in model.modules() if not some or changed & set(map(id, m._parameters.values()))]
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    return sum(in_fp32(buffer) for buffer in buffers if buffer.dtype in HALVES)
+
+
+def thawed(accelerator, model, parameters):
+    """Called when `parameters` of a prepared model begin to train: those in 16 bit as in `before_prepare`, where plain
+    torch trains them. Raises Refused where a strategy has fixed their dtype."""
+    strategy, parameters = accelerator.strategy, in_16_bit(parameters)
+    if not parameters or strategy.keeps_masters or config.keeps_dtype():
+        return
+    if not strategy.replicates:
+        raise Refused(
+            f"the script trains {len(parameters)} parameters in {names_of(dtypes_of(parameters))} that were frozen in "
+            f"prepare(), and {accelerator.plan.strategy} cannot put them into fp32 any more: let them require a "
+            "gradient before prepare(), or load the model in fp32"
+        )
+    before = names_of(dtypes_of(parameters))
+    more = sum(map(in_fp32, parameters)) + buffers_in_fp32(model, set(map(id, parameters)))
+    accelerator.note(
+        f"{len(parameters)} parameters in {before} are trained from now on, and put into fp32, which takes {more:,} "
+        "bytes more"
+    )
+
+
+def refuse_cast(accelerator, parameters, before):
+    """Raises Refused if the script has changed the dtype of a prepared model's parameters, unless it has plain torch's
+    effect. before: their dtypes when they were prepared. Returns their dtypes."""
+    now = dtypes_of(parameters)
+    if now == before:
+        return now
+    changed = [p for p, dtype in zip(parameters, before, strict=True) if p.dtype != dtype]
+    changed = [parameter for parameter in changed if not hasattr(parameter, "amp8_linear")]  # amp8 looks after its own
+    strategy, plan = accelerator.strategy, accelerator.plan
+    trained = [parameter for parameter in changed if parameter.requires_grad]
+    as_in_torch = not in_16_bit(trained) or config.keeps_dtype()
+    if not changed:
+        return now
+    if strategy.replicates and (not trained or (plan.num_processes == 1 and plan.precision == "fp32" and as_in_torch)):
+        return now
+    raise Refused(
+        f"the script has put {len(changed)} parameters into {names_of(dtypes_of(changed))} after prepare(), and "
+        f"{plan.strategy} {plan.precision} trains them as prepare() has seen them: cast before prepare(), or a copy"
+    )
+
+
+def explain(error):
+    """A Refused for torch's error where weights that were put into fp32 meet 16-bit tensors, else None."""
+    mixed = r"have the same dtype|expected dtype .* for `(end|weight)`|should be the same|mixed dtype|scalar type"
+    if not re.search(mixed, error):
+        return None
+    return Refused(
+        f"what is trained was put into fp32, and meets 16-bit tensors of the script, or frozen ones ({error}): load "
+        f"all of the model in fp32, or use a bf16 config, which computes with both, or set {config.KEEP}=1"
+    )

@@ -1,0 +1,50 @@
+"""What a script sees of its model is what trains.
+
+In plain torch the optimizer updates the parameters that a script sees. So whatever a script writes has its effect: the
+values of parameters, `.grad`, `requires_grad`, hooks, `training`, the dtype; before `prepare`, in a forward pass,
+between backward and step, between steps. Strategies and backends that update other tensors (shards, masters, codes)
+have to keep them in step with the model. This module says when, `Strategy` says how; tests/test_live.py has the table.
+"""
+
+import torch
+
+from faithful.models import dtypes
+
+
+class Live:
+    """One prepared model that is trained, as its script sees it. model: what `prepare` returned."""
+
+    def __init__(self, accelerator, model):
+        self.accelerator, self.model = accelerator, model
+        self.parameters = list(model.parameters())
+        self.trainable, self.dtypes = self.requires_grad(), None
+        self.takes_part(self.parameters)
+        model.register_forward_pre_hook(self.before_forward, prepend=True)
+
+    def requires_grad(self):
+        with torch._C.DisableTorchFunctionSubclass():  # a weight of MS-AMP's levels would run Python for it
+            return [parameter.requires_grad for parameter in self.parameters]
+
+    def takes_part(self, parameters):
+        """Some parameters are trained from now on."""
+        dtypes.thawed(self.accelerator, self.model, parameters)
+        self.dtypes = dtypes.dtypes_of(self.parameters)
+
+    def before_forward(self, *_):
+        """Before a forward pass: the script may have frozen parameters, or thawed them, or changed their dtype."""
+        if not torch.is_grad_enabled():
+            return
+        if self.model.training:
+            self.refuse_cast()
+        if (now := self.requires_grad()) != self.trainable:
+            before, self.trainable = self.trainable, now
+            self.takes_part([p for p, was in zip(self.parameters, before, strict=True) if p.requires_grad and not was])
+            self.accelerator.strategy.requires_grad_changed(self.accelerator, self.model)
+
+    def refuse_cast(self):
+        self.dtypes = dtypes.refuse_cast(self.accelerator, self.parameters, self.dtypes)
+
+    def before_update(self, optimizer):
+        """Before an update: the script may have written to parameters and gradients."""
+        self.refuse_cast()
+        self.accelerator.strategy.take_written(self.accelerator, self.model, optimizer)

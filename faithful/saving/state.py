@@ -1,0 +1,259 @@
+"""The content of a checkpoint: all state that a resumed run needs to be the same run.
+
+It holds what Accelerate's checkpoints hold: all prepared models, optimizers, schedulers and data loaders, the gradient
+scaler, registered objects, the step, and random states. Of each rank: its shards of models and optimizers, its random
+state, its place in the data. The rest is stored once. Tensors are stored as safetensors, other values as JSON.
+"""
+
+import math
+import random
+import time
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from faithful.checkpoint import checkpoints, tensor_keys
+from faithful.disk import tensor_files
+from faithful.errors import Refused
+from faithful.tensors.names import local, parameters_of
+from faithful.tensors.serialization import pack, unpack
+from faithful.training import loaders
+
+WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
+
+
+def state_dict(accelerator, alone, keeps):
+    """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main one.
+    keeps: whether this rank stores what all ranks have alike, see checkpoint.Save."""
+    plan = accelerator.plan
+    strategy, backend = accelerator.strategy, accelerator.backend
+    parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
+    parts |= random_state()
+    models = accelerator.models
+    stored = models if keeps or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
+    for index, prepared in enumerate(stored):
+        for optimizer in prepared.optimizers or [None]:
+            held = backend.tensors(strategy, prepared.model, optimizer)
+            parts |= {tensor_keys.of_model(index) + name: tensor for name, tensor in held.items()}
+    tensors, scaler = {}, accelerator.scaler  # tensors: those in the JSON values
+    groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in accelerator._optimizers]
+    rest = [rest_of(strategy, optimizer, models) for optimizer in accelerator._optimizers]
+    registered = [each.state_dict() for each in accelerator._custom_objects]
+    state = {
+        "format": checkpoints.FORMAT,
+        "saved": time.time(),
+        "plan": {key: getattr(plan, key) for key in PLANNED},
+        "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
+        "replicas": plan.replicas,
+        "models": len(models),
+        "moments": [dtypes_of_moments(parts, index) for index in range(len(models))],
+        "groups": pack(groups, tensors, "groups"),
+        "optimizers": pack(rest, tensors, "optimizers"),
+        "schedulers": pack([scheduler.state_dict() for scheduler in accelerator._schedulers], tensors, "schedulers"),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "loaders": loaders_state,
+        "alone": alone,
+        "registered": pack(registered, tensors, "registered"),
+        "cuts": strategy.tp_dims(models[0].model) if models else {},
+    }
+    return parts | (tensors if keeps else {}), state
+
+
+def numbers_of_groups(optimizer):
+    """The param_groups of a torch optimizer, without the parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def host_copy(parts):
+    """The tensors on the host, in memory of their own."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
+
+
+def rest_of(strategy, optimizer, models):
+    """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
+    parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
+    in_models = {id(parameter) for prepared in models for parameter in prepared.model.parameters()}
+    owned, rest, states = strategy.parameter_ids(optimizer), {}, strategy.torch_optimizer(optimizer).state
+    for at, parameter in enumerate(parameters_in(strategy.torch_optimizer(optimizer))):
+        if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
+            in_a_model, state = id(parameter) in in_models, states.get(parameter, {})
+            rest[str(at)] = {key: value for key, value in state.items() if not (in_a_model and torch.is_tensor(value))}
+    return {at: state for at, state in rest.items() if state}
+
+
+def parameters_in(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def dtypes_of_moments(parts, index):
+    """{place: dtype} of the optimizer's state of a prepared model in `parts`, {name: tensor}."""
+    prefix = tensor_keys.of_model(index) + tensor_keys.OPTIMIZER
+    return {name: str(tensor.dtype) for name, tensor in parts.items() if name.startswith(f"{prefix}/")}
+
+
+def refuse_other_moments(folder, state, parts):
+    """Raises Refused unless the rank's file has each tensor of the optimizer's state that the main process has saved: a
+    parameter without any would begin anew in silence. An earlier version did not note them."""
+    for index, wanted in enumerate(state.get("moments", [])):
+        saved = tensor_files.dtypes(parts, tensor_keys.of_model(index) + tensor_keys.OPTIMIZER)
+        if wrong := sorted(saved.items() ^ wanted.items()):
+            raise Refused(
+                f"{folder}: {wrong[0][0].partition(':')[2]} of the optimizer's state is not what was saved: take "
+                "another checkpoint"
+            )
+
+
+def read_values(folder, state, tensors, names):
+    """The values of these keys of the state, as `pack` was given them. Raises Refused if they are damaged."""
+    try:
+        return [unpack(state.get(name, []), tensors) for name in names]
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        kind = type(error).__name__
+        raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
+
+
+def name_not_finite(accelerator, folder):
+    """Notes the first weight that is NaN or infinite: the next step would stop, or with FP8 might not."""
+    found = []
+    for prepared in accelerator.models:
+        shards = {name: local(parameter.detach()) for name, parameter in parameters_of(prepared.model)}
+        shards = {name: shard for name, shard in shards.items() if shard.dtype in WITH_NAN and not shard.is_meta}
+        flags = [shard.isfinite().all().cpu() for shard in shards.values()]
+        found += [name for name, finite in zip(shards, flags, strict=True) if not finite]
+    told = [name for name in gather_object([found[0] if found else None]) if name]
+    if told:
+        accelerator.note(f"{folder}: the weight {told[0]} holds values that are not finite, as they were saved")
+
+
+def load_state_dict(accelerator, folder):
+    """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
+    that saved it."""
+    plan, rank = accelerator.plan, accelerator.process_index
+    strategy, backend = accelerator.strategy, accelerator.backend
+    state = checkpoints.read_state(folder)
+    saved_by = state["plan"]["num_processes"]
+    any_number = strategy.any_number_of_processes and backend.any_number_of_processes
+    fixed = [key for key in PLANNED if key != "num_processes" or not any_number]
+    differs = [
+        f"{key} {state['plan'].get(key)} -> {getattr(plan, key)}"
+        for key in fixed
+        if state["plan"].get(key) != getattr(plan, key)
+    ]
+    if differs:
+        raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
+    if saved_by != plan.num_processes and "replicas" not in state:
+        raise Refused(
+            f"{folder} is of an earlier version, which did not note how many copies of the model there were: resume "
+            f"with {saved_by} processes first"
+        )
+    keeper = state.get("keeper", 0)  # who stored, on this disk, what all processes had alike
+    writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
+    mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
+    models = accelerator.models
+    if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
+        models = [prepared for prepared in models if prepared.evidence]
+    names = ("registered", "groups", "schedulers", "optimizers")
+    registered, groups, schedulers, optimizers = read_values(folder, state, first, names)
+    compare_numbers(
+        accelerator,
+        folder,
+        {
+            "models": (len(models), state.get("models", len(models))),
+            "optimizers": (len(accelerator._optimizers), len(groups)),
+            "schedulers": (len(accelerator._schedulers), len(schedulers)),
+            "registered objects": (len(accelerator._custom_objects), len(registered)),
+        },
+    )
+    if saved_by == plan.num_processes:
+        refuse_other_moments(folder, state, mine if holds_own_parts(accelerator) else first)
+    for target, value in zip(accelerator._custom_objects, registered, strict=True):
+        target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
+    for index, prepared in enumerate(models):
+        saved = checkpoints.tensors_of(
+            folder, writer if holds_own_parts(accelerator) else keeper, tensor_keys.of_model(index)
+        )
+        if saved_by != plan.num_processes:
+            others = range(saved_by // state["replicas"])
+            saved = [checkpoints.tensors_of(folder, other, tensor_keys.of_model(index)) for other in others]
+        for optimizer in prepared.optimizers or [None]:
+            backend.restore(strategy, prepared.model, optimizer, saved)
+    inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
+    for optimizer, saved in zip(inner, optimizers, strict=False):
+        restore_rest(optimizer, saved)
+    for optimizer, saved in zip(inner, groups, strict=False):
+        for group, values in zip(optimizer.param_groups, saved, strict=True):
+            group.update(values)
+    for scheduler, saved in zip(accelerator._schedulers, schedulers, strict=False):
+        scheduler.load_state_dict(saved)
+    if accelerator.scaler is not None and state["scaler"]:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    steps = state["steps"]
+    accelerator.steps.taken, accelerator.steps.tried, accelerator.step = steps["taken"], steps["tried"], steps["micro"]
+    if rank < saved_by:
+        loaders.load_state_dict(accelerator.epochs, mine, state["loaders"])
+    if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
+        set_random_state(mine)
+    name_not_finite(accelerator, folder)
+    return saved_by
+
+
+def compare_numbers(accelerator, folder, numbers):
+    """Raises Refused if the checkpoint lacks what the script has prepared. Notes what it holds in addition: a script
+    that evaluates needs no optimizer. numbers: {what: (number in the script, number in the checkpoint)}"""
+    lacks = [
+        f"{saved} {what}, the script has {here}"
+        for what, (here, saved) in numbers.items()
+        if here > saved or (here != saved and what == "registered objects")
+    ]
+    if lacks:
+        raise Refused(f"{folder} holds {'; '.join(lacks)}: resume with the script as it was")
+    more = [f"{saved - here} {what}" for what, (here, saved) in numbers.items() if saved > here]
+    if more:
+        accelerator.note(f"{folder} also holds {', '.join(more)} that the script has not prepared: not loaded")
+
+
+def restore_rest(optimizer, saved):
+    """Loads what `rest_of` returned."""
+    parameters = parameters_in(optimizer)
+    for at, values in saved.items():
+        parameter = parameters[int(at)]
+        on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
+        optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **on_device}
+
+
+def holds_own_parts(accelerator):
+    """Whether ranks hold different tensors: shards, or FP8 histories."""
+    sharded = any(accelerator.strategy.sharded(each.model.parameters()) for each in accelerator.models)
+    return sharded or (accelerator.backend.codes and accelerator.num_processes > 1)
+
+
+def random_state():
+    """{name: state} of this process's random generators: Python's, numpy's, torch's for CPU and accelerator."""
+    version, numbers, gauss = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    state = {
+        "random/python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "random/python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+        "random/numpy": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+        "random/numpy_rest": torch.tensor(
+            [numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]], dtype=torch.float64
+        ),
+        "random/torch": torch.get_rng_state(),
+    }
+    if torch.accelerator.is_available():
+        state["random/device"] = torch.get_device_module().get_rng_state().cpu()
+    return state
+
+
+def set_random_state(parts):
+    version, *numbers = parts["random/python"].tolist()
+    gauss = parts["random/python_gauss"].item()
+    random.setstate((version, tuple(numbers), None if math.isnan(gauss) else gauss))
+    position, has_gauss, gauss = parts["random/numpy_rest"].tolist()
+    key = parts["random/numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
+    torch.set_rng_state(parts["random/torch"])
+    if "random/device" in parts and torch.accelerator.is_available():
+        torch.get_device_module().set_rng_state(parts["random/device"])

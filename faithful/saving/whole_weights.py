@@ -1,0 +1,130 @@
+"""The whole weights of a prepared model: for `get_state_dict`, and for its `save_pretrained`.
+
+transformers, peft, diffusers and sentence-transformers save what they find in the model. Under FSDP2, tensor parallel
+and ZeRO-3 these are shards, under ZeRO 16-bit copies, and under MS-AMP's levels codes. So for the time of the call the
+model gets its weights as `accelerator.get_state_dict` returns them.
+"""
+
+import contextlib
+from types import MethodType
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from faithful.errors import Refused
+from faithful.launch import rank_sync
+from faithful.models.averages import WholeTensors
+from faithful.tensors.names import named, parameters_of, unwrapped
+
+
+def state_dict(accelerator, model, accelerates):
+    """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
+    `get_state_dict`, which is right where the strategy has no other way."""
+    need_all(accelerator, model)
+    whole = accelerator.strategy.full_state(accelerator, model)
+    whole = dict(named((accelerates() if whole is None else whole).items()))
+    if accelerator.plan.precision != "fp8":
+        return whole
+    return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
+
+
+def need_all(accelerator, model):
+    """Raises Refused if the main process alone asks for weights that are sharded."""
+    if accelerator.strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True):
+        raise Refused(
+            "the main process alone asks for the weights, but each process holds a part of them: call "
+            "get_state_dict or save_model on all of them"
+        )
+
+
+def of_fp8(name):
+    """Whether an entry of a state_dict is FP8 state: a scale, a history."""
+    return ".fp8_" in f".{name}" or name.endswith("_extra_state")
+
+
+def pieces(accelerator, model):
+    """As `state_dict`, for one tensor after the other: see Strategy.pieces. None where that is not to be used."""
+    if not accelerator.strategy.sharded(model.parameters()):
+        return None
+    need_all(accelerator, model)
+    pieces = accelerator.strategy.pieces(accelerator, model)
+    if pieces is None or accelerator.plan.precision != "fp8":
+        return pieces
+    return {name: piece for name, piece in pieces.items() if not of_fp8(name)}
+
+
+def saved_whole(accelerator, model):
+    """Makes `save_pretrained` of a prepared model, and of its parts, write whole weights."""
+    if accelerator.strategy.replicates and not accelerator.backend.codes:
+        return
+    for module in unwrapped(model).modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            module.save_pretrained = MethodType(save_pretrained, module)  # a copy of the module gets its own
+            prepared_parts[module] = ref(accelerator), ref(model)
+
+
+prepared_parts = WeakKeyDictionary()  # {module with save_pretrained: weak (Accelerator, prepared model)}
+hold_whole = []  # prepared models whose save_pretrained is running, with whole weights in them
+
+
+def preparer(module):
+    """(Accelerator, prepared model) of a module of the model, or (None, None) for a copy of it."""
+    run, model = (held() for held in prepared_parts.get(module, (lambda: None,) * 2))
+    if run is None or not any(model is prepared.model for prepared in run.models):
+        return None, None
+    return run, model
+
+
+def save_pretrained(self, *args, **kwargs):
+    """Every process calls it where weights are sharded. There the main process alone writes. A model's may call that of
+    its part."""
+    run, prepared = preparer(self)
+    if prepared is None or any(prepared is model for model in hold_whole):
+        return type(self).save_pretrained(self, *args, **kwargs)
+    if kwargs.get("state_dict") is not None:
+        if not kwargs["state_dict"]:  # what get_state_dict returns on the other processes: these write nothing
+            if not hasattr(self, "get_prompt_embedding_to_save"):
+                return None
+            kwargs |= {"state_dict": self.state_dict(), "is_main_process": False}  # peft computes with weights here
+        with WholeTensors("save_pretrained"):
+            return type(self).save_pretrained(self, *args, **kwargs)
+    weights = run.get_state_dict(prepared)
+    if not weights:
+        return None
+    with inside(prepared, weights):
+        return type(self).save_pretrained(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def inside(model, weights):
+    """Replaces the model's parameters by `weights`, {name: tensor}. Parameters that modules share stay shared. Modules
+    that FSDP2 shards get back their own class: diffusers writes its name."""
+    own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model)}
+    whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
+    places = [
+        (module, name, parameter)
+        for module in unwrapped(model).modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    classes = [(module, type(module)) for module in unwrapped(model).modules() if isinstance(module, FSDPModule)]
+    coded = [module for module in unwrapped(model).modules() if hasattr(module, "true_weight")]  # amp8's layers
+    try:
+        for module in coded:  # not what it makes of its codes, which under FSDP2 is a shard
+            module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
+        for module, kind in classes:
+            module.__class__ = kind.__bases__[1]
+        for module, name, parameter in places:
+            module._parameters[name] = whole[id(parameter)]
+        hold_whole.append(model)
+        yield
+    finally:
+        hold_whole[:] = [other for other in hold_whole if other is not model]
+        for module, kind in classes:
+            module.__class__ = kind
+        for module in coded:
+            del module._save_to_state_dict
+        for module, name, parameter in places:
+            module._parameters[name] = parameter

@@ -1,0 +1,385 @@
+"""What DeepSpeed's ZeRO engine holds. Only this file uses its private state; tests check it.
+
+Each process keeps its partition of the fp32 master weights and the optimizer state in flat tensors, one per parameter
+group (stage 3: per sub-group). Each parameter has a fragment in them, which may be empty. In all functions `zero` is
+DeepSpeed's ZeRO optimizer (`zero_of`).
+"""
+
+import collections
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from faithful.checkpoint import tensor_keys
+from faithful.strategies.base import filled
+
+PIECE = 1 << 25  # elements that `take_weights` compares at once, to save memory
+
+
+def zero_of(optimizer):
+    """DeepSpeed's ZeRO optimizer inside Accelerate's, or None."""
+    zero = getattr(optimizer, "optimizer", optimizer)
+    return zero if type(zero).__name__.startswith("DeepSpeedZeroOptimizer") else None
+
+
+def count_gradients(zero, model):
+    """Counts the elements of the gradients by dtype, in `zero.seen_gradients`, until `zero.forget()` is called. In
+    hooks, because the engine frees `.grad` at once."""
+    zero.seen_gradients = {}
+
+    def count(gradient):
+        dtype = str(gradient.dtype)[6:]
+        zero.seen_gradients[dtype] = zero.seen_gradients.get(dtype, 0) + gradient.numel()
+
+    hooks = [parameter.register_hook(count) for parameter in model.parameters() if parameter.requires_grad]
+
+    def forget():
+        while hooks:
+            hooks.pop().remove()
+
+    zero.forget = forget
+
+
+class Scaler:
+    """The engine's dynamic loss scale with the interface of torch's GradScaler."""
+
+    def __init__(self, zero):
+        self.zero = zero
+
+    def get_scale(self):
+        return float(self.zero.loss_scale)
+
+    def state_dict(self):
+        values = vars(self.zero.loss_scaler)
+        return {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+
+    def load_state_dict(self, state):
+        vars(self.zero.loss_scaler).update(state)
+
+
+def stage(zero):
+    """The stage. Stage 3 has an optimizer class of its own, stages 1 and 2 share one that has a flag."""
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        return 3
+    return 2 if zero.partition_gradients else 1
+
+
+def gradient_norm(zero):
+    """L2 norm of the unscaled gradients over all processes, as a tensor; infinite if any gradient is not finite."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    # The engine's own step computes its norm with the same call, so the clipping and the check see one number.
+    norm = combine_grad_norm_groups(zero._get_norm_groups()) if stage(zero) == 3 else zero.scaled_global_norm()
+    norm = torch.as_tensor(norm, dtype=torch.float32)
+    return torch.where(norm < 0, math.inf, norm / float(zero.loss_scale))  # the engine returns -1 for inf and nan
+
+
+def masters(zero):
+    """This process's flat fp32 master weights, which torch's optimizer updates."""
+    return zero.fp32_partitioned_groups_flat if stage(zero) == 3 else zero.single_partition_of_fp32_groups
+
+
+def groups(zero):
+    """The optimizer's parameter groups, [[16-bit parameter]]."""
+    return zero.fp16_groups if stage(zero) == 3 else zero.bit16_groups
+
+
+def shape(parameter):
+    """The shape of the full parameter, also while stage 3 has released it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def position(zero, parameter):
+    """(the number of the flat master, where this process's fragment of a parameter begins in it, its elements or 0)"""
+    # Stage 3 splits every parameter over all processes. Stages 1 and 2 split the flattened group, so a parameter may be
+    # on one process, on several, or not on this one.
+    if stage(zero) == 3:
+        group, start, length = zero.grad_position[zero.get_param_id(parameter)]
+        before = dist.get_rank() * length  # the last partitions are padded
+        return group, start, max(0, min(length, parameter.ds_numel - before))
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return 0, 0, 0
+    return mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+
+
+def fragment(zero, parameter, flats):
+    """This process's fragment of a parameter in `flats`, laid out like `masters`: a 1-D view, which may be empty.
+
+    The fragments of all processes, concatenated by rank, are the flattened parameter.
+    """
+    flat, start, length = position(zero, parameter)
+    return flats[flat].narrow(0, start, length)
+
+
+def cut(zero, parameter, whole):
+    """This process's fragment of `whole`, which has the parameter's shape: a 1-D view of a contiguous tensor."""
+    length = position(zero, parameter)[2]
+    if stage(zero) == 3:
+        begin = dist.get_rank() * zero.grad_position[zero.get_param_id(parameter)][2]
+    else:
+        begin = parameter._hp_mapping.lp_fragment_address.start if length else 0
+    return whole.reshape(-1).narrow(0, begin if length else 0, length)
+
+
+# ---- what the script writes ----
+
+
+@torch.no_grad()
+def take_weights(zero):
+    """Makes this process's masters what the script sees: where the model's weight is not its master, rounded, the
+    script has written it. Three kernels over 1/N of the weights, for each PIECE of them; nothing waits."""
+    for live, master in zip(live_parts(zero), masters(zero), strict=True):
+        if live is None:
+            continue
+        for seen, kept in zip(live.split(PIECE), master.detach().split(PIECE), strict=True):
+            seen = seen.to(kept.device)
+            kept.copy_(seen if seen.dtype == kept.dtype else torch.where(seen == kept.to(seen.dtype), kept, seen))
+
+
+def live_parts(zero):
+    """This process's flat parts of the model's weights, laid out like `masters`; None where they are on a disk."""
+    if stage(zero) == 3:
+        return zero.fp16_partitioned_groups_flat
+    ranks = [dist.get_rank(group) for group in zero.real_dp_process_group]
+    return [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
+
+
+@torch.no_grad()
+def write_shards(parameters):
+    """Writes whole parameters of stage 3 into this process's shards of them."""
+    shards, parts = [], []
+    for parameter in parameters:
+        length = parameter.ds_tensor.numel()  # 0 on a disk
+        begin = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
+        parts.append(parameter.data.reshape(-1).narrow(0, begin, min(length, parameter.ds_numel - begin)))
+        shards.append(parameter.ds_tensor.narrow(0, 0, len(parts[-1])))
+    if shards:
+        torch._foreach_copy_(shards, parts)
+
+
+def gradient_part(zero, parameter):
+    """This process's fragment of the averaged gradient, a view of what the engine's step uses. It is not empty."""
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+        return fragment(zero, parameter, [flat.grad for flat in masters(zero)])
+    if stage(zero) == 3:
+        group = zero.grad_position[zero.get_param_id(parameter)][0]
+        [at] = [at for at, each in enumerate(zero.fp16_groups[group]) if each is parameter]
+        return zero.averaged_gradients[group][at].view(-1).narrow(0, 0, position(zero, parameter)[2])
+    group = parameter._hp_mapping.param_group_index
+    [at] = [at for at, each in enumerate(zero.params_in_partition[group]) if each is parameter]
+    kept = [part for part in zero.averaged_gradients[group] if not hasattr(part, "_zero_padding")]
+    return kept[at].view(-1)
+
+
+@torch.no_grad()
+def put_together(zero, parameter, part):
+    """The whole fp32 tensor of the fragments of all processes. Every process calls it."""
+    whole = torch.zeros(shape(parameter), dtype=torch.float32, device=parameter.device)
+    mine = cut(zero, parameter, whole)
+    mine.copy_(part[: len(mine)])
+    dist.all_reduce(whole)
+    return whole
+
+
+def whole_gradient(zero, parameter):
+    """The averaged gradient in fp32. Every process calls it."""
+    empty = not position(zero, parameter)[2]
+    return put_together(zero, parameter, torch.zeros(0) if empty else gradient_part(zero, parameter))
+
+
+def whole_master(zero, parameter):
+    """The fp32 weight. Every process calls it."""
+    return put_together(zero, parameter, fragment(zero, parameter, masters(zero)))
+
+
+@torch.no_grad()
+def set_gradient(zero, parameter, whole):
+    """Makes the averaged gradient `whole`, or zero if that is None."""
+    if not position(zero, parameter)[2]:
+        return
+    part = gradient_part(zero, parameter)
+    part.zero_() if whole is None else part.copy_(cut(zero, parameter, whole))
+    norms = getattr(zero, "norm_for_param_grads", None)  # where gradients are offloaded
+    if norms is not None and zero.get_param_id(parameter) in norms:
+        norms[zero.get_param_id(parameter)] = part.float().norm(2)
+
+
+# ---- torch's optimizer ----
+
+
+class Fragments:
+    """Lets torch's optimizer update what plain torch would: the parameters with a gradient, each with a step counter of
+    its own. It updates a flat master as a whole as long as all its parameters have a gradient in each step, which costs
+    one call instead of one for each parameter, and the fragments of it from the first step in which they have not.
+
+    held: has `reached`, the ids of the parameters with a gradient. `views`: {id of a parameter: its fragment of the
+    masters}, some of which are empty. `apart`: the numbers of the masters whose fragments are updated.
+    """
+
+    def __init__(self, zero, held):
+        self.zero, self.held, self.optimizer, self.flats, self.apart = zero, held, zero.optimizer, [], set()
+        self.places = {id(p): (at, *position(zero, p)[1:]) for at, group in enumerate(groups(zero)) for p in group}
+        self.views = {id(p): nn.Parameter(self.cut(p, masters(zero)).detach()) for group in groups(zero) for p in group}
+        self.optimizer.register_step_pre_hook(self.choose)
+        self.optimizer.register_step_post_hook(self.done)
+
+    def cut(self, parameter, flats):
+        at, start, length = self.places[id(parameter)]
+        return flats[at].narrow(0, start, length)
+
+    def choose(self, *_):
+        """Before a step of torch's optimizer, which DeepSpeed calls for each flat master."""
+        self.flats = [group["params"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["params"] = [part for flat in group["params"] for part in self.with_gradients(flat)]
+
+    def with_gradients(self, flat):
+        [at] = [at for at, master in enumerate(masters(self.zero)) if master is flat]
+        reached = [parameter for parameter in groups(self.zero)[at] if id(parameter) in self.held.reached]
+        if len(reached) == len(groups(self.zero)[at]) and at not in self.apart:
+            return [flat]
+        self.split(at)
+        grads = [master.grad for master in masters(self.zero)]
+        for parameter in reached:
+            view = self.views[id(parameter)]
+            view.grad = self.cut(parameter, grads) if len(view) else torch.zeros_like(view)
+        return [self.views[id(parameter)] for parameter in reached]
+
+    def done(self, *_):
+        for group, flats in zip(self.optimizer.param_groups, self.flats, strict=True):
+            group["params"] = flats
+        for at in self.apart:
+            for parameter in groups(self.zero)[at]:
+                self.views[id(parameter)].grad = None
+
+    def split(self, at):
+        """Updates the fragments of this flat master from now on. Each takes its part of the state."""
+        if at in self.apart:
+            return
+        for parameter in groups(self.zero)[at]:
+            if state := self.state(parameter):
+                self.optimizer.state[self.views[id(parameter)]] = {key: value.clone() for key, value in state.items()}
+        self.optimizer.state.pop(masters(self.zero)[at], None)
+        self.apart.add(at)
+
+    def join(self, at, held=()):
+        """The state of the flat master, made of those of its fragments, whose largest step counter it takes. held: the
+        tensors of an earlier state of it, which are filled."""
+        flat, joined = masters(self.zero)[at], {}
+        for parameter in groups(self.zero)[at]:
+            _, start, length = self.places[id(parameter)]
+            for key, value in self.optimizer.state.pop(self.views[id(parameter)], {}).items():
+                if torch.is_tensor(value) and value.dim():
+                    if key not in joined:
+                        joined[key] = held[key].zero_() if key in held else torch.zeros_like(flat.detach())
+                    joined[key].narrow(0, start, length).copy_(value)
+                elif torch.is_tensor(value):
+                    joined[key] = torch.maximum(joined[key], value) if key in joined else value.clone()
+        if joined:
+            self.optimizer.state[flat] = joined
+
+    @contextlib.contextmanager
+    def joined(self):
+        """States of the flat masters, for DeepSpeed's own checkpoints."""
+        kept = {key: self.optimizer.state[view] for key, view in self.views.items() if view in self.optimizer.state}
+        for at in self.apart:
+            self.join(at)
+        try:
+            yield
+        finally:
+            for at in self.apart:
+                self.optimizer.state.pop(masters(self.zero)[at], None)
+            self.optimizer.state.update({self.views[key]: state for key, state in kept.items()})
+
+    def state(self, parameter):
+        """{key: tensor} of this process's fragment of the parameter."""
+        at, start, length = self.places[id(parameter)]
+        flat = masters(self.zero)[at]
+        state = self.optimizer.state.get(self.views[id(parameter)] if at in self.apart else flat, {})
+        return {
+            key: value.narrow(0, start, length) if at not in self.apart and value.shape == flat.shape else value
+            for key, value in state.items()
+            if torch.is_tensor(value)
+        }
+
+    def loaded(self):
+        """After DeepSpeed has loaded states of the flat masters."""
+        for view in self.views.values():
+            self.optimizer.state.pop(view, None)
+        self.apart.clear()
+
+    def restore(self, names, parts):
+        """Fills the states with those of a checkpoint, and deletes others. names: {id of a parameter: name}."""
+        saved = collections.defaultdict(dict)
+        for place in parts:
+            if tensor_keys.kind(place) == tensor_keys.OPTIMIZER:
+                _, name, key = tensor_keys.parsed(place)
+                saved[name][key] = place
+        fused = self.optimizer.defaults.get("fused")  # its kernel needs the step counters on the device
+        for at, group in enumerate(groups(self.zero)):
+            earlier_state = self.optimizer.state.pop(masters(self.zero)[at], {})
+            self.apart.add(at)
+            earlier = saved.get(f"group{at}", {})  # checkpoints had one counter for each flat master once
+            for parameter in group:
+                view, own = self.views[id(parameter)], saved.get(names[id(parameter)], {})
+                held, state = self.optimizer.state.pop(view, {}), {}
+                for key, place in (earlier | own if own else {}).items():
+                    value = parts[place]
+                    where = view.device if value.dim() or fused else "cpu"
+                    state[key] = filled(held.get(key), value.to(where))
+                if state:
+                    self.optimizer.state[view] = state
+            if self.alike(group):
+                tensors = {key: v for key, v in earlier_state.items() if torch.is_tensor(v) and v.dim()}
+                self.join(at, tensors)
+                self.apart.discard(at)
+
+    def alike(self, group):
+        """Whether the parameters have the same counters, as after steps in which all had a gradient."""
+        states = [self.optimizer.state.get(self.views[id(parameter)], {}) for parameter in group]
+        counters = [{key: float(value) for key, value in state.items() if not value.dim()} for state in states]
+        return all(map(counters[0].__eq__, counters)) and all(state.keys() == states[0].keys() for state in states)
+
+
+def restore_engine(zero, held, parameters, parts):
+    from deepspeed.runtime.zero import GatheredParameters
+
+    held.give_back()
+    for name, parameter in parameters:
+        if held.has(parameter):
+            fragment(zero, parameter, masters(zero)).copy_(parts[tensor_keys.weight(name)])
+            continue
+        with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
+            if dist.get_rank() == 0:
+                parameter.copy_(parts[tensor_keys.weight(name)].view_as(parameter))
+            dist.broadcast(parameter.data, 0)
+    held.fragments.restore({id(parameter): name for name, parameter in parameters}, parts)
+    # The engine makes 16-bit weights from the masters only in a step. What follows is the end of such a step, in which
+    # each process rounds its own masters and gets the weights of the others.
+    if stage(zero) < 3:
+        zero.update_lp_params()
+        for group in range(len(zero.bit16_groups)):
+            zero._update_model_bit16_weights(group)
+        return
+    # Small parameters stay gathered. They are released first and gathered last, because `all_gather` skips those that
+    # are gathered: they would keep their old values.
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def gathered(parameter):
+    """The full 16-bit parameter. Under stage 3 every process must call it."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.detach()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()

@@ -1,0 +1,555 @@
+"""ZeRO by DeepSpeed: what is needed in addition to its engine and to Accelerate.
+
+stage  partitioned                              parameters
+1      master weights, optimizer state          16 bit (fp32 under fp32), whole
+2      also gradients                           as in stage 1
+3      also parameters, gathered when used      as in stage 1; those up to PERSISTENT elements stay gathered
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import re
+import sys
+import weakref
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
+from torch.utils._pytree import tree_leaves
+
+from faithful import patches
+from faithful.checkpoint import rows, tensor_keys
+from faithful.config import deepspeed_file
+from faithful.errors import Refused
+from faithful.loading import meta_init
+from faithful.models import batch_norm, elementwise
+from faithful.strategies.base import (
+    GradientsElsewhere,
+    Shard,
+    Strategy,
+    buffers_by_place,
+    needs_whole_model,
+    refuse_other_model,
+)
+from faithful.strategies.deepspeed import dummies
+from faithful.strategies.deepspeed.engine import (
+    Fragments,
+    Scaler,
+    count_gradients,
+    fragment,
+    gathered,
+    gradient_norm,
+    groups,
+    masters,
+    restore_engine,
+    shape,
+    stage,
+    whole_master,
+    zero_of,
+)
+from faithful.strategies.deepspeed.seen import Held
+from faithful.tensors.names import parameters_of, unwrapped
+
+BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of torch.optim.Optimizer
+PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
+
+
+class ZeRO(GradientsElsewhere, Strategy):
+    """Stages 1, 2 and 3. Accelerate and DeepSpeed read the stage from the launcher's environment."""
+
+    distributed_types = ("DEEPSPEED",)
+    rehearsed_as = "NO"  # Accelerate changes it to DEEPSPEED
+    gradients_counted_whole = True  # by hooks, before the engine partitions and frees them
+    gradients_elsewhere = "DeepSpeed's gradients"
+    any_number_of_processes = True
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.keeps_masters = plan.precision != "fp32"
+        self.exchanges_in_passes = plan.strategy != "zero1"
+        self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if plan.strategy == "zero3" else ())
+
+    def before_rehearsal(self):
+        """Turns off DeepSpeed's compiled all-reduce for processes of one host: it needs a compiler and a minute."""
+        quiet()
+        import deepspeed  # noqa: F401  patches needs it imported
+
+        patches.replace("deepspeed.ops:__compatible_ops__", {})
+
+    def arguments(self, scaling):
+        """Accelerate's DeepSpeedPlugin from the launcher's environment, with settings that the YAML lacks. It leaves no
+        `auto` value that Accelerate could fill only from a model's `config.hidden_size`."""
+        from accelerate.utils import DeepSpeedPlugin
+
+        quiet()
+        leave_precision_to_the_config()
+        plugin = DeepSpeedPlugin(gradient_clipping=self.plan.clip or 0.0)  # `clip_grad_norm_` sets it
+        # With this reference transformers builds its models partitioned and in 16 bit under stage 3, whatever
+        # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
+        plugin.set_deepspeed_weakref = lambda: None
+        complete(plugin.deepspeed_config, self.plan, scaling)
+        if file_of_deepspeed().get("gradient_clipping") == "auto":  # transformers' Trainer fills it with its own
+            plugin.deepspeed_config["gradient_clipping"] = "auto"
+        return {"deepspeed_plugin": plugin}
+
+    def real(self, accelerator, args):
+        return dummies.real(accelerator.state.deepspeed_plugin.deepspeed_config, accelerator, args)
+
+    def started(self, accelerator):
+        if self.plan.ram_efficient:
+            meta_init.partition(accelerator.is_main_process)
+            meta_init.start(accelerator.is_main_process)
+
+    def before_prepare(self, accelerator, model, optimizer):
+        plan = self.plan
+        self.need_both(optimizer)
+        if bare := [name for name, parameter in model.named_parameters() if not shape(parameter)]:
+            raise Refused(
+                f"{', '.join(bare[:3])}: DeepSpeed takes no parameter without dimensions, give it one, as "
+                "torch.ones(1) has, or use a ddp config"
+            )
+        refuse_optimizers_of_matrices(plan, optimizer, accelerator.device)
+        # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
+        # Under fp32 it takes no others, not even frozen ones.
+        needed = [] if self.keeps_masters else model.parameters()
+        if others := {str(p.dtype)[6:] for p in needed} - {"float32"}:
+            raise Refused(
+                f"parameters of the model are in {', '.join(others)}, but {plan.strategy} {plan.precision} "
+                "needs them in fp32: build it in fp32"
+            )
+        if plan.precision != "fp32":
+            batch_norm.in_fp32(model)
+            cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
+
+    def prepare(self, accelerator, accelerates, args, device_placement):
+        """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if no
+        loader has one."""
+        plugin, key = accelerator.state.deepspeed_plugin, "train_micro_batch_size_per_gpu"
+        config, said = plugin.deepspeed_config, file_of_deepspeed().get(key)
+        loaders = [argument for argument in args if hasattr(argument, "batch_size")]
+        batches = {loader.batch_size for loader in loaders} - {None}  # None: of a batch sampler, or of the data set
+        models = [argument for argument in args if isinstance(argument, torch.nn.Module)]
+        fresh = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
+        if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
+            raise Refused(
+                f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
+                "config, or for a model that it does not train accelerator.prepare_model(model, "
+                "evaluation_mode=True)"
+            )
+        for model in fresh if self.plan.ram_efficient else ():
+            meta_init.refuse_other_models(model)
+            meta_init.send_buffers(model, accelerator.device)
+            if not {"zero_hpz_partition_size", "mics_shard_size"} & set(config["zero_optimization"]):  # other parts
+                meta_init.read_partitions(model, accelerator.device)
+        if fresh and isinstance(said, int) and batches and said not in batches:  # loaders of an evaluation may be there
+            raise Refused(
+                f"deepspeed_config_file says {key} {said}, the script's loaders have batches of "
+                f"{', '.join(map(str, sorted(batches)))}: set it to auto"
+            )
+        if config.get(key) == "auto" and (
+            None in [loader.batch_size for loader in loaders] or (models and not loaders)
+        ):
+            config[key] = max(batches, default=1)
+        if config.get("gradient_clipping") == "auto":  # transformers' Trainer has not said it
+            config["gradient_clipping"] = 0.0
+        with masters_for_all(accelerator, args):
+            return super().prepare(accelerator, accelerates, args, device_placement)
+
+    def after_prepare(self, accelerator, model, optimizer):
+        """Moves the optimizer step from `accelerator.backward`, where Accelerate has it, to `optimizer.step`.
+
+        This way the gradient norm is checked before the update.
+        """
+        engine, zero = model, zero_of(optimizer)
+        count_gradients(zero, model)
+        held = zero.held = Held(zero, model.module)
+        held.fragments = Fragments(zero, held)
+        clip_as_configured(zero)
+        zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
+        with_checkpoints_of_its_own(engine, held)
+        model.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
+        model.module.register_forward_hook(once_differentiable)
+
+        def backward(loss, sync_gradients=True, **kwargs):
+            engine.set_gradient_accumulation_boundary(sync_gradients)
+            engine.backward(loss, **kwargs)
+            held.after_backward(sync_gradients)
+
+        def step(self, closure=None):
+            if closure is not None:
+                raise Refused("DeepSpeed calls no closure of optimizer.step: use a ddp or fsdp config")
+            if accelerator.sync_gradients:
+                accelerator.before_update(optimizer)
+                engine.step()
+                held.updated()
+                clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
+                accelerator.after_update(optimizer)
+
+        accelerator.deepspeed_engine_wrapped.backward = backward
+        if stage(zero) > 1:  # Accelerate calls it in stage 1 only
+            engine.no_sync = refuse_no_sync
+        optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
+        if zero.dtype == torch.float16:
+            accelerator.scaler = Scaler(zero)
+
+    def take_written(self, accelerator, model, optimizer):
+        held = zero_of(optimizer).held
+        held.take_gradients()
+        held.give_back()
+        held.take_weights()
+
+    def free(self, accelerator):
+        # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
+        accelerator.scaler = None
+
+    def held_by_model(self, accelerator):
+        """Weakly: Python's collector does not see the hooks by which DeepSpeed's engine holds itself and the model."""
+        return weakref.proxy(accelerator)
+
+    def dropped(self, accelerator):
+        """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
+        wrapped = accelerator.deepspeed_engine_wrapped
+        if wrapped is not None and self.plan.strategy != "zero3":
+            with contextlib.suppress(AssertionError):  # after end_training, it cannot print its last message
+                wrapped.engine.destroy()
+
+    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+        """Makes the engine clip in its step. Returns the gradient norm over all processes."""
+        plan, optimizer = self.plan, accelerator._optimizers[0]
+        given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        if given != {id(p) for group in groups(zero_of(optimizer)) for p in group if p.requires_grad}:
+            raise Refused(
+                f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one "
+                "norm: pass model.parameters()"
+            )
+        configured = AcceleratorState().deepspeed_plugin.gradient_clipping
+        if math.isinf(max_norm):  # the script asks for the norm alone
+            return self.norm_of(optimizer)
+        if configured not in (0.0, max_norm):
+            raise Refused(
+                f"the script clips gradients at {max_norm}, gradient_clipping in the config at {configured}: "
+                "say it in one place"
+            )
+        zero_of(optimizer).clip_grad = max_norm
+        return self.norm_of(optimizer)
+
+    def norm_of(self, optimizer):
+        zero = zero_of(optimizer)
+        zero.held.take_gradients()
+        return gradient_norm(zero)
+
+    def schedulers(self, accelerator):
+        # DeepSpeed's engine steps those of its own once.
+        return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
+
+    def torch_optimizer(self, optimizer):
+        """The torch optimizer inside DeepSpeed's optimizer inside Accelerate's. It updates the flat masters."""
+        return zero_of(optimizer).optimizer
+
+    def parameter_ids(self, optimizer):
+        return {id(parameter) for group in groups(zero_of(optimizer)) for parameter in group}
+
+    def not_averaged(self, optimizer, prepared):
+        return set()  # the engine averages all gradients that its optimizer uses
+
+    def shape_of(self, parameter):
+        return shape(parameter)
+
+    def sharded(self, parameters):
+        return self.plan.num_processes > 1
+
+    def how_sharded(self, model, record):
+        return f", {record.get('share_per_process', {}).get('optimizer', 1):.0%} of the optimizer state each"
+
+    def gradients(self, parameters, optimizer):
+        """The gradient tensors that this process holds between the backward pass and the optimizer step."""
+        zero = zero_of(optimizer)
+        zero.forget()
+        # Where the engine keeps gradients depends on the stage, on the dtype and on offloading: in a list for each
+        # group, in `.grad` of the 16-bit parameters, or in `.grad` of the flat masters.
+        lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
+        kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
+        kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
+        kept += [flat.grad for flat in masters(zero) if flat.grad is not None]
+        return kept
+
+    def gradient_elements(self, parameters, optimizer):
+        """{dtype: elements} of the gradients of the backward pass, before the engine partitions and frees them."""
+        return dict(zero_of(optimizer).seen_gradients)
+
+    def shards(self, parameters, optimizer):
+        """As in Strategy, without padding."""
+        if optimizer is None:  # a model that DeepSpeed does not train, and each process holds whole
+            yield from super().shards(parameters, None)
+            return
+        zero = zero_of(optimizer)
+        for name, parameter in parameters.items():
+            if stage(zero) < 3:
+                yield Shard("weight", name, None, parameter)
+            elif zero.held.has(parameter):
+                length = fragment(zero, parameter, masters(zero)).numel()
+                yield Shard("weight", name, None, parameter.ds_tensor.narrow(0, 0, length))
+            # A parameter that stage 3 has released is an empty tensor.
+            if stage(zero) == 3 and parameter.numel():
+                yield Shard("gathered", name, None, parameter)
+            if zero.held.has(parameter):
+                yield Shard("master", name, None, fragment(zero, parameter, masters(zero)))
+                for key, state in zero.held.fragments.state(parameter).items():
+                    yield Shard("optimizer" if state.dim() else "counter", name, key, state)
+
+    def tensors(self, model, optimizer):
+        """{name: this process's fragment}: fp32 masters, optimizer state, full shapes, buffers."""
+        if optimizer is None:
+            return super().tensors(model, None)
+        zero, parts, parameters = zero_of(optimizer), buffers_by_place(model), dict(parameters_of(model))
+        zero.held.take_weights()
+        for name, parameter in parameters.items():
+            parts[tensor_keys.shape(name)] = torch.tensor(shape(parameter), dtype=torch.int64)
+            if not zero.held.has(parameter):
+                whole = gathered(parameter).flatten()
+                parts[tensor_keys.weight(name)] = whole if dist.get_rank() == 0 else whole[:0]
+        for shard in self.shards(parameters, optimizer):
+            if shard.kind in ("master", "optimizer", "counter"):
+                parts[shard.place] = shard.tensor
+        return {place: tensor.detach() for place, tensor in parts.items()}
+
+    @torch.no_grad()
+    def restore(self, model, optimizer, parts):
+        """Loads the result of `tensors`, bit for bit, and computes the 16-bit weights from the masters."""
+        if optimizer is None:
+            return super().restore(model, None, parts)
+        live = self.tensors(model, optimizer)
+        if isinstance(parts, list):
+            lengths = {name: len(live[tensor_keys.weight(name)]) for name, _ in parameters_of(model)}
+            parts = rows.Rows(parts, rows.of_fragments(gather_object([lengths]), dist.get_rank()))
+        of_model = {place: part for place, part in live.items() if tensor_keys.kind(place) != tensor_keys.OPTIMIZER}
+        refuse_other_model(of_model, parts)
+        zero = zero_of(optimizer)
+        restore_engine(zero, zero.held, list(parameters_of(model)), parts)
+        for place, buffer in buffers_by_place(model).items():
+            buffer.copy_(parts[place])
+
+    def full_state(self, accelerator, model):
+        """{name: full fp32 tensor} of parameters and buffers, on the CPU of process 0; empty on the others."""
+        main, state = dist.get_rank() == 0, {}
+        if unwrapped(model) is model:  # not DeepSpeed's
+            return {name: tensor.cpu() for name, tensor in model.state_dict().items() if main}
+        for name, (_, whole) in self.pieces(accelerator, model).items():  # one at a time, to save memory
+            tensor = whole()
+            state |= {name: tensor.cpu()} if main else {}
+        return state
+
+    def pieces(self, accelerator, model):
+        if unwrapped(model) is model:
+            return None
+
+        held = model.optimizer.held
+        held.take_weights()
+
+        def whole(parameter):
+            return whole_master(model.optimizer, parameter) if held.has(parameter) else gathered(parameter)
+
+        pieces = {}
+        for name, parameter in model.module.named_parameters():
+            dtype = torch.float32 if held.has(parameter) else parameter.dtype
+            like = torch.empty(shape(parameter), dtype=dtype, device="meta")
+            pieces[name] = like, functools.partial(whole, parameter)
+        buffers = model.module.state_dict().keys() - pieces.keys()
+        kept = {name: buffer for name, buffer in model.module.named_buffers() if name in buffers}
+        return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
+
+    def explain(self, error):
+        if said := needs_whole_model(error):
+            return said
+        if self.plan.ram_efficient and (said := meta_init.explain(error, "zero3_init_flag")):
+            return said
+        mixed = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
+        if not re.search(mixed + "|unsupported ScalarType", error):
+            return None
+        return Refused(
+            f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
+            f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config"
+        )
+
+
+def refuse_optimizers_of_matrices(plan, optimizer, device):
+    """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
+    class is one that DeepSpeed names."""
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    name = type(optimizer).__name__
+    flat = f"under {plan.strategy} each process updates a flat part of the weights"
+    if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
+        raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
+    if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
+        return
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise Refused(
+            f"{flat}, and {name} exchanges all weights for an evaluation (schedule-free), which would change these "
+            "parts alone: use a ddp or fsdp config"
+        )
+    stage, most = int(plan.strategy[-1]), sub_group_size()
+    sizes = [sum(p.numel() for p in group["params"]) / plan.num_processes for group in optimizer.param_groups]
+    large = {at for at, size in enumerate(sizes) if size > most}
+    try:
+        other = elementwise.differs(optimizer, device, plan.num_processes, stage, large)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Refused(
+            f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
+            "or fsdp config"
+        ) from error
+    if other:
+        raise Refused(
+            f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
+        )
+
+
+def sub_group_size():
+    """Elements for which stage 3 calls the optimizer's step once."""
+    size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
+    return size if isinstance(size, int | float) else 1e9
+
+
+def complete(config, plan, scaling):
+    """Adds the settings that the launcher's environment lacks to DeepSpeed's config, in place. What a file of
+    DeepSpeed's says stays. scaling: the script's GradScalerKwargs, or None."""
+    from accelerate.utils import GradScalerKwargs
+
+    config.setdefault("communication_data_type", "fp32")  # of gradient reductions, as in the other strategies
+    if plan.strategy != "zero1":  # partitioned, fp32 costs 2/N bytes more; stage 1 would keep all in fp32
+        config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+    config["zero_force_ds_cpu_optimizer"] = False  # else offloading turns every optimizer into Adam, even SGD
+    defaults = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
+    config["zero_optimization"] = defaults | deepspeed_file.explicit(config["zero_optimization"])
+    for key in ("offload_optimizer", "offload_param"):
+        offloaded = config["zero_optimization"].get(key)
+        if offloaded and plan.rehearsal:
+            offloaded.pop("pin_memory", None)  # it needs an accelerator
+        elif offloaded:
+            offloaded.setdefault("pin_memory", True)  # DeepSpeed's default is slow, and Accelerate's YAML has no key
+    if plan.precision != "fp16" or ("fp16" in config and not scaling):
+        return
+    scaling = scaling or GradScalerKwargs()
+    power = math.log2(scaling.init_scale)
+    if power % 1 or scaling.growth_factor != 2 or scaling.backoff_factor != 0.5:
+        raise Refused(
+            "the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2, and it doubles and "
+            "halves it; leave growth_factor and backoff_factor out"
+        )
+    config["fp16"] = {"enabled": True, "initial_scale_power": int(power), "hysteresis": 1}
+    config["fp16"]["loss_scale_window"] = scaling.growth_interval
+
+
+def file_of_deepspeed():
+    """The mapping of deepspeed_config_file as it is written, or {} without one."""
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    return deepspeed_file.read(path)[1] if path else {}
+
+
+def leave_precision_to_the_config():
+    """Stops transformers' Trainer from comparing bf16 and fp16 of TrainingArguments with DeepSpeed's config: both are
+    False if a script leaves the precision to the config. If set, `Accelerator(mixed_precision=...)` gets them."""
+    trainers = sys.modules.get("transformers.integrations.deepspeed")
+    if trainers is None:
+        return
+    compares = trainers.HfTrainerDeepSpeedConfig.fill_match
+
+    def fill_match(self, key, *args, **kwargs):
+        if key not in ("bf16.enabled", "fp16.enabled"):
+            compares(self, key, *args, **kwargs)
+
+    patches.replace("transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match", fill_match)
+
+
+def quiet():
+    """Silences DeepSpeed's messages, except errors."""
+    patches.silence("DeepSpeed", logging.ERROR)
+
+
+def cast_inputs(model, dtype):
+    """Casts inputs to `dtype`, because the engine keeps parameters in 16 bit and has no autocast."""
+
+    def cast(module, args, kwargs):
+        def one(value):
+            return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+        return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+@contextlib.contextmanager
+def masters_for_all(accelerator, args):
+    """Frozen parameters in an optimizer of `args` get masters too, as the script may thaw them."""
+    groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+    every = [p for group in groups for p in group["params"] if p.is_floating_point() and not p.requires_grad]
+    if every:
+        accelerator.note(
+            f"{sum(map(torch.numel, every)):,} parameters in the optimizer are frozen: they cost memory as the others "
+            "do, as they may be thawed. Leave them out of the optimizer if they stay frozen"
+        )
+    for parameter in every:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in every:
+            parameter.requires_grad_(False)
+
+
+def with_checkpoints_of_its_own(engine, held):
+    """Makes DeepSpeed's own checkpoints hold the optimizer's state, which it looks for beside its flat masters."""
+    saves, loads = engine.save_checkpoint, engine.load_checkpoint
+
+    def save_checkpoint(*args, **kwargs):
+        held.take_weights()
+        with held.fragments.joined():
+            return saves(*args, **kwargs)
+
+    def load_checkpoint(*args, **kwargs):
+        loaded = loads(*args, **kwargs)
+        held.fragments.loaded()
+        return loaded
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def clip_as_configured(zero):
+    zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping
+
+
+def once_differentiable(module, args, output):
+    """A hook of the model: a second derivative through its output is refused, for which DeepSpeed's engine, which gives
+    memory back in the first backward pass, has no rule."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(refuse_a_second_derivative)
+
+
+def refuse_a_second_derivative(gradient):
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise Refused(
+            "DeepSpeed's engine takes no second derivative (create_graph=True, a gradient penalty or a Hessian): use a "
+            "ddp config"
+        )
+
+
+def refuse_new_group(*_):
+    raise Refused(
+        "add_param_group after prepare: under ZeRO the optimizer's parameters are fixed in prepare. Give it all of "
+        "them before, frozen ones too, and set requires_grad when they are to be trained"
+    )
+
+
+def refuse_no_sync():
+    raise Refused(
+        "the script calls model.no_sync, which DeepSpeed has under ZeRO-1 only: call "
+        "accelerator.accumulate(model), or use a ddp or fsdp config"
+    )

@@ -1,0 +1,98 @@
+"""Names, shards, sizes and hashes of tensors, for evidence, checkpoints and the record."""
+
+from hashlib import sha256
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def unwrapped(model):
+    """The model inside DDP's, DeepSpeed's and torch.compile's wrapper. FSDP2 has none: it changes the model's class."""
+    while True:
+        if isinstance(model, DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine":
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
+
+
+def named(pairs):
+    """Yields (name, value) with the names that an unwrapped model has without activation checkpointing, and before the
+    script has compiled it."""
+    for name, value in pairs:
+        yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), value
+
+
+def parameters_of(model, remove_duplicate=True):
+    """Yields (name, parameter) with the names that the model had before it was prepared."""
+    yield from named(unwrapped(model).named_parameters(remove_duplicate=remove_duplicate))
+
+
+def local(tensor):
+    """This rank's shard of a tensor, without torchao's wrapper. Of a weight of MS-AMP's levels: its codes."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", getattr(part, "codes", part))
+
+
+def rows_of(parameter):
+    """(the first row, the number of rows) that this process holds of a DTensor that is sharded by its rows."""
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return start[0], shape[0]
+
+
+def elements(tensors):
+    """{dtype name: number of elements}, of a weight of MS-AMP's levels that of its codes."""
+    counts = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            name = str(tensor.dtype)[6:]
+            counts[name] = counts.get(name, 0) + tensor.numel()
+    return counts
+
+
+def size(tensors):
+    """The bytes of all `tensors` together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def fingerprint(model):
+    """A hash of the weights and their names. Runs of one seed have the same at the start, in any config. None if this
+    process has no values of them (faithful/loading/meta_init.py)."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    sums = [(name, torch.hash_tensor(hashable(p.detach())).item()) for name, p in model.named_parameters() if p.numel()]
+    return sha256(repr(sums).encode()).hexdigest()
+
+
+def hashable(values):
+    """The values in a dtype that torch hashes; 16-bit ones in fp32, into which a run puts them in all configs but
+    ZeRO's."""
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values.float() if values.dtype in HALVES else values
+
+
+@torch.no_grad()
+def nudge(model):
+    """Changes every weight to the next larger number of its dtype, to measure the effect of rounding."""
+    for parameter in model.parameters():
+        parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+
+
+def sum_of_sample_hashes(tensors):
+    """The sum of the sha256 of every sample of a batch, modulo 2**256.
+
+    tensors: each of shape [batch, ...]; a sample is one row of all of them. The sum does not depend on the order of the
+    samples or on how they are split over processes.
+    """
+    rows = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    total = 0
+    for sample in zip(*rows, strict=True):
+        parts = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in sample)
+        total += int.from_bytes(sha256(parts).digest(), "big")
+    return total % 2**256

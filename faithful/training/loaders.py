@@ -1,0 +1,214 @@
+"""Data loaders: a run resumed in the middle of an epoch goes on with the remaining samples of that epoch.
+
+A loader draws its order, and the seed of its workers, when an epoch begins. A checkpoint holds the states of the random
+generators at that time, and the number of the epoch. The first epoch after `load_state` draws from these, and then
+restores torch's of the checkpoint; a sampler's own draws on, as samplers also do after their first batch. Persistent
+workers draw a seed once, in their loader's first epoch: those of a resumed run get that seed again, and draw none. A
+torchdata StatefulDataLoader saves its own place in the data.
+"""
+
+import errno
+import itertools
+import json
+import weakref
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch.utils.data import DataLoader, IterableDataset
+
+from faithful.errors import OutOfSharedMemory, Refused
+from faithful.launch import rank_sync
+from faithful.tensors.serialization import pack, unpack
+
+
+class Epoch:
+    """The epoch of a prepared loader, also after `skip_first_batches`. `began`: {name: state} of its random generators
+    when the epoch began; `again`: states to begin the next epoch with, or None. In both, `workers` is there if the
+    epoch goes on with persistent workers. `workers`: the state from which these drew their seed, or None."""
+
+    def __init__(self):
+        self.loaders, self.began, self.again, self.workers = [], None, None, None
+
+    def watch(self, prepared):
+        """Watches `prepared`, Accelerate's loader around torch's, and returns it."""
+        inside = getattr(prepared, "base_dataloader", None)
+        if kind := ANNOUNCED.get(type(prepared)):
+            object.__dict__["__class__"].__set__(prepared, kind)  # Accelerate's loaders answer .__class__ with another
+        self.loaders = [*self.loaders[:1], prepared]  # the first and the newest: a script may make one per epoch
+        if type(inside) is DataLoader:
+            inside.__class__, inside.epoch = Watched, weakref.ref(self)  # a cycle would keep its workers alive
+        return prepared
+
+    def running(self, between_batches):
+        """Whether an epoch is under way. between_batches: whether the newest batch is not trained on yet."""
+        for loader in self.loaders:
+            if any(other is loader for other in loader.gradient_state.dataloader_references):
+                return between_batches or not loader.end_of_dataloader
+        return False
+
+    @property
+    def first(self):
+        """torch's loader inside the prepared one."""
+        return getattr(self.loaders[0], "base_dataloader", self.loaders[0])
+
+    def generator(self):
+        """The generator of the loader's sampler, or None."""
+        return sampler_generator(self.first)
+
+    def number(self, running):
+        """The number of the epoch under way, or of the next one, as Accelerate counts them. running: see `running`."""
+        newest = self.loaders[-1]
+        in_last_batch = not running and any(other is newest for other in newest.gradient_state.dataloader_references)
+        return newest.iteration + in_last_batch  # Accelerate counts on after the last batch
+
+    def forget_workers(self):
+        """Ends persistent workers: the next epoch starts others."""
+        for loader in self.loaders:
+            if isinstance(inside := getattr(loader, "base_dataloader", None), Watched):
+                inside._iterator = None
+
+    def stateful(self):
+        """The loader, if it saves its own place in the data, or None."""
+        return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
+
+
+def refuse_indices_without_batches(accelerator, loader):
+    """Raises Refused where Accelerate would shard the batch sampler of a loader that has none."""
+    if accelerator.num_processes == 1 or type(loader) is not DataLoader or accelerator.dispatch_batches:
+        return
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        raise Refused(
+            "a loader has batch_size=None and a data set with indices, which Accelerate does not share out: give it a "
+            "batch size or a batch_sampler, or make the data set an IterableDataset"
+        )
+
+
+class Announced:
+    """A prepared loader that tells when it begins an epoch, for which Accelerate may make a collective."""
+
+    def __iter__(self):
+        rank_sync.begins("epoch")
+        return super().__iter__()
+
+    def __reduce__(self):  # Accelerate's names its own class
+        return type(self), *super().__reduce__()[1:]
+
+
+class AnnouncedShard(Announced, DataLoaderShard):
+    pass
+
+
+class AnnouncedDispatcher(Announced, DataLoaderDispatcher):
+    pass
+
+
+ANNOUNCED = {DataLoaderShard: AnnouncedShard, DataLoaderDispatcher: AnnouncedDispatcher}
+
+
+def no_epoch():
+    """In a copy of a loader, or one from a pickle, which no Accelerator watches."""
+
+
+class Watched(DataLoader):
+    def __getstate__(self):
+        return self.__dict__ | {"epoch": no_epoch}
+
+    def __iter__(self):
+        epoch, generator = self.epoch(), sampler_generator(self)
+        if epoch is None:  # its Accelerator is gone
+            return super().__iter__()
+        again, epoch.again, later = epoch.again, None, torch.get_rng_state()
+        if again is not None:
+            set_generators(generator, again)
+        workers = self.persistent(epoch, again)
+        epoch.began = generators(generator) | ({"workers": workers} if workers is not None else {})
+        iterator = super().__iter__()
+        if again is not None:
+            if hasattr(iterator, "_sampler_iter"):  # the sampler draws the order with its first batch
+                batches = iterator._sampler_iter
+                first = list(itertools.islice(batches, 1))
+                iterator._sampler_iter = itertools.chain(first, batches)
+            torch.set_rng_state(later)
+        return iterator
+
+    def persistent(self, epoch, again):
+        """The state from which this epoch's workers drew their seed earlier, or None if they are to draw it now."""
+        goes_on = self is epoch.first if again is None else "workers" in again
+        return epoch.workers if self.persistent_workers and (goes_on or self._iterator is not None) else None
+
+    def _get_iterator(self):
+        """Starts the workers."""
+        epoch, own = self.epoch(), self.generator
+        if epoch is None:
+            return super()._get_iterator()
+        if self.persistent_workers and "workers" in epoch.began:
+            self.generator = torch.Generator()
+            self.generator.set_state(epoch.workers)
+        elif self.persistent_workers and self is epoch.first:
+            epoch.workers = torch.get_rng_state() if own is None else own.get_state()
+        try:
+            return super()._get_iterator()
+        except OSError as error:  # of a semaphore
+            if error.errno == errno.ENOSPC:
+                raise OutOfSharedMemory from None
+            raise
+        finally:
+            self.generator = own
+
+
+def sampler_generator(loader):
+    """The generator of a loader's sampler, or None if it uses torch's global one."""
+    seen, sampler = 0, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None and seen < 8:  # samplers wrap samplers: Accelerate's shards, skipped batches
+        if isinstance(getattr(sampler, "generator", None), torch.Generator):
+            return sampler.generator
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler, seen = getattr(sampler, "sampler", None) if inner is None else inner, seen + 1
+    return None
+
+
+def generators(of_sampler):
+    return {"torch": torch.get_rng_state()} | ({"own": of_sampler.get_state()} if of_sampler is not None else {})
+
+
+def set_generators(of_sampler, states):
+    torch.set_rng_state(states["torch"])
+    if of_sampler is not None and "own" in states:
+        of_sampler.set_state(states["own"])
+
+
+def state_dict(epochs, between_batches):
+    """({name: tensor} of this process, JSON values of each loader: whether it is in the middle of an epoch, and the
+    number of the epoch)."""
+    parts, states = {}, []
+    for i, epoch in enumerate(epochs):
+        running, generator = epoch.running(between_batches), epoch.generator()
+        states.append({"running": running and epoch.began is not None, "epoch": epoch.number(running)})
+        parts |= {f"loader/{i}/workers": epoch.workers} if epoch.workers is not None else {}
+        parts |= {f"loader/{i}/now": generator.get_state()} if generator is not None else {}
+        if states[i]["running"]:
+            states[i]["same_workers"] = "workers" in epoch.began
+            parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()}
+        if (loader := epoch.stateful()) is not None:  # differs from process to process; a loader may have no length
+            text = json.dumps(pack(loader.state_dict(), parts, f"loader/{i}/stateful."))
+            parts[f"loader/{i}/stateful"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return parts, states
+
+
+def load_state_dict(epochs, parts, states):
+    """Loads what `collect` returned. In format 3 a state is only whether the loader was in the middle of an epoch."""
+    for i, (epoch, state) in enumerate(zip(epochs, states, strict=False)):
+        state, generator = state if isinstance(state, dict) else {"running": state}, epoch.generator()
+        if "epoch" in state:
+            epoch.loaders[0].set_epoch(state["epoch"])
+        if generator is not None and f"loader/{i}/now" in parts:
+            generator.set_state(parts[f"loader/{i}/now"])
+        epoch.forget_workers()
+        epoch.workers = parts[f"loader/{i}/workers"].clone() if f"loader/{i}/workers" in parts else None
+        if state["running"]:
+            names = ["torch", "own", *(["workers"] if state.get("same_workers") else [])]
+            names = [name for name in names if f"loader/{i}/{name}" in parts]
+            epoch.again = {name: parts[f"loader/{i}/{name}"].clone() for name in names}
+        if (loader := epoch.stateful()) is not None and f"loader/{i}/stateful" in parts:
+            text = bytes(parts[f"loader/{i}/stateful"].tolist()).decode()
+            loader.load_state_dict(unpack(json.loads(text), parts))
