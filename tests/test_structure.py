@@ -66,8 +66,11 @@ ROOMS = """patches errors disk tensors config launch loading models checkpoint s
 
 
 def imports(file):
-    """The dotted names that a file imports of faithful, also inside functions."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    """The dotted names that a file imports of faithful, also inside functions. Not those for annotations alone."""
+    tree = ast.parse(file.read_text())
+    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    annotations = {id(node) for block in typing for node in ast.walk(block)}
+    for node in [node for node in ast.walk(tree) if id(node) not in annotations]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "faithful":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
