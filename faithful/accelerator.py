@@ -77,7 +77,10 @@ class Accelerator(accelerate.Accelerator):
         self.looked = False  # at all that is prepared, see `begin`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
-        self.backward_passes, self.computed = 0, (0, 0)  # computed: forward and backward passes at the last micro-batch
+        self.forward_passes = self.backward_passes = (
+            0  # forward: where strategies exchange in passes, and with gradients
+        )
+        self.computed = 0, 0  # both at the last micro-batch
         self.resumed = self.stopping = self.closed = False
         self.saving = None  # the checkpoint.Save that may still be going on
         self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
@@ -137,8 +140,8 @@ class Accelerator(accelerate.Accelerator):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
                 self.models.append(PreparedModel(module, *converted.get(at, ())))
                 whole_weights.saved_whole(self, module)
-                if at in converted and self.num_processes > 1:
-                    module.register_forward_pre_hook(rank_sync.passes, prepend=True)
+                if at in converted and self.strategy.exchanges_in_passes:
+                    module.register_forward_pre_hook(self.count_pass, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -251,7 +254,7 @@ class Accelerator(accelerate.Accelerator):
         self.stop_if_agreed()
         with super().accumulate(*models), self.communication.counted(self):
             yield
-        before, self.computed = self.computed, (rank_sync.passes_begun(), self.backward_passes)
+        before, self.computed = self.computed, (self.forward_passes, self.backward_passes)
         # Only a process that has computed nothing since the last micro-batch asks the others.
         if self.strategy.exchanges_in_passes and before == self.computed and not rank_sync.all_skip():
             raise SkippedAlone(
@@ -259,6 +262,10 @@ class Accelerator(accelerate.Accelerator):
                 f"{self.plan.strategy} all of them exchange weights or gradients in each pass: compute it and multiply "
                 "its loss by 0, or use a ddp config"
             )
+
+    def count_pass(self, *_):
+        """A hook of each prepared model that trains, before its forward pass."""
+        self.forward_passes += torch.is_grad_enabled()
 
     def backward(self, loss, **kwargs):
         self.begin()
@@ -331,18 +338,6 @@ class Accelerator(accelerate.Accelerator):
             samples, hashes = self.first_batch.result(self.plan)
             self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
         return self.record.seen["samples_per_step"]
-
-    def gather(self, tensor):
-        rank_sync.begins("gather")
-        return super().gather(tensor)
-
-    def reduce(self, *args, **kwargs):
-        rank_sync.begins("reduce")
-        return super().reduce(*args, **kwargs)
-
-    def wait_for_everyone(self):
-        rank_sync.begins("wait")
-        super().wait_for_everyone()
 
     def gather_for_metrics(self, input_data, use_gather_object=False):
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""

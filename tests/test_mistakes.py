@@ -129,8 +129,10 @@ def test_the_main_process_alone_cannot_have_what_is_sharded(tmp_path, call, does
             call(run)
 
     argv = ["--output_dir", str(tmp_path / "run")]
-    ranks = Ranks("fsdp_fp32", argv, script=partial(loop, saved=alone), before=impatient)
+    env = {"COLLECTIVE_TIMEOUT": "10"}
+    ranks = Ranks("fsdp_fp32", argv, script=partial(loop, saved=alone), before=impatient, env=env)
     assert 2 in ranks.wait()
+    assert "waiting for rank 1 to call" in ranks.text()
     assert f"refused: the main process alone {does}, but each process holds a part" in ranks.text()
 
 

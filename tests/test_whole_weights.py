@@ -149,8 +149,10 @@ if accelerator.is_main_process:
 step(model, optimizer, tokens)
 """
     (tmp_path / "mine.py").write_text(START + alone)
-    ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=tmp_path / "mine.py", before=before)
+    argv, env = ["--output_dir", str(tmp_path / "run")], {"COLLECTIVE_TIMEOUT": "10"}
+    ranks = Ranks("fsdp_bf16", argv, script=tmp_path / "mine.py", before=before, env=env)
     assert ranks.wait()[0] == 2, "the other sees that it is gone"
+    assert "waiting for rank 1 to call get_state_dict" in ranks.text()
     assert "refused: the main process alone asks for the weights" in ranks.text()
     assert not (tmp_path / "run" / "saved").exists()
 

@@ -330,36 +330,45 @@ def wait_for_all(what, value=None):
 
     if not several():
         return [value]
+    rank, world, end = dist.get_rank(), dist.get_world_size(), time.monotonic() + LONGEST
     call = f"here/{what}/{next(calls(f'here/{what}'))}"
-    store().set(f"{call}/{dist.get_rank()}", json.dumps(value))
-    keys, end = [f"{call}/{rank}" for rank in range(dist.get_world_size())], time.monotonic() + LONGEST
-    while not store().check(keys):
+    store().set(f"{call}/{rank}", json.dumps(value))
+    if store().add(f"{call}/come", 1) == world:  # the last one collects the values, so that each reads one key
+        values = [json.loads(store().get(f"{call}/{other}")) for other in range(world)]
+        store().set(f"{call}/all", json.dumps(values))
+    until(lambda: store().check([f"{call}/all"]), end, lambda: ended_without(f"{call}/{{}}"))
+    if not store().check([f"{call}/all"]):
         if time.monotonic() > end:
-            raise Alone(f"rank {dist.get_rank()}: the other processes did not come in {LONGEST} s to {what}")
-        late = [rank for rank, key in enumerate(keys) if not store().check([key])]
-        if any(map(gone, late)) and not store().check(keys):
-            raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
-        time.sleep(0.02)
-    values = [json.loads(store().get(key)) for key in keys]
-    read_by_all(call, end)
+            raise Alone(f"rank {rank}: the other processes did not come in {LONGEST} s to {what}")
+        raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
+    values = json.loads(store().get(f"{call}/all"))
+    with contextlib.suppress(dist.DistError):  # the main process has ended
+        store().set(f"{call}/{rank}/read", "")
+        store().add(f"{call}/read", 1)
+    if rank == 0:  # it serves the store, which ends with it, and the others may not have read yet
+        count = lambda: store().add(f"{call}/read", 0)  # noqa: E731
+        until(lambda: count() >= world, end, lambda: count() + ended_without(f"{call}/{{}}/read") >= world)
     return values
 
 
-def read_by_all(call, end):
-    """The main process serves the store. It waits here until the others have read what they came for: the script may
-    end next, and the store with it."""
+def until(done, end, gives_up):
+    """Waits until `done`, or until the time `end`, or `gives_up`, which is asked once in a second."""
+    asked = time.monotonic()
+    while not done() and time.monotonic() < end:
+        if time.monotonic() > asked + 1:
+            asked = time.monotonic()
+            if gives_up():
+                return
+        time.sleep(0.01)
+
+
+def ended_without(key):
+    """How many processes of this machine have ended without setting `key`, in which {} is their rank."""
     import torch.distributed as dist
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if rank:
-        with contextlib.suppress(dist.DistError):
-            store().set(f"{call}/{rank}/read", "")
-        return
-    late = range(1, world)
-    while late := [other for other in late if not store().check([f"{call}/{other}/read"]) and not gone(other)]:
-        if time.monotonic() > end:
-            return
-        time.sleep(0.005)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    return sum(not store().check([key.format(rank)]) and gone(rank) for rank in range(first, first + here))
 
 
 def where_pids_count():

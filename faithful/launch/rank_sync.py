@@ -1,11 +1,9 @@
-"""Where the processes of a run are: whether all of them make a call that a script may also make on one process.
+"""Whether all processes make a call that a script may also make on one process.
 
 No collective is allowed before all processes are known to make the call, because the others may be in another
-collective. So each process tells the store where it is: how many training forward passes, epochs or collectives of the
-script it has begun, the call in which it waits, or that it has ended.
+collective. So each process tells the store in which call it waits, or that it has ended. Nothing is told in a step.
 """
 
-import collections
 import contextlib
 import time
 
@@ -14,45 +12,24 @@ from faithful.launch import launcher
 
 COMES = 10  # seconds that the main process waits for others of which nothing is known, see `all_ranks_called`
 SKIPS = 60  # seconds that a process waits for others to skip a micro-batch, too
-# begun: how many forward passes, epochs and collectives of the script this process has begun. Only the main process
-# fills the other two. judged: the calls that it has answered; impatient: kinds of calls to which others did not come.
-here = {"begun": collections.Counter(), "judged": set(), "impatient": set()}
+judged: set[str] = set()  # the calls that the main process has answered
+impatient: set[str] = set()  # kinds of calls to which others did not come
 
 
-def tell(where):
-    """Tells the main process, without waiting for an answer, where this process is."""
+def tell(where: str) -> None:
+    """Tells the main process, without waiting for an answer, the call in which this process is, or `ended`."""
     import torch.distributed as dist
 
     if launcher.several() and dist.get_rank():
         with contextlib.suppress(dist.DistError):  # the main process has ended
-            launcher.store().set(f"at/{dist.get_rank()}", str(where))
+            launcher.store().set(f"at/{dist.get_rank()}", where)
 
 
-def passes(*_):
-    """A hook of each prepared model that trains, before its forward pass."""
-    import torch
-
-    if torch.is_grad_enabled():
-        begins("forward")
-
-
-def passes_begun():
-    """How many training forward passes of prepared models this process has begun."""
-    return here["begun"]["forward"]
-
-
-def begins(kind):
-    """Tells where this process is: it begins a `kind` of thing that all processes do."""
-    here["begun"][kind] += 1
-    tell(f"{kind}:{here['begun'][kind]}")
-
-
-def all_ranks_called(what, needed=False):
+def all_ranks_called(what: str, needed: bool = False) -> bool:
     """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
-    main process waits until each is there, or one has gone on without it: has begun a later forward pass, epoch,
-    collective or call, or has ended. Where neither shows it waits COMES seconds (1 second when that was in vain
-    before), and a process that comes later gets False. needed: the main process cannot go on alone, so it waits for a
-    slow process as long as for a collective."""
+    main process waits COMES seconds for them (1 second when that was in vain before), or until one has ended or waits
+    in another call; a process that comes later gets False. needed: the main process cannot go on alone, so it waits for
+    a slow process nearly as long as for a collective, and says which one is missing."""
     import torch.distributed as dist
 
     if not launcher.several():
@@ -61,14 +38,14 @@ def all_ranks_called(what, needed=False):
     if dist.get_rank():
         tell(call)
     else:
-        here["judged"].add(call)
+        judged.add(call)
         store.set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
     while not store.check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
         time.sleep(0.005)
     return store.get(f"{call}/verdict") == b"all"
 
 
-def all_skip():
+def all_skip() -> bool:
     """Whether every process skips the micro-batch that this one skips. No collective, as the others may be in one: each
     waits SKIPS seconds for the others."""
     import torch.distributed as dist
@@ -81,34 +58,26 @@ def all_skip():
     return come >= dist.get_world_size()
 
 
-def others_come(call, what, needed):
+def others_come(call: str, what: str, needed: bool) -> bool:
+    """Whether all other processes come to the call of this one, the main process."""
     import torch.distributed as dist
 
     store, began, said, kind = launcher.store(), time.monotonic(), False, what.split("/")[0]
-    longest = 1 if kind in here["impatient"] else COMES
-    if needed:
-        longest = timeout_seconds()
+    keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
+    # where a collective times out, every process fails, and nobody knows why: this one gives up before
+    longest = 0.9 * timeout_seconds() if needed else 1 if kind in impatient else COMES
     while True:
-        keys = {rank: f"at/{rank}" for rank in range(1, dist.get_world_size())}
-        at = {rank: store.get(key).decode() if store.check([key]) else "forward:0" for rank, key in keys.items()}
+        at = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
         if all(where == call for where in at.values()):
             return True
-        if any(elsewhere(where, call) for where in at.values()):
+        if any(where and where != call and where not in judged for where in at.values()):  # ended, or in another call
             return False
         waited = time.monotonic() - began
         if waited > longest:
-            here["impatient"].add(kind)
+            impatient.add(kind)
             return False
         if needed and waited > COMES and not said:
             late = ", ".join(str(rank) for rank, where in at.items() if where != call)
             print(f"waiting for rank {late} to call {kind}", flush=True)
             said = True
         time.sleep(0.01)
-
-
-def elsewhere(where, call):
-    """Whether a process that is at `where` has passed the main process's `call` without making it."""
-    kind, _, number = where.partition(":")
-    if number:
-        return int(number) > here["begun"][kind]
-    return where == "ended" or where not in (call, *here["judged"])

@@ -13,11 +13,9 @@ import json
 import weakref
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from faithful.errors import OutOfSharedMemory, Refused
-from faithful.launch import rank_sync
 from faithful.tensors.serialization import pack, unpack
 
 
@@ -32,8 +30,6 @@ class Epoch:
     def watch(self, prepared):
         """Watches `prepared`, Accelerate's loader around torch's, and returns it."""
         inside = getattr(prepared, "base_dataloader", None)
-        if kind := ANNOUNCED.get(type(prepared)):
-            object.__dict__["__class__"].__set__(prepared, kind)  # Accelerate's loaders answer .__class__ with another
         self.loaders = [*self.loaders[:1], prepared]  # the first and the newest: a script may make one per epoch
         if type(inside) is DataLoader:
             inside.__class__, inside.epoch = Watched, weakref.ref(self)  # a cycle would keep its workers alive
@@ -81,28 +77,6 @@ def refuse_indices_without_batches(accelerator, loader):
             "a loader has batch_size=None and a data set with indices, which Accelerate does not share out: give it a "
             "batch size or a batch_sampler, or make the data set an IterableDataset"
         )
-
-
-class Announced:
-    """A prepared loader that tells when it begins an epoch, for which Accelerate may make a collective."""
-
-    def __iter__(self):
-        rank_sync.begins("epoch")
-        return super().__iter__()
-
-    def __reduce__(self):  # Accelerate's names its own class
-        return type(self), *super().__reduce__()[1:]
-
-
-class AnnouncedShard(Announced, DataLoaderShard):
-    pass
-
-
-class AnnouncedDispatcher(Announced, DataLoaderDispatcher):
-    pass
-
-
-ANNOUNCED = {DataLoaderShard: AnnouncedShard, DataLoaderDispatcher: AnnouncedDispatcher}
 
 
 def no_epoch():
