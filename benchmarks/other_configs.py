@@ -32,7 +32,8 @@ import yaml
 from provenance import ROOT, save
 
 sys.path.insert(0, str(ROOT))
-from faithful.config import config_file, machine  # noqa: E402
+from faithful.config import config_file
+from faithful.launch import machine  # noqa: E402
 from tools import check  # noqa: E402
 
 MINE = {"single": "single_fp32", "ddp": "ddp_fp32", "fsdp": "fsdp_fp32", "zero1": "zero1_bf16", "zero2": "zero2_bf16",
@@ -102,11 +103,11 @@ def in_fp32(path, folder):
 
 def own(wanted, folder):
     """Our own config of the same meaning, in fp32, written to `folder`, and its name."""
-    name = MINE[wanted["strategy"]]
+    name = MINE[wanted.strategy]
     mapping = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yml").read_text())
     changed = {"mixed_precision": "no"} | ({} if mapping["distributed_type"] == "NO" else {"num_processes": 2})
-    if wanted["clip"]:
-        changed["deepspeed_config"] = mapping["deepspeed_config"] | {"gradient_clipping": wanted["clip"]}
+    if wanted.deepspeed.clip:
+        changed["deepspeed_config"] = mapping["deepspeed_config"] | {"gradient_clipping": wanted.deepspeed.clip}
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.dump(mapping | changed))
     return folder / "config.yaml", f"{name}.yml"
@@ -152,8 +153,8 @@ def launches(chosen, checkouts, folder):
     if checkouts:
         scripts["clm"] = (*others.command("clm", checkouts), OF_CLM.split())
     for number, (name, (config, wanted)) in enumerate(chosen.items()):
-        steps = str(wanted["deepspeed"]["steps"] or accumulation(config))
-        key = f"{wanted['strategy']}-{steps}-{wanted['clip']}"
+        steps = str(wanted.deepspeed.steps or accumulation(config))
+        key = f"{wanted.strategy}-{steps}-{wanted.deepspeed.clip}"
         twin, called = own(wanted, folder / key)
         rows[name] = {}
         for script, (path, words) in scripts.items():
@@ -183,8 +184,8 @@ def flat(losses):
 def kind(mapping, wanted):
     """What a file's launch shows: files of one kind differ in less."""
     in_json = "deepspeed_config_file" in (mapping.get("deepspeed_config") or {})
-    fsdp = wanted["fsdp"]["version"], wanted["wrap"]
-    return mapping["distributed_type"], wanted["strategy"], fsdp, wanted["offload"], wanted["clip"], in_json
+    fsdp = wanted.fsdp.version, wanted.fsdp.wrap_policy
+    return mapping["distributed_type"], wanted.strategy, fsdp, wanted.offload, wanted.deepspeed.clip, in_json
 
 
 def main():
@@ -200,7 +201,7 @@ def main():
         folder = Path(folder)
         for number, (name, path) in enumerate(collected(folder, args.clones).items()):
             table[name], wanted = judged(path, here)
-            if table[name]["verdict"] == "refused" or wanted["precision"] == "fp8" or wanted["layers"]:
+            if table[name]["verdict"] == "refused" or wanted.precision == "fp8" or wanted.fsdp.wrap_classes:
                 continue  # layers: classes of a model that is not the scripts'
             config = in_fp32(path, folder / f"file{number}")
             row, wanted = judged(config, here)

@@ -43,13 +43,13 @@ def take_its_place():
 
     from faithful import patches, plan
     from faithful.accelerator import Accelerator
-    from faithful.config import config
+    from faithful.config import settings
     from faithful.scripts import trainer
 
     trainer.allow_bf16()  # again, if a run of this process has ended
 
-    if config.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
-        patches.set_environment(config.ONCE, "0")
+    if settings.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
+        patches.set_environment(settings.ONCE, "0")
     plan.resolve()  # before the script asks torch or transformers for the device
     Accelerator.async_save = False  # the script may read what it has just saved
     original = accelerate.accelerator.Accelerator

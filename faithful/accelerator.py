@@ -17,14 +17,14 @@ from torch import nn
 from faithful import arguments, backends, ending, patches, strategies
 from faithful.backends import cpu_matmul
 from faithful.checkpoint import checkpoints
-from faithful.config import config
-from faithful.config.machine import Memory
+from faithful.config import settings
 from faithful.errors import Refused, SkippedAlone
 from faithful.evidence.batch import FirstBatch
 from faithful.evidence.communication import OneStep
 from faithful.evidence.evidence import notes, refuse_what_would_not_train
 from faithful.evidence.record import Record, described, now, of_arguments
 from faithful.launch import launcher, process, rank_sync
+from faithful.launch.machine import Memory
 from faithful.models import dtypes
 from faithful.plan import describe
 from faithful.saving import saving, whole_weights
@@ -107,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
     def project_folder(self, merged):
         """Returns (project folder, folder of the record)."""
         named, folder, recorded = arguments.project(self.plan, merged, Accelerator.current)
-        self.named_folder = bool(named or config.default_project_dir())
+        self.named_folder = bool(named or settings.default_project_dir())
         self.default_folder = None if named else str(Path(folder).absolute())
         return folder, recorded
 

@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 
 from faithful import backends, strategies
-from faithful.config import config
+from faithful.config import settings
 from faithful.errors import Refused
 from faithful.evidence.record import default_folder
 from faithful.plan import resolve, says_precision, timeout
@@ -62,7 +62,7 @@ def resolved(script, before):
 def notes(plan, script):
     """Yields the plan's notes, and one for each of the script's arguments that gives way to the config."""
     yield from plan.notes
-    for _, both, _ in contradictions(plan, script) if config.config_wins() else ():
+    for _, both, _ in contradictions(plan, script) if settings.config_wins() else ():
         yield f"{both}: the config wins"
     if is_default(plan, script):
         yield f"the script passes mixed_precision='no', Accelerate's default: the config's {plan.precision} applies"
@@ -93,7 +93,7 @@ def merged(plan, script):
     refuse_missing_trackers(script.get("log_with"))
     given_by_script, script = script, dict(script)
     contradicting = list(contradictions(plan, script))
-    if contradicting and not config.config_wins():
+    if contradicting and not settings.config_wins():
         raise Refused("\n".join(f"{both}: {cure}, or launch with --config_wins" for _, both, cure in contradicting))
     for name, _, _ in contradicting:
         if name == "kwargs_handlers":
@@ -144,7 +144,7 @@ def project(plan, merged, before):
         earlier, before = [before.record, *earlier], before.before
     configuration = merged.get("project_config")
     named = (configuration and configuration.project_dir) or merged.get("project_dir")
-    folder = named or config.default_project_dir()
+    folder = named or settings.default_project_dir()
     other = f"run_{len(earlier) + 1}"
     if folder:
         taken = any(record.project == Path(folder).absolute() for record in earlier)
@@ -180,7 +180,7 @@ def contradictions(plan, script):
         if isinstance(handler, GradScalerKwargs) and plan.precision != "fp16":
             both = f"a gradient scaler (GradScalerKwargs) is for fp16, this run is {plan.precision}"
             yield "kwargs_handlers", both, "leave it out"
-    steps, launched = own_accumulation(script), config.exported_accumulation()
+    steps, launched = own_accumulation(script), settings.exported_accumulation()
     if None not in (steps, launched) and steps != launched:  # in Accelerate the environment wins without a message
         both = f"the script's gradient_accumulation_steps is {steps}, the launcher exports {launched}"
         yield "gradient_accumulation_steps", both, "say it in one place"

@@ -8,14 +8,17 @@ makes Accelerate run the same strategy on the CPU.
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from faithful import backends, patches, strategies
-from faithful.config import config_file, deepspeed_file, machine, rules
-from faithful.config.config import TAILS, of_script, read_env, timeout_seconds, to_env
+from faithful.config import config_file, deepspeed, fsdp, mesh, rules
+from faithful.config.settings import TAILS, Settings, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
-from faithful.launch import launcher
+from faithful.launch import launcher, machine
+from faithful.launch.machine import Machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,24 +33,26 @@ class Plan:
     backend: str | None = None
     level: str | None = None
     implementation: str = "torch"
-    fp8_options: dict = dataclasses.field(default_factory=dict)
-    skip: list = dataclasses.field(default_factory=list)  # patterns of the Linear layers that stay in high precision
+    fp8_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    skip: list[str] = dataclasses.field(
+        default_factory=list
+    )  # patterns of the Linear layers that stay in high precision
     compile: bool = False
     offload: bool = False
     ckpt: bool = False  # activation checkpointing: the backward pass computes each block's activations again
     noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
     replicas: int = 1  # hsdp: groups of processes that each hold the whole model
-    split: int = 1  # tp: processes that compute one batch together
+    tp_size: int = 1  # tp: processes that compute one batch together
     rehearsal: bool = False
     emulated: bool = False
-    wrap: str | None = None  # fsdp, hsdp: the policy that says which modules are gathered as a unit
-    least: int | None = None  # SIZE_BASED_WRAP: the parameters of a unit
-    layers: list = dataclasses.field(default_factory=list)  # TRANSFORMER_BASED_WRAP: classes of the units, if named
-    ignored: str | None = None  # fsdp, hsdp: the modules, as a regular expression, that are not sharded
+    wrap_policy: str | None = None  # fsdp, hsdp: says which modules are gathered as a unit
+    min_num_params: int | None = None  # SIZE_BASED_WRAP: the parameters of a unit
+    wrap_classes: list[str] = dataclasses.field(default_factory=list)  # TRANSFORMER_BASED_WRAP: of units, if named
+    ignored_modules: str | None = None  # fsdp, hsdp: those that are not sharded, as a regular expression
     clip: float | None = None  # zero: the norm to which the config clips gradients
     ram_efficient: bool = False  # fsdp, hsdp, zero3: only process 0 builds models with their weights
-    synced: bool = False  # all processes start with the weights of process 0, whatever they have built
-    notes: list = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
+    sync_module_states: bool = False  # all processes start with the weights of process 0, whatever they have built
+    notes: list[str] = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
 
 
 # Fields of the config that options of `accelerate launch` must not change.
@@ -55,67 +60,98 @@ LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "
 OF_PRECISION = ("precision", "backend", "level", "skip")  # the launcher's option says them where the file does not
 
 
-def resolve(precision=None):
+def resolve(precision: str | None = None) -> Plan:
     """The Plan of this process. precision: the script's, where no launcher says one. Raises Refused with every reason
     at once."""
     return resolved(precision, os.getpid())  # a script may fork the processes that train, as debug_launcher does
 
 
 @functools.cache
-def resolved(precision, process):
+def resolved(precision: str | None, process: int) -> Plan:
     debugged = in_debug_launcher()
     launcher.take_part()
     launcher.take_part_in_mpi()
-    wanted = read_env(os.environ | of_script(precision))
+    settings = read_env(os.environ | of_script(precision))
     line, file = (None, None) if debugged else launch_line()
-    lines, notes = [], []
+    lines, notes, asks_for_cpu = [], [], settings.use_cpu
     if file is not None:
         lines, config = config_file.file_problems(file)
         config = config or {}
-        said = config.get("mixed_precision") is not None or wanted["deepspeed"]["precision"]
-        says = read_env(to_env({"num_processes": wanted["num_processes"]} | config)) if config else wanted
-        lines += [
-            f"{file.name} says {key} {says[key]}, the launch made it {wanted[key]}: launch it as it is"
-            for key in LAUNCHED_AS
-            if says[key] != wanted[key] and (key not in OF_PRECISION or said)
-        ]
+        if config:
+            lines += launched_otherwise(file, config, settings)
         notes += config_file.file_notes(config)
-        wanted["use_cpu"] |= config_file.asks_for_cpu(config)
-    if wanted["use_cpu"]:  # a rehearsal, asked for by name
+        asks_for_cpu |= config_file.asks_for_cpu(config)
+    if asks_for_cpu:  # a rehearsal, asked for by name
         patches.set_environment("CUDA_VISIBLE_DEVICES", "")
-        lines += one_alone(line, wanted)
-    on_cpu = debugged or wanted["use_cpu"]
+        lines += one_alone(line, settings)
+    on_cpu = debugged or asks_for_cpu
     here = machine.without_accelerator() if on_cpu else machine.of_torch()
-    if not (on_cpu or here["devices"]) and (why := machine.unseen()):
+    if not (on_cpu or here.devices) and (why := machine.unseen()):
         raise Refused(why)  # not a rehearsal: the machine has GPUs
-    lines += rules.problems(wanted, here)
+    lines += rules.problems(settings, here)
     if lines:
         raise Refused("\n".join(dict.fromkeys(lines)))
-    rehearsal = not here["devices"]
-    plan = Plan(
-        config=file.stem if file else None,
-        device=here["device"],
-        rehearsal=rehearsal,
-        implementation=backends.implementation(wanted["backend"], wanted["strategy"], rehearsal),
-        emulated=wanted["backend"] is not None and (here["capability"] or (0, 0)) < (8, 9),
-        notes=notes + rules.notes(wanted),
-        **{field.name: wanted[field.name] for field in dataclasses.fields(Plan) if field.name in wanted},
-    )
-    if rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
+    plan = made_of(settings, here, file.stem if file else None, notes + rules.notes(settings))
+    if plan.rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
-    follow(plan, wanted)
+    for name, value in accelerates_words(settings).items():
+        patches.set_environment(name, value)
     if plan.num_processes > 1:
         rendezvous(os.getpid())
-    if rehearsal and plan.strategy != "single":
+    if plan.rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan
 
 
-def one_alone(line, wanted):
+def made_of(settings: Settings, here: Machine, config: str | None, notes: list[str]) -> Plan:
+    """The Plan of settings that have no problem on the machine `here`."""
+    fsdp, rehearsal = settings.fsdp, not here.devices
+    return Plan(
+        config=config,
+        strategy=settings.strategy,
+        num_processes=settings.num_processes,
+        precision=settings.precision,
+        device=here.device,
+        backend=settings.backend,
+        level=settings.level,
+        implementation=backends.implementation(settings.backend, settings.strategy, rehearsal),
+        fp8_options=settings.fp8.options,
+        skip=settings.skip,
+        compile=settings.compile,
+        offload=settings.offload,
+        ckpt=settings.ckpt,
+        noreshard=settings.noreshard,
+        replicas=settings.mesh.dp_replicate,
+        tp_size=settings.mesh.tp,
+        rehearsal=rehearsal,
+        emulated=settings.backend is not None and not here.has_fp8,
+        wrap_policy=fsdp.wrap_policy,
+        min_num_params=fsdp.min_num_params,
+        wrap_classes=fsdp.wrap_classes,
+        ignored_modules=fsdp.ignored_modules,
+        clip=settings.deepspeed.clip,
+        ram_efficient=settings.ram_efficient,
+        sync_module_states=fsdp.sync_module_states,
+        notes=notes,
+    )
+
+
+def launched_otherwise(file: Path, config: dict[str, Any], settings: Settings) -> list[str]:
+    """Problems where an option of the launcher has changed what the file says."""
+    says = read_env(to_env({"num_processes": settings.num_processes} | config))
+    said = config.get("mixed_precision") is not None or settings.deepspeed.precision
+    return [
+        f"{file.name} says {key} {getattr(says, key)}, the launch made it {getattr(settings, key)}: launch it as it is"
+        for key in LAUNCHED_AS
+        if getattr(says, key) != getattr(settings, key) and (key not in OF_PRECISION or said)
+    ]
+
+
+def one_alone(line: list[str] | None, settings: Settings) -> list[str]:
     """A problem if `accelerate launch` was told to start several processes on the CPU: without mpirun it starts one."""
     words = line or []
     several = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--num_processes", "--num-processes")]
-    if wanted["strategy"] != "single" or not several or several[0] == "1":
+    if settings.strategy != "single" or not several or several[0] == "1":
         return []
     return [
         f"--cpu makes Accelerate run one process, not {several[0]}: leave it out, and pass --multi_gpu, which is "
@@ -123,37 +159,28 @@ def one_alone(line, wanted):
     ]
 
 
-def follow(plan, wanted):
-    """Sets the launcher's variables as Accelerate has to read them for this plan, where the config's words are those of
-    FSDP version 1, or of what is not done here (rules.notes)."""
-    values = {}
-    if wanted["fsdp"]["version"] and plan.strategy == "ddp":
+def accelerates_words(settings: Settings) -> dict[str, str | None]:
+    """{variable: value, None to remove it} as Accelerate has to read them for this plan, where the config's words are
+    those of FSDP version 1, or of what is not done here (rules.notes)."""
+    values: dict[str, str | None] = {}
+    if settings.sharded:
+        values |= fsdp.as_version_2(settings.fsdp, os.environ)
+    elif settings.fsdp.version:
         values["ACCELERATE_USE_FSDP"] = None
-    elif wanted["fsdp"]["version"]:
-        values = {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": str(not plan.noreshard).lower(),
-                  "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_BACKWARD_PREFETCH": None,
-                  "FSDP_IGNORED_MODULES": plan.ignored, "FSDP_MIN_NUM_PARAMS": str(plan.least),
-                  "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(plan.layers) or None}  # fmt: skip
-        values |= {name: None for name, value in os.environ.items() if name.startswith("FSDP_") and value == "none"}
-        if os.environ.get("FSDP_STATE_DICT_TYPE") in ("LOCAL_STATE_DICT", "None"):
-            values["FSDP_STATE_DICT_TYPE"] = None
-    if plan.strategy == "hsdp":
-        values["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        sizes = wanted["sizes"].items()
-        values |= {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes}
-    if wanted["deepspeed"]["as_ddp"]:
+    if settings.strategy == "hsdp":
+        values |= mesh.variables(settings.mesh)
+    if settings.deepspeed.replicates:
         values["ACCELERATE_USE_DEEPSPEED"] = None
-    if wanted["deepspeed"]["init"]:
+    if settings.deepspeed.init:
         values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
-    if wanted["deepspeed"]["steps"]:
-        values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted["deepspeed"]["steps"])
+    if settings.deepspeed.steps:
+        values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(settings.deepspeed.steps)
     elif os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == "auto":
         values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = None
-    for name, value in values.items():
-        patches.set_environment(name, value)
+    return values
 
 
-def in_debug_launcher():
+def in_debug_launcher() -> bool:
     """Whether Accelerate's debug_launcher forked this process, to run the script on CPUs. It makes the process group,
     and leaves out what other launchers export. Its own precision is no choice of the user's."""
     if "ACCELERATE_DEBUG_RDV_FILE" not in os.environ:
@@ -164,18 +191,18 @@ def in_debug_launcher():
 
 
 @functools.cache
-def rendezvous(process):
+def rendezvous(process: int) -> None:
     """Waits once for all processes of this run."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         patches.replace(f"torch.distributed.distributed_c10d:{name}", timeout())
     launcher.rendezvous(timeout())
 
 
-def timeout():
+def timeout() -> timedelta:
     return timedelta(seconds=timeout_seconds())
 
 
-def rehearse(plan):
+def rehearse(plan: Plan) -> None:
     """Makes Accelerate run `plan.strategy` on the CPU, with gloo.
 
     Without an accelerator PartialState._prepare_backend returns no backend, and each process would train alone as rank
@@ -193,18 +220,18 @@ def rehearse(plan):
     strategy.before_rehearsal()
 
 
-def without_cpu(starts):
+def without_cpu(starts: Callable[..., None]) -> Callable[..., None]:
     """PartialState's __init__, `starts`, without its argument `cpu`, with which it makes no process group of FSDP's and
     DeepSpeed's. A rehearsal is on the CPU anyway."""
 
-    def init(self, cpu=False, **kwargs):
+    def init(self: object, cpu: bool = False, **kwargs: Any) -> None:
         starts(self, **kwargs)
 
     return init
 
 
 @functools.cache
-def launch_line():
+def launch_line() -> tuple[list[str] | None, Path | None]:
     """(command line of the `accelerate launch` above this process, its config file), or (None, None)."""
     import psutil
 
@@ -223,7 +250,7 @@ def launch_line():
     return None, None
 
 
-def says_precision():
+def says_precision() -> bool:
     """Whether the config or an option of the launcher says the precision. torchrun and plain python do not, nor need a
     file; where nobody does, `accelerate launch` exports its default."""
     exported = os.environ.get("ACCELERATE_MIXED_PRECISION")
@@ -238,16 +265,14 @@ def says_precision():
 
 
 @functools.cache
-def file_says_precision(file):
+def file_says_precision(file: Path) -> bool:
     """Whether a config file, or the file of DeepSpeed's that it names, says the precision."""
     config = config_file.file_problems(file)[1] or {}
     of_deepspeed = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    return config.get("mixed_precision") is not None or bool(
-        of_deepspeed and deepspeed_file.requests(of_deepspeed)["precision"]
-    )
+    return config.get("mixed_precision") is not None or bool(of_deepspeed and deepspeed.of_file(of_deepspeed).precision)
 
 
-def describe(plan):
+def describe(plan: Plan) -> str:
     """The plan in one line: `ddp x2 | bf16`, then its other options."""
     parts = [f"{plan.strategy} x{plan.num_processes}" if plan.num_processes > 1 else plan.strategy]
     parts.append(" ".join(word for word in (plan.precision, plan.backend, plan.level) if word))

@@ -36,7 +36,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import plan  # noqa: E402
-from faithful.config import config as config_module  # noqa: E402
+from faithful.config import settings as config_module  # noqa: E402
 from faithful.launch import process  # noqa: E402
 from shared import diffusion, text  # noqa: E402
 from shared.args import parse  # noqa: E402

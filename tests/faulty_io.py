@@ -393,8 +393,8 @@ def main():
     import torch
     import torch._dynamo  # or each fork imports it
 
-    from faithful.config import machine
     from faithful.evidence import record
+    from faithful.launch import machine
 
     torch.set_num_threads(1)
     torch.ones(1, requires_grad=True).sum().backward()  # or forks cannot

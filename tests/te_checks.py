@@ -23,8 +23,9 @@ from amp8 import emulate
 from faithful import Refused
 from faithful.backends import transformer_engine as ours
 from faithful.config import rules
-from faithful.config.config import read_env as read
+from faithful.config.settings import read_env as read
 from faithful.evidence.evidence import converted as counted
+from faithful.launch.machine import Machine
 from shared import vision
 from tools.export import timm_name
 
@@ -68,10 +69,10 @@ def test_the_shipped_files_reach_their_recipes():
                  if key not in ("backend", "recipe")}  # fmt: skip
         if "format" in given:
             given["fp8_format"] = recipes.Format[given.pop("format")]
-        assert type(made).__name__ == NAMES[asked["level"]], path.name
+        assert type(made).__name__ == NAMES[asked.level], path.name
         known = {field.name for field in dataclasses.fields(made)}  # it takes unknown arguments and drops them
         assert given.keys() <= known and {key: getattr(made, key) for key in given} == given, path.name
-        seen.add(asked["level"])
+        seen.add(asked.level)
     assert seen == NAMES.keys()
 
 
@@ -96,8 +97,7 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
     made = ours.recipe(plan(f"backend: TE, recipe: {level}"))
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
         for cuda in ("12.8", "12.9", "13.2"):
-            machine = {"device": "cuda", "devices": 1, "name": "a card", "capability": capability, "cuda": cuda,
-                       "packages": ["transformer_engine"]}  # fmt: skip
+            machine = Machine("cuda", 1, "a card", capability, cuda, ["transformer_engine"])
             monkeypatch.setattr(quantization, "get_device_compute_capability", lambda now=capability: now)
             monkeypatch.setattr(torch.version, "cuda", cuda)
             for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):

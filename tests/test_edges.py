@@ -21,10 +21,10 @@ from test_plan import CPU, GPU
 
 from faithful import Refused, plan
 from faithful.backends import linear, transformer_engine
-from faithful.config import config_file, machine, rules
-from faithful.config.config import read_env, to_env
+from faithful.config import config_file, rules
+from faithful.config.settings import read_env, to_env
 from faithful.evidence import record
-from faithful.launch import launcher, process
+from faithful.launch import launcher, machine, process
 from shared import text, vision
 
 
@@ -69,12 +69,12 @@ def test_a_driver_s_gpus_are_read_without_torch(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = machine.of_driver()
-    assert (found["devices"], found["name"], found["capability"]) == (2, "NVIDIA H100 80GB HBM3", (9, 0))
-    assert found["cuda"] is None or found["cuda"][0].isdigit()
+    assert (found.devices, found.name, found.capability) == (2, "NVIDIA H100 80GB HBM3", (9, 0))
+    assert found.cuda is None or found.cuda[0].isdigit()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert machine.of_driver()["devices"] == 1
+    assert machine.of_driver().devices == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine.of_driver()["device"] == "cpu"
+    assert machine.of_driver().device == "cpu"
 
 
 def test_a_container_that_forbids_the_reset_of_the_peak_is_noted(monkeypatch, tmp_path):

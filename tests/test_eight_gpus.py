@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from faithful import __main__
 from faithful.checkpoint import checkpoints
-from faithful.config import machine
+from faithful.launch import machine
 from tools import check
 
 NVIDIA_SMI = """#!/bin/sh
@@ -255,15 +256,14 @@ def test_configs_that_compile_kernels_need_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    slim = {"device": "cuda", "devices": 8, "name": "H100", "capability": (9, 0), "packages": machine.PACKAGES}
-    slim |= {"cuda": "13.2", "lacks": machine.lacks()}
+    slim = machine.Machine("cuda", 8, "H100", (9, 0), "13.2", machine.PACKAGES, machine.lacks())
     for name in ("ddp_fp8_msamp_o2", "single_bf16_compile"):
         [said] = check.check(CONFIGS / f"{name}.yml", slim, {})[1]
         assert "a C compiler and Python's headers, and here is no C compiler and no Python.h: install gcc" in said
     assert check.check(CONFIGS / "ddp_bf16.yml", slim, {})[1] == []
     monkeypatch.setenv("CC", "/opt/bin/cc")
     (tmp_path / "Python.h").touch()
-    assert machine.lacks() == [] == check.check(CONFIGS / "ddp_fp8_msamp_o2.yml", slim | {"lacks": []}, {})[1]
+    assert machine.lacks() == [] == check.check(CONFIGS / "ddp_fp8_msamp_o2.yml", replace(slim, lacks=[]), {})[1]
 
 
 LATE = """

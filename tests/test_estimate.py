@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_what_is_offloaded_is_on_the_host(vit, seen, config):
 
 def test_zero_may_offload_the_optimizer_alone(vit, seen):
     settings = estimate.read_config(CONFIGS / "zero3_bf16_offload.yml", 2)
-    settings["deepspeed"] |= {"offloads_weights": False}
+    settings = replace(settings, deepspeed=replace(settings.deepspeed, param_device="none"))
     some = estimate.estimate(settings, *estimate.tracings_of(vit, [], settings, seen), cpu=False)
     assert some["weights"] == of(vit, seen, "zero3_bf16")["weights"] and some["optimizer"] == some["master"] == 0
 

@@ -24,7 +24,7 @@ from amp8.coded import CodesRead
 from faithful import Accelerator, Refused, backends, plan
 from faithful.backends import torchao, transformer_engine
 from faithful.config import config_file
-from faithful.config.config import read_env, to_env
+from faithful.config.settings import read_env, to_env
 from faithful.evidence.evidence import converted
 from faithful.models.blocks import compile_blocks
 from shared import images, vision

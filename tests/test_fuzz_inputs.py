@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from faithful import Refused
-from faithful.config import config, deepspeed_file, machine
+from faithful.config import deepspeed
+from faithful.config.settings import read_env
+from faithful.launch import machine
 from shared import args, sft, text
 from tools import check, find
 
@@ -75,9 +77,9 @@ def of_config(path):
 
 
 def of_deepspeed(path):
-    asked = deepspeed_file.requests(str(path))
-    clean([asked["problem"]] if asked["problem"] else [])
-    config.read_env({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)})
+    asked = deepspeed.of_file(str(path))
+    clean([asked.problem] if asked.problem else [])
+    read_env({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)})
 
 
 class Split(dict):

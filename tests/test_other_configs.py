@@ -22,7 +22,7 @@ from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 from faithful import __main__ as door
 from faithful import plan
 from faithful.config import config_file, rules
-from faithful.config.config import read_env, to_env
+from faithful.config.settings import read_env, to_env
 
 # The lines that `accelerate config` always writes.
 WIZARD = {
@@ -188,7 +188,7 @@ def test_the_strategies_of_fsdp1_are_those_of_fsdp2(sharding, local, expected):
     assert (found["strategy"], found["noreshard"], found["replicas"]) == expected
     assert rules.problems(found, GPU) == [] == rules.problems(found, CPU)
     newer = fsdp(fsdp_sharding_strategy=None, fsdp_reshard_after_forward="SHARD_GRAD_OP", fsdp_version=1)
-    assert read_env(to_env(newer))["noreshard"]
+    assert read_env(to_env(newer)).noreshard
 
 
 def test_the_number_of_processes_where_nobody_says_it():
@@ -348,7 +348,7 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
         made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
         assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert read_env(os.environ)["use_cpu"]
+    assert read_env(os.environ).use_cpu
     assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(
         ["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]  # fmt: skip
 
@@ -432,8 +432,8 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
                             optimizer={"type": "AdamW"}, gradient_accumulation_steps=4)  # fmt: skip
     problems, notes, wanted = checked(written(tmp_path, config))
     assert problems == [] and len(notes) == 1 and "DummyOptim" in notes[0]
-    assert [wanted[key] for key in ("strategy", "precision", "offload", "clip")] == ["zero3", "bf16", True, 0.5]
-    assert wanted["deepspeed"]["steps"] == 4
+    assert (wanted.strategy, wanted.precision, wanted.offload) == ("zero3", "bf16", True)
+    assert (wanted.deepspeed.clip, wanted.deepspeed.steps) == (0.5, 4)
     [problem] = checked(written(tmp_path, config | {"mixed_precision": "bf16"}))[0]
     assert "mixed_precision beside deepspeed_config_file, which Accelerate refuses" in problem
     lost = config | {"deepspeed_config": {"deepspeed_config_file": "lost.json"}}

@@ -16,7 +16,7 @@ from conftest import ROOT, train
 import faithful
 from faithful import Refused, patches
 from faithful import __main__ as door
-from faithful.config import machine
+from faithful.launch import machine
 
 PACKAGES = ("accelerate", "torch", "transformers", "deepspeed", "diffusers", "datasets", "torchao", "timm")
 

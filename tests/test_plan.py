@@ -4,25 +4,20 @@ import dataclasses
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import yaml
 from conftest import CONFIGS, ROOT, launched
 
 from faithful import Refused, arguments, plan
-from faithful.config import config_file, machine, rules, schema
-from faithful.config.config import read_env, to_env
+from faithful.config import config_file, rules, schema
+from faithful.config.settings import read_env, to_env
+from faithful.launch import machine
 
 FILES = sorted(CONFIGS.glob("*.yml"))
-GPU = {
-    "device": "cuda",
-    "devices": 8,
-    "name": "NVIDIA H200",
-    "capability": (9, 0),
-    "cuda": "13.2",
-    "packages": ["torchao", "transformer_engine", "deepspeed"],
-}
-CPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": []}
+GPU = machine.Machine("cuda", 8, "NVIDIA H200", (9, 0), "13.2", ["torchao", "transformer_engine", "deepspeed"])
+CPU = machine.Machine()
 DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
 FSDP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": FSDP}
@@ -85,7 +80,7 @@ def test_the_keys_are_those_of_the_installed_launcher():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_is_sound(path):
     assert config_file.file_problems(path)[0] == []
-    card = GPU | {"capability": (10, 0)} if "mxfp8" in path.stem else GPU
+    card = replace(GPU, capability=(10, 0)) if "mxfp8" in path.stem else GPU
     assert rules.problems(read_env(to_env(yaml.safe_load(path.read_text()))), card) == []
 
 
@@ -149,12 +144,12 @@ def test_check_is_quick_and_needs_no_torch():
     result = launched("./launch.sh", "check")
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.splitlines()) == len(FILES)
-    assert "fsdp_fp16.yml: not on this machine" in result.stdout or machine.of_driver()["devices"]
+    assert "fsdp_fp16.yml: not on this machine" in result.stdout or machine.of_driver().devices
     assert time.perf_counter() - start < 10
 
 
 def test_a_config_asked_for_by_name_must_run_here():
-    if machine.of_driver()["devices"]:
+    if machine.of_driver().devices:
         pytest.skip("this machine has a GPU: fsdp_fp16 runs here")
     result = launched("./launch.sh", "fsdp_fp16", "vit")
     assert result.returncode == 2 and "use fsdp_bf16" in result.stderr

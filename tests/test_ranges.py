@@ -5,8 +5,9 @@ import os
 import pytest
 from conftest import ROOT, launched
 
-from faithful.config import config, deepspeed_file, machine, schema
-from faithful.disk import settings
+from faithful.config import deepspeed, schema, settings
+from faithful.disk import documents
+from faithful.launch import machine
 from shared import args
 from tools import check, find
 
@@ -60,16 +61,16 @@ VARIABLES = [  # of the launcher, whoever has set them
 def test_a_variable_out_of_range_is_one_line(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": str("DEEPSPEED" in name).lower()}
-    with pytest.raises(config.Refused, match="write (a whole number|seconds)") as refused:
-        config.timeout_seconds()
-        config.read_env(os.environ | asked)
+    with pytest.raises(settings.Refused, match="write (a whole number|seconds)") as refused:
+        settings.timeout_seconds()
+        settings.read_env(os.environ | asked)
     assert len(str(refused.value)) < 200
 
 
 def test_digits_of_thousands_in_the_environment_are_no_traceback():
     for name in ("FSDP_VERSION", "ACCELERATE_FP8_MARGIN"):
         asked = {name: LONG, "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp8"}
-        assert config.read_env(asked | {"ACCELERATE_FP8_BACKEND": "TE"})
+        assert settings.read_env(asked | {"ACCELERATE_FP8_BACKEND": "TE"})
 
 
 SCALERS = [
@@ -189,8 +190,8 @@ def test_a_file_that_harms_is_one_line(tmp_path, name):
     content, said = HARMFUL[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(settings.Unreadable) as refused:
-        settings.read(path)
+    with pytest.raises(documents.Unreadable) as refused:
+        documents.read(path)
     line = str(refused.value)
     assert said in line and line.isprintable() and len(line) < 300
 
@@ -199,16 +200,16 @@ def test_a_file_that_harms_is_one_line(tmp_path, name):
 def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
     path = tmp_path / "mine.json"
     {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: path.symlink_to(os.devnull)}[kind](path)
-    with pytest.raises(settings.Unreadable, match="cannot be read: (it is not a regular file|Is a directory)"):
-        settings.read(path)
-    problem, _ = deepspeed_file.read(str(path))
+    with pytest.raises(documents.Unreadable, match="cannot be read: (it is not a regular file|Is a directory)"):
+        documents.read(path)
+    problem, _ = deepspeed.read(str(path))
     assert "mine.json cannot be read: " in problem and problem.isprintable()
 
 
 def test_a_symlink_of_the_user_s_and_a_shared_section_are_read(tmp_path):
     (tmp_path / "there.yml").write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\nc: [*a, *a]\n")
     (tmp_path / "mine.yml").symlink_to("there.yml")
-    assert settings.read(tmp_path / "mine.yml") == {"a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 1}]}
+    assert documents.read(tmp_path / "mine.yml") == {"a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 1}]}
     assert settings.of_yaml("a: >-\n  Block,\n  Layer\n") == {"a": "Block, Layer"}
 
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -10,7 +11,9 @@ from conftest import CONFIGS, ROOT, edited, recipe, train
 
 from benchmarks import tables as tables_script
 from faithful.config import config_file, rules
-from faithful.config.config import LEVELS, PRECISIONS, STRATEGIES, TAILS, read_env, to_env
+from faithful.config.fp8 import FP8, LEVELS
+from faithful.config.settings import PRECISIONS, STRATEGIES, TAILS, read_env, to_env
+from faithful.launch.machine import Machine
 from shared import args, models, vision
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +26,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.M | re.S)  # (language, t
 INLINE = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yml"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-NO_GPU = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": ["torchao", "deepspeed"]}
+NO_GPU = Machine(packages=["torchao", "deepspeed"])
 OWN = "train.py"  # a reader's own script, in examples
 WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
@@ -194,26 +197,18 @@ def test_every_config_has_its_row_and_it_says_what_the_rules_say():
         assert not lines
         found = read_env(to_env(mapping))
         assert cpu.startswith("refused: " if rules.problems(found, NO_GPU) else "ran"), name
-        assert ("emulated" in cpu) == (found["precision"] == "fp8" and cpu.startswith("ran")), name
+        assert ("emulated" in cpu) == (found.precision == "fp8" and cpu.startswith("ran")), name
 
 
 def gpus(capability):
-    packages = ["torchao", "deepspeed", "transformer_engine"]
-    return {
-        "device": "cuda",
-        "devices": 8,
-        "name": "GPU",
-        "capability": capability,
-        "packages": packages,
-        "cuda": "13.0",
-    }
+    return Machine("cuda", 8, "GPU", capability, "13.0", ["torchao", "deepspeed", "transformer_engine"])
 
 
 def of(strategy, precision, backend=None, level=None):
     """What a config of this strategy and precision asks for, even if there is no file for it."""
     file = next(name for name in NAMES if name.startswith(f"{strategy}_bf16"))
     found = read_env(to_env(config_file.file_problems(CONFIGS / f"{file}.yml")[1]))
-    return found | {"precision": precision, "backend": backend, "level": level}
+    return replace(found, precision=precision, fp8=FP8(backend, level))
 
 
 def test_the_table_of_strategies_and_precisions_says_what_the_rules_say():

@@ -12,13 +12,14 @@ import torch
 import yaml
 from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, train, weights
 
-from faithful.config import config as config_module
 from faithful.config import config_file, rules
+from faithful.config import settings as config_module
+from faithful.launch.machine import Machine
 from shared import models, text, vision
 from shared.args import Refused
 
 STEPS = ("--max_steps", 4, "--logging_steps", 1, "--save_steps", 0)
-HERE = {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": ["torchao", "deepspeed"]}
+HERE = Machine(packages=["torchao", "deepspeed"])
 ALL = [  # that this machine does not refuse
     path.stem
     for path in sorted(CONFIGS.glob("*.yml"))

@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 
 import accelerate.utils
 import pytest
@@ -124,10 +125,10 @@ RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process
 ]  # fmt: skip
 
 ANYWHERE, H200 = None, GPU
-T4 = H200 | {"name": "Tesla T4", "capability": (7, 5)}
-A100 = H200 | {"name": "NVIDIA A100", "capability": (8, 0)}
-RTX5090 = H200 | {"name": "NVIDIA RTX 5090", "capability": (12, 0)}
-BARE = H200 | {"packages": []}
+T4 = replace(H200, name="Tesla T4", capability=(7, 5))
+A100 = replace(H200, name="NVIDIA A100", capability=(8, 0))
+RTX5090 = replace(H200, name="NVIDIA RTX 5090", capability=(12, 0))
+BARE = replace(H200, packages=[])
 WIZARDS = {"wizard_ddp": DDP, "wizard_fsdp1": fsdp(), "wizard_fsdp2": fsdp(FSDP2), "wizard_zero3": zero()}
 CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or another name; on what machine; the line)
     # what is no config
@@ -172,7 +173,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("ddp_bf16", {"mixed_precision": "bf61"}, ANYWHERE, "mixed_precision bf61 is not one of"),
     ("ddp_bf16", {}, T4, "Tesla T4 has 7.5: use an fp16 config"),
     ("fsdp_fp16", {}, CPU, "use fsdp_bf16"),
-    ("zero2_fp16", {}, CPU | {"packages": ["deepspeed"]}, "use zero2_bf16"),
+    ("zero2_fp16", {}, replace(CPU, packages=["deepspeed"]), "use zero2_bf16"),
     # FSDP
     ("fsdp_bf16", {"fsdp_config": {"fsdp_version": 3}}, ANYWHERE, "fsdp_version 3 is not 1 or 2"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, ANYWHERE, "fsdp_reshard_after_forward SHARD_GRAD_OP is a strategy of FSDP version 1"),
@@ -208,13 +209,13 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("single_fp8_te_mxfp8", {}, H200, "mxfp8 needs compute capability 10.0 to 11.x, NVIDIA H200 has 9.0"),
     ("single_fp8_te_mxfp8", {}, RTX5090, "mxfp8 needs compute capability 10.0 to 11.x, NVIDIA RTX 5090 has 12.0"),
     ("single_fp8_te_mxfp8", {}, CPU, "mxfp8 needs compute capability 10.0 to 11.x, its kernels don't rehearse on a CPU"),
-    ("single_fp8_te_block", {}, H200 | {"cuda": "12.8"}, "te block needs CUDA 12.9, torch was built for 12.8: use single_fp8_te"),
+    ("single_fp8_te_block", {}, replace(H200, cuda="12.8"), "te block needs CUDA 12.9, torch was built for 12.8: use single_fp8_te"),
     ("single_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
     ("ddp_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use ddp_bf16"),
     ("fsdp_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use fsdp_bf16"),
     ("single_fp8", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
     ("fsdp_fp8", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use fsdp_bf16"),
-    ("single_fp8_te", {}, H200 | {"packages": ["torchao"]}, "TransformerEngine is not installed: ./launch.sh setup --extra te"),
+    ("single_fp8_te", {}, replace(H200, packages=["torchao"]), "TransformerEngine is not installed: ./launch.sh setup --extra te"),
     ("single_fp8", {}, BARE, "torchao is not installed: pip install torchao"),
     ("fsdp_fp8", {"fp8_config": {"recipe": "rowwise"}}, ANYWHERE, "torchao gathers in FP8 with tensorwise scales only, not rowwise"),
     ("single_fp8", {"fp8_config": {"skip": ["head", "blocks.0.*"]}}, ANYWHERE, "write names or patterns in one string"),

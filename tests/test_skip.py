@@ -9,7 +9,7 @@ from torch import nn
 from faithful import Refused
 from faithful.backends.linear import asked_to_skip, left_alone, refuse_unknown
 from faithful.config import config_file
-from faithful.config.config import read_env, to_env
+from faithful.config.settings import read_env, to_env
 
 STEPS = ("--max_steps", 2, "--logging_steps", 1, "--save_steps", 0)
 BLOCK = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
@@ -36,14 +36,14 @@ class Model(nn.Module):
 def test_the_launcher_hands_it_on(tmp_path, name, key):
     path = with_skip(tmp_path, name, "head, blocks.0.*", key)
     ours, theirs = read_env(to_env(yaml.safe_load(path.read_text()))), read_env(exported_by_accelerate(path))
-    assert ours["skip"] == theirs["skip"] == ["head", "blocks.0.*"]
+    assert ours.skip == theirs.skip == ["head", "blocks.0.*"]
     assert config_file.file_problems(path)[0] == []
 
 
 def test_without_it_each_backend_has_its_own_default(tmp_path):
     for name, default in (("single_fp8", ["first", "last"]), ("single_fp8_te", []), ("single_bf16", [])):
-        assert read_env(exported_by_accelerate(CONFIGS / f"{name}.yml"))["skip"] == default
-    assert read_env(exported_by_accelerate(with_skip(tmp_path, "single_fp8", "")))["skip"] == []
+        assert read_env(exported_by_accelerate(CONFIGS / f"{name}.yml")).skip == default
+    assert read_env(exported_by_accelerate(with_skip(tmp_path, "single_fp8", ""))).skip == []
 
 
 def test_names_patterns_and_words():

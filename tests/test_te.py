@@ -1,12 +1,12 @@
 """TransformerEngine configs: their rules. te_checks.py runs TransformerEngine's own Python on a pretended GPU."""
 
-import dataclasses
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import fake_tex
@@ -17,16 +17,16 @@ from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU, exported_by_accelerate
 
 from faithful.config import config_file, rules
-from faithful.config.config import read_env, to_env
-from faithful.plan import Plan
+from faithful.config.settings import read_env, to_env
+from faithful.plan import made_of
 from shared import vision
 from shared.args import Refused
 
 TE_FILES = sorted(CONFIGS.glob("*_fp8_te*.yml"))
 DELAYED = "backend: TE, recipe: delayed, format: HYBRID, margin: 0, amax_history_len: 1024, amax_compute_algo: max"
-A100 = GPU | {"name": "NVIDIA A100-SXM4-80GB", "capability": (8, 0)}
-B200 = GPU | {"name": "NVIDIA B200", "capability": (10, 0)}
-RTX5090 = GPU | {"name": "NVIDIA GeForce RTX 5090", "capability": (12, 0)}
+A100 = replace(GPU, name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
+B200 = replace(GPU, name="NVIDIA B200", capability=(10, 0))
+RTX5090 = replace(GPU, name="NVIDIA GeForce RTX 5090", capability=(12, 0))
 needs_te = pytest.mark.skipif(fake_tex.missing() is not None, reason=str(fake_tex.missing()))
 
 
@@ -48,8 +48,7 @@ def settings_of(mapping):
 
 
 def on_a_gpu(asked):
-    fields = {field.name: asked[field.name] for field in dataclasses.fields(Plan) if field.name in asked}
-    return Plan(config=None, device="cuda", implementation="transformer_engine", **fields)
+    return made_of(asked, GPU, None, [])
 
 
 def problems(mapping, machine):
@@ -94,18 +93,18 @@ def test_override_of_all_gemms_at_once_is_refused():
 
 
 TENSORWISE = "backend: AO, recipe: tensorwise, enable_fsdp_float8_all_gather: false"
-NO_TE = GPU | {"packages": ["torchao"]}
+NO_TE = replace(GPU, packages=["torchao"])
 
 
 @pytest.mark.parametrize(
     ("mapping", "machine"),
     [
         (config("backend: TE, recipe: mxfp8"), B200),
-        (config("backend: TE, recipe: mxfp8"), GPU | {"name": "NVIDIA Thor", "capability": (11, 0)}),
-        (config("backend: TE, recipe: block"), GPU | {"cuda": "12.9"}),
+        (config("backend: TE, recipe: mxfp8"), replace(GPU, name="NVIDIA Thor", capability=(11, 0))),
+        (config("backend: TE, recipe: block"), replace(GPU, cuda="12.9")),
         (config("backend: TE, recipe: block"), RTX5090),
-        (config(DELAYED), GPU | {"cuda": "12.8"}),
-        (config(DELAYED), GPU | {"name": "NVIDIA L4", "capability": (8, 9)}),
+        (config(DELAYED), replace(GPU, cuda="12.8")),
+        (config(DELAYED), replace(GPU, name="NVIDIA L4", capability=(8, 9))),
         (config(DELAYED), CPU),
         (config(TENSORWISE), NO_TE),
         (config("backend: MSAMP, opt_level: O2"), A100),  # amp8's savings need no FP8 hardware

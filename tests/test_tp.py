@@ -82,7 +82,7 @@ def test_each_process_has_its_part_of_the_layers(whole):
     run, ranks = whole
     made, final = record(run), weights(run)
     evidence, total = made["evidence"], sum(tensor.numel() for tensor in final.values())
-    assert made["status"] == "finished" and made["plan"]["strategy"] == "tp" and made["plan"]["split"] == 2
+    assert made["status"] == "finished" and made["plan"]["strategy"] == "tp" and made["plan"]["tp_size"] == 2
     split = 0
     for name, tensor in final.items():
         parts = [rank["parts"][name] for rank in ranks]

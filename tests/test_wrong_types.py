@@ -9,7 +9,8 @@ import yaml
 from conftest import launched
 
 from faithful import Refused
-from faithful.config import config, deepspeed_file, machine, schema
+from faithful.config import deepspeed, schema, settings
+from faithful.launch import machine
 from tools import check
 
 FILES = {
@@ -125,14 +126,14 @@ OF_DEEPSPEED = [
 def test_deepspeed_s_file_is_checked_too(tmp_path, key, wrong):
     file = tmp_path / "deepspeed.json"
     file.write_text(json.dumps(ZERO | wrong))
-    problem = deepspeed_file.requests(str(file))["problem"]
+    problem = deepspeed.of_file(str(file)).problem
     assert key in problem.split("deepspeed.json: ")[1] and len(problem.splitlines()) == 1
 
 
 def test_the_launchers_variables_are_checked_too():
     for name, value in (("WORLD_SIZE", "two"), ("PARALLELISM_CONFIG_TP_SIZE", "auto")):
         with pytest.raises(Refused, match=f"{name}={value}: write a whole number"):
-            config.read_env({name: value})
+            settings.read_env({name: value})
 
 
 def test_check_prints_one_line(tmp_path):

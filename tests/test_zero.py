@@ -23,7 +23,7 @@ from test_run import poison
 from faithful import Accelerator
 from faithful.checkpoint import checkpoints
 from faithful.config import rules
-from faithful.config.config import to_env
+from faithful.config.settings import to_env
 from faithful.models import elementwise
 from faithful.strategies.deepspeed import zero as zero_strategy
 

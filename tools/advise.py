@@ -23,12 +23,14 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful.config import machine, rules  # noqa: E402
+from faithful.config import rules  # noqa: E402
 from faithful.disk import readers  # noqa: E402
+from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, records, report, study  # noqa: E402
 from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
@@ -45,10 +47,10 @@ def bytes_sent(settings, parameters):
     A collective over N processes sends (N-1)/N of its tensor; an all-reduce sends twice that. A test compares these
     rules with the counts in results/strategies.json.
     """
-    n, strategy, compute = settings["shards"], settings["strategy"], 4 if settings["precision"] == "fp32" else 2
-    if settings["num_processes"] == 1:
+    n, strategy, compute = settings.shards, settings.strategy, 4 if settings.precision == "fp32" else 2
+    if settings.num_processes == 1:
         return 0
-    if strategy == "tp" or settings["backend"] == "msamp":
+    if strategy == "tp" or settings.backend == "msamp":
         return None  # tp sends activations, whose size depends on the batch; msamp sends FP8 gradients with scales
     share = (n - 1) / n * parameters
     if strategy == "ddp":
@@ -57,17 +59,17 @@ def bytes_sent(settings, parameters):
         return (2 * 4 + compute) * share
     if strategy == "zero3":
         return 3 * compute * share
-    gathers = 1 if settings["noreshard"] else 2
+    gathers = 1 if settings.noreshard else 2
     whole = (gathers * compute + 4) * share
     if strategy == "hsdp":  # then an all-reduce between the groups
-        groups = settings["num_processes"] // n
+        groups = settings.num_processes // n
         whole += 2 * 4 * (groups - 1) / groups * parameters / n
     return whole
 
 
 def strategy_name(settings):
     """The strategy's name in ORDER."""
-    return "fsdp noreshard" if settings["strategy"] == "fsdp" and settings["noreshard"] else settings["strategy"]
+    return "fsdp noreshard" if settings.strategy == "fsdp" and settings.noreshard else settings.strategy
 
 
 def known_loss(comparison, name):
@@ -97,18 +99,18 @@ def measured_speed(comparison, name):
 def rank(config):
     """Sort key for the order in the module's docstring; the smallest is recommended."""
     settings, loss = config["asked"], config["loss"][0]
-    fp8, fine = settings["precision"] == "fp8", loss in ("equal", "lower")
+    fp8, fine = settings.precision == "fp8", loss in ("equal", "lower")
     if config["speed"] and fine:
         return (1, -config["speed"])
     if loss == "higher":
         return (7, config["total"])
     if fp8:
         return (4, config["total"]) if fine else (6, STUDY[config["study"][0]], config["total"])
-    group = 5 if settings["offload"] else 3 if settings["ckpt"] else 2
-    precision = HIGH.index(settings["precision"])
+    group = 5 if settings.offload else 3 if settings.ckpt else 2
+    precision = HIGH.index(settings.precision)
     return (
         group,
-        settings["compile"],
+        settings.compile,
         ORDER.index(strategy_name(settings)),
         precision,
     )  # compiled: same loss, unknown speed
@@ -138,7 +140,7 @@ def reason(config, memory):
             "fp16": "bf16 cannot run here",
             "fp32": "nothing narrower can run",
         }
-        return f"{fits}, {plain[group]}; {full[settings['precision']]}."
+        return f"{fits}, {plain[group]}; {full[settings.precision]}."
     if group == 4:
         return f"{fits}, no config in high precision fits on the devices, and its loss is known: {config['loss'][1]}."
     if group == 6:
@@ -180,7 +182,7 @@ def settings_of(names, devices):
     settings = {name: read_config(files[name], devices) for name in names or files}
     if names:
         return settings
-    return {name: config for name, config in settings.items() if (config["strategy"] != "single") == (devices > 1)}
+    return {name: config for name, config in settings.items() if (config.strategy != "single") == (devices > 1)}
 
 
 def main(argv):
@@ -191,14 +193,13 @@ def main(argv):
     here = machine.of_driver()
     devices = args.devices
     if devices is None:
-        devices = 1 if args.memory else max(here["devices"], 1)
+        devices = 1 if args.memory else max(here.devices, 1)
     if args.memory:  # the target machine may be another one, whose abilities are unknown
-        here |= {"device": "cuda", "devices": devices, "name": "GPUs", "capability": None}
-        here["packages"] = machine.packages()
+        here = machine.Machine("cuda", devices, "GPUs", packages=machine.packages())
     wanted = settings_of(args.configs, devices)
     unable = {}
     for name, settings in wanted.items():
-        if problems := rules.problems(settings | {"local_processes": settings["num_processes"]}, here):
+        if problems := rules.problems(replace(settings, local_processes=settings.num_processes), here):
             unable[name] = problems[0]
     wanted = {name: settings for name, settings in wanted.items() if name not in unable}
     memory, _, cpu = memory_of(args.memory)
@@ -260,13 +261,13 @@ def unmeasured(best, able, parameters, comparison, words):
         }
         what = ", ".join([str(comparison["recipe"]), *(f"{key} {value}" for key, value in options.items())])
         yield f"The comparison was of {what}, on {comparison['device']}; of any other training it is a hint."
-    unknown = [config for config in able if config["asked"]["precision"] == "fp8" and config["loss"][0] is None]
+    unknown = [config for config in able if config["asked"].precision == "fp8" and config["loss"][0] is None]
     fp8 = [config["name"] for config in unknown]
     if fp8:
         yield f"Nobody has measured what FP8 does to this loss: {', '.join(fp8)}."
         pair = (best["name"], fp8[0])
         if best["name"] in fp8:
-            pair = (f"{best['asked']['strategy']}_bf16", best["name"])
+            pair = (f"{best['asked'].strategy}_bf16", best["name"])
         yield f"  ./launch.sh compare {' '.join(pair)} -- {shlex.join(words)}"
     if studied := [result for config in unknown if config["study"][1] for result in config["studied"]]:
         yield study.distance(studied, parameters)

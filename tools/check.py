@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful.config import config, config_file, machine, rules, schema  # noqa: E402
+from faithful.config import config_file, rules, schema  # noqa: E402
+from faithful.config.settings import TAILS, read_env, to_env  # noqa: E402
+from faithful.launch import machine  # noqa: E402
 from tools import cli, find  # noqa: E402
 
 # Options of accelerate launch about the number of processes and their rendezvous.
@@ -32,11 +34,10 @@ def check(path, here, overrides):
     if mapping is None:
         return lines, [], [], None
     mapping = mapping | overrides
-    mapping.setdefault("num_processes", config_file.default_processes(mapping, here["devices"]))
-    wanted = config.read_env(config.to_env(mapping))
+    mapping.setdefault("num_processes", config_file.default_processes(mapping, here.devices))
+    wanted = read_env(to_env(mapping))
     here = machine.without_accelerator() if config_file.asks_for_cpu(mapping) else here
-    anywhere = {"device": "cuda", "devices": 1 << 30, "name": "any GPU", "capability": (10, 0), "cuda": "99"}
-    anywhere["packages"] = machine.PACKAGES
+    anywhere = machine.Machine("cuda", 1 << 30, "any GPU", (10, 0), "99", machine.PACKAGES)
     unsound = rules.problems(wanted, anywhere)
     not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
     not_here += rules.problems_of_machines(mapping, os.environ)
@@ -46,35 +47,36 @@ def check(path, here, overrides):
 
 def description(wanted):
     """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`."""
-    words = [f"{wanted['strategy']} x{wanted['num_processes']}"]
-    words.append(" ".join(wanted[key] for key in ("precision", "backend", "level") if wanted[key]))
-    if wanted["wrap"] == "SIZE_BASED_WRAP":
-        words.append(f"sharded by modules of {wanted['least']} parameters")
-    elif wanted["wrap"] == "NO_WRAP":
+    words = [f"{wanted.strategy} x{wanted.num_processes}"]
+    words.append(" ".join(word for word in (wanted.precision, wanted.backend, wanted.level) if word))
+    fsdp = wanted.fsdp
+    if fsdp.wrap_policy == "SIZE_BASED_WRAP":
+        words.append(f"sharded by modules of {fsdp.min_num_params} parameters")
+    elif fsdp.wrap_policy == "NO_WRAP":
         words.append("sharded as a whole")
-    elif wanted["layers"]:
-        words.append(f"sharded by {', '.join(wanted['layers'])}")
-    words += [tail for tail in config.TAILS if wanted[tail]]
-    return ", ".join(words) + ("; as FSDP2" if wanted["wrap"] and wanted["fsdp"]["version"] == 1 else "")
+    elif fsdp.wrap_classes:
+        words.append(f"sharded by {', '.join(fsdp.wrap_classes)}")
+    words += [tail for tail in TAILS if getattr(wanted, tail)]
+    return ", ".join(words) + ("; as FSDP2" if wanted.sharded and fsdp.version == 1 else "")
 
 
 def missing_option(path, here, overrides):
     """The option for accelerate launch that a file leaves out: --num_processes, or "". A file of accelerate_configs/
     runs on all GPUs there are, unless it says the sizes of a device mesh, which are for so many processes."""
     mapping = config_file.read(path)[1] or {}
-    ours = here["devices"] and path.resolve().parent == config_file.OURS and not mapping.get("parallelism_config")
+    ours = here.devices and path.resolve().parent == config_file.OURS and not mapping.get("parallelism_config")
     if "num_processes" in overrides or (mapping.get("num_processes") and not ours):
         return ""
     if mapping.get("distributed_type") in ("NO", "MULTI_CPU"):
         return ""
-    return f"--num_processes {here['devices'] if ours else config_file.default_processes(mapping, here['devices'])}"
+    return f"--num_processes {here.devices if ours else config_file.default_processes(mapping, here.devices)}"
 
 
 def threads(wanted, here):
     """The threads of each process where its CPU computes the optimizer step, beside GPUs: its share of the cores.
     Accelerate's own default for several processes is 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    share = cores // min(here["devices"], wanted["num_processes"]) if here["devices"] and wanted["offload"] else 1
+    share = cores // min(here.devices, wanted.num_processes) if here.devices and wanted.offload else 1
     return 1 if "OMP_NUM_THREADS" in os.environ else share
 
 

@@ -46,8 +46,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful.config import machine  # noqa: E402
 from faithful.disk import readers  # noqa: E402
+from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, judge, paired, records, report  # noqa: E402
 
@@ -132,7 +132,7 @@ def launch_all(configs, words, folder, seeds, control):
     """Launches every missing run, one after another. Returns all runs, read from their folders."""
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
-    per_device = batches(configs, words, machine.of_driver()["devices"]) if find.is_recipe(file) else None
+    per_device = batches(configs, words, machine.of_driver().devices) if find.is_recipe(file) else None
     rows = [(name, False) for name in configs]
     if control:
         rows.insert(1, (rows[0][0], True))

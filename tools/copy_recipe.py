@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful.config import config as configs  # noqa: E402
+from faithful.config.settings import read_env, to_env  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find  # noqa: E402
 
@@ -97,15 +97,15 @@ def wheel(folder):
 
 def refuse_plain(recipe, name, wanted):
     """Raises Refused unless Accelerate alone does what the config asks for with this recipe."""
-    kind = wanted["strategy"], wanted["precision"]
-    if kind not in PLAIN or wanted["compile"]:
+    kind = wanted.strategy, wanted.precision
+    if kind not in PLAIN or wanted.compile:
         raise Refused(
             f"--plain is for single and ddp in fp32 and bf16, where Accelerate alone trains the same; {name} is "
-            f"{' '.join(kind)}{' compiled' if wanted['compile'] else ''}: leave --plain out"
+            f"{' '.join(kind)}{' compiled' if wanted.compile else ''}: leave --plain out"
         )
-    if (recipe, wanted["strategy"]) in NOT_PLAIN:
+    if (recipe, wanted.strategy) in NOT_PLAIN:
         raise Refused(
-            f"--plain does not take {recipe} with {name}: on a CPU Accelerate alone fails under {wanted['strategy']} "
+            f"--plain does not take {recipe} with {name}: on a CPU Accelerate alone fails under {wanted.strategy} "
             "for a model that is not trained, as its average of weights: take a single config, or leave --plain out"
         )
 
@@ -114,7 +114,7 @@ def copy(recipe, config, destination, vendored=False, plain=False):
     """Writes `destination`. Returns the relative paths written. vendored: faithful and amp8 as source."""
     source = find.recipe(recipe)
     yml, mapping = find.sound_config(config)
-    wanted = configs.read_env(configs.to_env(mapping))
+    wanted = read_env(to_env(mapping))
     if plain:
         refuse_plain(source.stem, yml.name, wanted)
     if destination.exists() and any(destination.iterdir()):
@@ -135,10 +135,10 @@ def copy(recipe, config, destination, vendored=False, plain=False):
         page.write_text(page.read_text().replace(IMPORT, PLAIN_IMPORT))
     built = None if vendored or plain else wheel(destination)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    engine = extras["deepspeed"] if wanted["strategy"].startswith("zero") else []
+    engine = extras["deepspeed"] if wanted.strategy.startswith("zero") else []
     more = [*engine, *([f"./{built}"] if built else [])]
     (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in more))
-    (destination / "README.md").write_text(readme(source, yml, destination, built, plain, wanted["strategy"]))
+    (destination / "README.md").write_text(readme(source, yml, destination, built, plain, wanted.strategy))
     return sorted([*written, Path("requirements.txt"), Path("README.md"), *([Path(built)] if built else [])])
 
 

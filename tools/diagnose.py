@@ -29,9 +29,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import Refused  # noqa: E402
-from faithful.config import config, config_file, machine  # noqa: E402
+from faithful.config import config_file  # noqa: E402
+from faithful.config.settings import read_env, to_env  # noqa: E402
 from faithful.disk import names  # noqa: E402
-from faithful.launch import launcher  # noqa: E402
+from faithful.launch import launcher, machine  # noqa: E402
 from tools import cli, find, paired, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
@@ -206,24 +207,24 @@ def ends_with_this():
 
 def refuse_unfit(name, mapping):
     """Raises Refused for a config in which no layer could be looked at."""
-    settings = config.read_env(config.to_env(mapping))
+    settings = read_env(to_env(mapping))
     here = machine.without_accelerator() if config_file.asks_for_cpu(mapping) else machine.of_driver()
-    if settings["precision"] != "fp8":
+    if settings.precision != "fp8":
         raise Refused(f"{name} asks for no FP8: there is nothing to diagnose")
-    if settings["strategy"] not in ("single", "ddp"):
-        whole = "ddp" if settings["num_processes"] > 1 else "single"
+    if settings.strategy not in ("single", "ddp"):
+        whole = "ddp" if settings.num_processes > 1 else "single"
         raise Refused(
-            f"diagnose needs whole weights on every process, {settings['strategy']} splits them: use {whole} "
+            f"diagnose needs whole weights on every process, {settings.strategy} splits them: use {whole} "
             "with the same backend"
         )
-    if settings["compile"]:
+    if settings.compile:
         raise Refused(
             "diagnose looks inside layers, which a compiled block hides: use the config without dynamo_config"
         )
-    if settings["backend"] != "msamp" and (here["capability"] or (0, 0)) >= (8, 9):
+    if settings.backend != "msamp" and here.has_fp8:
         raise Refused(
             f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside the kernels "
-            f"for {here['name']}: run it on a CPU"
+            f"for {here.name}: run it on a CPU"
         )
 
 

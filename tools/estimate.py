@@ -44,7 +44,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import faithful  # noqa: E402
-from faithful.config import config, config_file, rules  # noqa: E402
+from faithful.config import config_file, mesh  # noqa: E402
+from faithful.config.settings import read_env, to_env  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
 from tools import cli, find, host  # noqa: E402
 
@@ -57,14 +58,12 @@ LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they
 
 
 def read_config(file, num_processes=None):
-    """What a config asks for, and into how many parts it divides the state."""
+    """What a config asks for."""
     mapping = config_file.read(file)[1] or {}
     mapping.setdefault("num_processes", config_file.default_processes(mapping, 0))
     if num_processes and str(mapping.get("distributed_type")) != "NO":
         mapping["num_processes"] = num_processes
-    settings = config.read_env(config.to_env(mapping))
-    shards = settings["sizes"]["dp_shard"] if settings["strategy"] == "hsdp" else settings["num_processes"]
-    return settings | {"shards": shards if settings["strategy"] != "single" else 1}
+    return read_env(to_env(mapping))
 
 
 def accumulates(words):
@@ -78,20 +77,20 @@ def tracing_keys(settings):
 
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
     the dtype they compute in, and a model that is split must be one that can be."""
-    cast = settings["strategy"] in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and settings["precision"] != "fp32"
-    levels = settings["backend"] == "msamp"
-    cast = cast and (not levels or settings["strategy"] in ("fsdp", "hsdp"))
-    precision = "fp32" if cast and not levels else {"fp16": "bf16"}.get(settings["precision"], settings["precision"])
-    split = settings["shards"] if settings["strategy"] == "tp" else 1
+    cast = settings.strategy in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and settings.precision != "fp32"
+    levels = settings.backend == "msamp"
+    cast = cast and (not levels or settings.strategy in ("fsdp", "hsdp"))
+    precision = "fp32" if cast and not levels else {"fp16": "bf16"}.get(settings.precision, settings.precision)
+    split = settings.shards if settings.strategy == "tp" else 1
     high = {"precision": precision if precision != "fp8" else "bf16", "dtype": "bfloat16" if cast else None}
     plain = high | {"split": split}
     if precision == "fp8":
-        options = settings["fp8_options"] if settings["backend"] in ("te", "msamp") else {}
+        options = settings.fp8.options if settings.backend in ("te", "msamp") else {}
         plain |= {
             "precision": "fp8",
-            "backend": settings["backend"],
-            "level": settings["level"],
-            "skip": tuple(settings["skip"]),
+            "backend": settings.backend,
+            "level": settings.level,
+            "skip": tuple(settings.skip),
             "fp8_options": tuple(options.items()),
         }
     return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
@@ -121,20 +120,20 @@ def tracings_of(module, argv, settings, tracings):
         if isinstance(tracing, Refused):
             raise tracing
         pair.append(tracing)
-    if pair[0]["frozen"] and settings["strategy"].startswith("zero"):
-        raise Refused(f"{settings['strategy']} trains one model, the script prepares several")
+    if pair[0]["frozen"] and settings.strategy.startswith("zero"):
+        raise Refused(f"{settings.strategy} trains one model, the script prepares several")
     return pair
 
 
-def estimate(settings, plain, checkpointed, cpu):
-    """Bytes per process by class."""
-    strategy, n = settings["strategy"], settings["shards"]
-    compute = 4 if settings["precision"] == "fp32" else 2
+def estimate(settings, plain, checkpointed, cpu, accumulates=False):
+    """Bytes per process by class. accumulates: over micro-batches."""
+    strategy, n = settings.strategy, settings.shards
+    compute = 4 if settings.precision == "fp32" else 2
     from faithful.strategies.deepspeed.zero import BUCKET
 
     elements = plain["parameters"]
     blocks = plain["blocks"] or [elements]  # a model without repeated blocks is gathered as one
-    levels = settings["backend"] == "msamp"
+    levels = settings.backend == "msamp"
     itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
     fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
     gradient, in_fp8 = plain["gradients"]["ordinary"] * fp32, plain["gradients"]["fp8"]
@@ -149,14 +148,14 @@ def estimate(settings, plain, checkpointed, cpu):
     left = gradient + in_fp8  # of the gradients, on this rank
     if strategy == "ddp":
         communication = gradient
-        if settings["level"] == "o3" and levels:
+        if settings.level == "o3" and levels:
             of_levels = plain["levels"]["optimizer"]
             optimizer += of_levels / n - of_levels
             master, left = master / n, gradient + in_fp8 / n
     elif strategy in ("fsdp", "hsdp", "tp"):
         weights, optimizer, left = weights / n, optimizer / n, (gradient + in_fp8) / n
         communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
-        if settings.get("accumulates") and strategy != "tp":
+        if accumulates and strategy != "tp":
             left += gradient * (1 - 1 / n)
         if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
             from amp8 import comm
@@ -172,13 +171,13 @@ def estimate(settings, plain, checkpointed, cpu):
         communication = bucket * each + (compute * min(LIVE, elements) if strategy == "zero3" else 0)
     weights += plain["frozen"] / (n if strategy.startswith(("fsdp", "hsdp")) else 1)
     state, on_host = weights + master + optimizer, 0
-    if settings["offload"] and not cpu:
+    if settings.offload and not cpu:
         on_host = left + master + optimizer
         left = master = optimizer = 0
-        if settings["deepspeed"]["offloads_weights"] or not strategy.startswith("zero"):
+        if settings.deepspeed.offloads_weights or not strategy.startswith("zero"):
             on_host, weights = on_host + weights, 0
 
-    activations = checkpointed if settings["ckpt"] else plain
+    activations = checkpointed if settings.ckpt else plain
     share = left / (gradient + in_fp8)
     # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
     away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
@@ -190,7 +189,7 @@ def estimate(settings, plain, checkpointed, cpu):
         "optimizer": optimizer,
         "activations": max(o for _, o in activations["moments"]),
         "communication": communication,
-        "runtime": RUNTIME["single" if settings["num_processes"] == 1 else "several"] if cpu else 0,
+        "runtime": RUNTIME["single" if settings.num_processes == 1 else "several"] if cpu else 0,
     }
     sizes = {key: round(size) for key, size in sizes.items()}
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
@@ -262,11 +261,14 @@ def estimates(wanted, recipe, words, memory, cpu):
     estimated (config, the reason as Refused, None). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
     from tools.tracing import load  # imports torch
 
-    reasons = {name: lines[0] for name, settings in wanted.items() if (lines := rules.problems_of_meshes(settings))}
+    reasons = {
+        name: lines[0]
+        for name, asked in wanted.items()
+        if (lines := mesh.problems(asked.mesh, asked.strategy, asked.precision, asked.num_processes))
+    }
     for name, reason in reasons.items():
         yield name, Refused(reason), None
-    more = {"accumulates": accumulates(words)}
-    wanted = {name: settings | more for name, settings in wanted.items() if name not in reasons}
+    wanted = {name: settings for name, settings in wanted.items() if name not in reasons}
     module = load(recipe)
     keys = dict.fromkeys(key for settings in wanted.values() for key in tracing_keys(settings))
     with two_at_a_time(module, words, keys) as seen:
@@ -276,9 +278,9 @@ def estimates(wanted, recipe, words, memory, cpu):
             except Refused as reason:
                 yield name, reason, None
                 continue
-            sizes = estimate(settings, plain, checkpointed, cpu)
-            needed = sizes["total"] * (settings["num_processes"] if cpu else 1)
-            sizes |= {"num_processes": settings["num_processes"], "fits": needed <= memory}
+            sizes = estimate(settings, plain, checkpointed, cpu, accumulates(words))
+            needed = sizes["total"] * (settings.num_processes if cpu else 1)
+            sizes |= {"num_processes": settings.num_processes, "fits": needed <= memory}
             yield name, sizes, plain["parameters"]
 
 

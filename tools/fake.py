@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from faithful.config import config
+from faithful.config import settings
 from faithful.models import dtypes
 
 
@@ -98,7 +98,7 @@ def make_fake(model, optimizer=None, dtype=None):
         for name, old in module._parameters.items():
             if old is not None and id(old) not in fakes:  # else it is tied to one that came before
                 with mode:
-                    in_fp32 = dtypes.in_16_bit([old]) and not config.keeps_dtype()
+                    in_fp32 = dtypes.in_16_bit([old]) and not settings.keeps_dtype()
                     own = torch.float32 if in_fp32 else old.dtype
                     fake = torch.empty_like(old, device="cpu", dtype=dtype or own)
                     fakes[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad)

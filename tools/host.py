@@ -20,10 +20,10 @@ def phases(settings, state, held, runtime, plain, largest, training):
     a CPU, on a GPU only what is offloaded. largest: the parameters of the largest block. training: what it needs, or
     None if it needs nothing.
     """
-    part = runtime + 4 * plain["parameters"] / settings["shards"] if held else 0
+    part = runtime + 4 * plain["parameters"] / settings.shards if held else 0
     whole, block = 4 * plain["parameters"], 4 * largest
     copy = 0 if os.environ.get("FAITHFUL_ASYNC_SAVE") == "0" else state
-    sent = 4 * plain["largest"] if settings["ram_efficient"] else 0  # each process holds it whole
+    sent = 4 * plain["largest"] if settings.ram_efficient else 0  # each process holds it whole
     gathered = 2 * 4 * plain["largest"]  # each process holds it twice for a moment
     build = whole + part + sent, (sent or whole) + part
     needs = {
@@ -34,11 +34,11 @@ def phases(settings, state, held, runtime, plain, largest, training):
     }
     if training is not None:
         needs["train"] = training, training
-    n = settings["num_processes"]
+    n = settings.num_processes
     found = {}
     for name, (main, others) in needs.items():
         node = main + (n - 1) * others
-        if settings["ram_efficient"] and name in ("build", "load"):
+        if settings.ram_efficient and name in ("build", "load"):
             # The others hold only what is being sent while process 0 holds most.
             node = max(main + (n - 1) * (runtime + sent), n * others)
         found[name] = {"main": round(main), "others": round(others), "node": round(node)}

@@ -18,7 +18,7 @@ def read():
 
 
 def precision(asked):
-    return asked["precision"], asked["backend"], asked["level"]
+    return asked.precision, asked.backend, asked.level
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import torch
 
 from faithful import patches
 from faithful.backends.base import Backend
-from faithful.config import machine
+from faithful.launch import machine
 
 
 class Torch(Backend):

@@ -7,13 +7,14 @@ torch or Accelerate.
 import os
 from pathlib import Path
 
-from faithful.config import schema
-from faithful.config.config import FP8_DEFAULTS, LEVELS, PRECISIONS, STRATEGIES, TAILS, on, read_env, to_env
-from faithful.config.deepspeed_file import OF_THE_FILE
-from faithful.disk import settings
+from faithful.config import fp8, schema
+from faithful.config.deepspeed import OF_THE_FILE
+from faithful.config.schema import on
+from faithful.config.settings import PRECISIONS, STRATEGIES, TAILS, read_env, to_env
+from faithful.disk import documents
 from faithful.errors import Refused
 
-OURS = Path(__file__).resolve().parents[1] / "accelerate_configs"
+OURS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 DDP = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 TYPES = ("NO", *DDP, "MULTI_CPU", "FSDP", "DEEPSPEED")
 ELSEWHERE = {  # distributed_type: what it needs
@@ -28,8 +29,8 @@ def read(path):
     of the wrong type. The mapping is None if the file does not hold `key: value` lines, or is for a machine that no run
     here can have."""
     try:
-        config = settings.read(path)
-    except settings.Unreadable as error:
+        config = documents.read(path)
+    except documents.Unreadable as error:
         return [str(error)], None
     if not isinstance(config, dict):
         return [f"holds a {type(config).__name__}, not `key: value` lines"], None
@@ -144,7 +145,7 @@ def said_in_vain(section):
         ("fp8_amax_history_length", "fp8_amax_history_len"),
         ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo"),
     ):
-        effective = section.get(key, FP8_DEFAULTS[key])
+        effective = section.get(key, fp8.DEFAULTS[key])
         if str(section.get(old, effective)) != str(effective):
             differing[old] = section[old], key, effective
     return differing
@@ -223,10 +224,10 @@ def named_otherwise(path, config):
         yield str(error)
         return
     wanted = read_env(to_env(config))
-    wanted["recipe"] = wanted["fp8_options"].get("recipe")
     for key, value in (promised or {}).items():
-        if wanted[key] != value:
-            yield f"the name says {key} {value}, the file {wanted[key]}: rename it or change the file"
+        says = wanted.fp8.options.get("recipe") if key == "recipe" else getattr(wanted, key)
+        if says != value:
+            yield f"the name says {key} {value}, the file {says}: rename it or change the file"
 
 
 def grammar(name):
@@ -242,13 +243,13 @@ def grammar(name):
     promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
     unknown = [] if precision in PRECISIONS.values() else [precision]
     if precision == "fp8":
-        backend = rest.pop(0) if rest and rest[0] in LEVELS else "ao"
+        backend = rest.pop(0) if rest and rest[0] in fp8.LEVELS else "ao"
         words = "_".join(rest)
         level = next(
-            (x for x in sorted(LEVELS[backend], key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None
+            (x for x in sorted(fp8.LEVELS[backend], key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None
         )
         rest = rest[level.count("_") + 1 :] if level else rest
-        promised |= {"backend": backend, "level": level or LEVELS[backend][0]}
+        promised |= {"backend": backend, "level": level or fp8.LEVELS[backend][0]}
         if backend == "msamp" and rest[:1] == ["te"]:  # with TE's delayed scaling
             promised["recipe"] = rest.pop(0) + "_delayed"
     unknown += [tail for tail in rest if tail not in TAILS]

@@ -12,7 +12,10 @@ import difflib
 import functools
 import importlib.util
 import math
+from collections.abc import Mapping
 from pathlib import Path
+
+from faithful.errors import Refused
 
 SECTIONS = ("fsdp_config", "fp8_config", "dynamo_config", "deepspeed_config", "parallelism_config",
             "megatron_lm_config", "mpirun_config")  # fmt: skip
@@ -46,6 +49,28 @@ RANGES = {  # key: the least and the greatest number, None for no bound
 }  # fmt: skip
 REMOVED = ("ipex_config",)  # which Accelerate refuses by now
 TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", "n", "f")  # Accelerate's str_to_bool
+
+
+def on(value: object) -> bool:
+    """Whether a boolean is true, as the launcher (True, true, 1) or YAML (true) writes it."""
+    return str(value).lower() in TRUE
+
+
+def digits(text: str) -> bool:
+    """Whether it is a whole number of digits alone. Python refuses to read thousands of them."""
+    return text.isdecimal() and len(text) < 19
+
+
+def whole_number(env: Mapping[str, str], name: str, default: int, kind: type = int) -> int:
+    """The whole number that a variable of the launcher says. Raises Refused if it says something else. kind: float also
+    takes 1e8."""
+    try:
+        number = int(kind(env.get(name, default)))
+    except (ValueError, OverflowError):
+        number = -1
+    if number < 0 and name in env:
+        raise Refused(f"{name}={env[name][:60]}: write a whole number in the config, 0 or more")
+    return number
 
 
 @functools.cache

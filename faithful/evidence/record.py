@@ -25,11 +25,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from faithful import plan
-from faithful.config import config, machine
+from faithful.config import settings
 from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import write_json, write_text
 from faithful.errors import Refused
-from faithful.launch import launcher
+from faithful.launch import launcher, machine
 
 LONGEST_CURVE = 1000  # points of the loss curve that run.json keeps
 LARGEST_ARRAY = 100  # elements of a tensor or array that metrics.jsonl holds
@@ -104,7 +104,7 @@ class Record:
         self.opened = True
         if not self.main:
             return
-        if (file := config.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
+        if (file := settings.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
             with contextlib.suppress(OSError):
                 Path(file).write_text(str(self.folder))
         with self.writing("run.json"):
@@ -335,7 +335,7 @@ def now():
 
 def code_sha256(script):
     """A hash of the script, shared/, faithful/ and amp8/. It is equal for runs of the same code."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     ours = [path for folder in ("shared", "faithful", "amp8") for path in sorted(root.glob(f"{folder}/**/*.py"))]
     files = [path for path in (Path(script), *ours) if path.is_file()]
     text = b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)

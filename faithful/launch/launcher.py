@@ -28,8 +28,8 @@ from pathlib import Path
 
 import psutil
 
-from faithful.config.config import timeout_seconds
 from faithful.config.rules import port_in_use
+from faithful.config.settings import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.launch import printing
 

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 
-from faithful.config import config
+from faithful.config import settings
 from faithful.errors import OutOfSharedMemory, Refused
 from faithful.launch import launcher, printing
 
@@ -150,7 +150,7 @@ def show_whole(before, kind, problem, trace):
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         before(kind, problem, trace)
     lines = printing.plain(printed.getvalue()).splitlines(keepends=True)
-    rank = f"[rank{config.rank()}]: " if several_processes() else ""
+    rank = f"[rank{settings.rank()}]: " if several_processes() else ""
     sys.stderr.write("".join(line if line.startswith(rank) else rank + line for line in lines))
 
 
@@ -200,7 +200,7 @@ def interrupt(*_):
     now = time.monotonic()
     if interrupted and now > interrupted + 1:  # within a second it is the same Ctrl-C, sent on by the launcher
         raise KeyboardInterrupt
-    if not interrupted and config.rank() == 0:
+    if not interrupted and settings.rank() == 0:
         printing.at_once("\nCtrl-C: stopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
     stop_asked, interrupted = True, interrupted or now
 
@@ -289,7 +289,7 @@ def say(problem, error, run, print_error):
     elif isinstance(problem, KeyboardInterrupt) or interrupted:
         if print_error:
             ignore_ctrl_c()
-        if config.rank() == 0 and not (run and run.stopping):
+        if settings.rank() == 0 and not (run and run.stopping):
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
     elif error.startswith((ENDED, SILENT)):
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
@@ -326,7 +326,7 @@ def lost_peer(problem, error):
         return ENDED
     silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
     if silent or type(problem).__name__ == "DistStoreError":
-        waited = f"in {config.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
+        waited = f"in {settings.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
         return f"{SILENT} {waited}: it, its machine or the link is gone"
     return None
 
@@ -334,7 +334,7 @@ def lost_peer(problem, error):
 def may_speak():
     """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait 20 s for it, because torch's
     launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
-    if config.rank() == 0:
+    if settings.rank() == 0:
         return True
     deadline = time.monotonic() + 20
     while "TORCHELASTIC_RUN_ID" in os.environ and not stop_asked:

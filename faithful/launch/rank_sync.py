@@ -7,7 +7,7 @@ collective. So each process tells the store in which call it waits, or that it h
 import contextlib
 import time
 
-from faithful.config.config import timeout_seconds
+from faithful.config.settings import timeout_seconds
 from faithful.launch import launcher
 
 COMES = 10  # seconds that the main process waits for others of which nothing is known, see `all_ranks_called`

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from faithful import patches
-from faithful.config import machine
 from faithful.errors import NoValues, Refused
+from faithful.launch import machine
 from faithful.loading import sharded_files
 from faithful.tensors.names import local, parameters_of, rows_of
 

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from faithful.config import config
+from faithful.config import settings
 from faithful.errors import Refused
 from faithful.tensors.names import HALVES
 
@@ -45,11 +45,12 @@ def before_prepare(accelerator, models):
     parameters = [parameter for _, of_model in found for parameter in of_model]
     if not parameters or accelerator.strategy.keeps_masters:
         return
-    if config.keeps_dtype():
+    if settings.keeps_dtype():
         if plan.precision != "fp32":
             raise Refused(
-                f"{config.KEEP}=1, and {len(parameters)} trainable parameters are in {names_of(dtypes_of(parameters))},"
-                f" which {plan.precision} needs in fp32: leave it out, or use an fp32 config"
+                f"{settings.KEEP}=1, and {len(parameters)} trainable parameters are in "
+                f"{names_of(dtypes_of(parameters))}, which {plan.precision} needs in fp32: leave it out, or use an "
+                "fp32 config"
             )
         return
     before = names_of(dtypes_of(parameters))
@@ -59,7 +60,7 @@ def before_prepare(accelerator, models):
     accelerator.put_in_fp32 = True
     accelerator.note(
         f"{len(parameters)} trainable parameters in {before} are put into fp32, which takes {more:,} bytes more: in 16 "
-        f"bit most small steps are lost. {config.KEEP}=1 and an fp32 config train them as they are"
+        f"bit most small steps are lost. {settings.KEEP}=1 and an fp32 config train them as they are"
     )
 
 
@@ -87,7 +88,7 @@ def thawed(accelerator, model, parameters):
     """Called when `parameters` of a prepared model begin to train: those in 16 bit as in `before_prepare`, where plain
     torch trains them. Raises Refused where a strategy has fixed their dtype."""
     strategy, parameters = accelerator.strategy, in_16_bit(parameters)
-    if not parameters or strategy.keeps_masters or config.keeps_dtype():
+    if not parameters or strategy.keeps_masters or settings.keeps_dtype():
         return
     if not strategy.replicates:
         raise Refused(
@@ -113,7 +114,7 @@ def refuse_cast(accelerator, parameters, before):
     changed = [parameter for parameter in changed if not hasattr(parameter, "amp8_linear")]  # amp8 looks after its own
     strategy, plan = accelerator.strategy, accelerator.plan
     trained = [parameter for parameter in changed if parameter.requires_grad]
-    as_in_torch = not in_16_bit(trained) or config.keeps_dtype()
+    as_in_torch = not in_16_bit(trained) or settings.keeps_dtype()
     if not changed:
         return now
     if strategy.replicates and (not trained or (plan.num_processes == 1 and plan.precision == "fp32" and as_in_torch)):
@@ -131,5 +132,5 @@ def explain(error):
         return None
     return Refused(
         f"what is trained was put into fp32, and meets 16-bit tensors of the script, or frozen ones ({error}): load "
-        f"all of the model in fp32, or use a bf16 config, which computes with both, or set {config.KEEP}=1"
+        f"all of the model in fp32, or use a bf16 config, which computes with both, or set {settings.KEEP}=1"
     )

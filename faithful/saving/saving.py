@@ -13,9 +13,8 @@ from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 
 from faithful.checkpoint import accelerate_format, checkpoints, weight_files
-from faithful.config import machine
 from faithful.errors import Refused
-from faithful.launch import launcher, rank_sync
+from faithful.launch import launcher, machine, rank_sync
 from faithful.saving import state, whole_weights
 from faithful.tensors.names import parameters_of
 

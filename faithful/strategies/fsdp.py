@@ -59,11 +59,11 @@ class FSDP(Strategy):
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
         those of process 0 are sent to all where the config says it and they differ."""
         plan = self.plan
-        if plan.synced and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
+        if plan.sync_module_states and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], accelerator.device)
         if trained := ignored_and_trained(plan, model):
             raise Refused(
-                f"fsdp_ignored_modules {plan.ignored}: each process would train its own copy of "
+                f"fsdp_ignored_modules {plan.ignored_modules}: each process would train its own copy of "
                 f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before "
                 "prepare(), or leave the key out"
             )
@@ -117,9 +117,9 @@ class FSDP(Strategy):
 
     def how_sharded(self, model, record):
         plan = self.plan
-        if plan.wrap == "SIZE_BASED_WRAP":
+        if plan.wrap_policy == "SIZE_BASED_WRAP":
             return f", sharded in {record['units']} units by their size"
-        names = plan.layers or ([] if plan.wrap == "NO_WRAP" else block_names(model))
+        names = plan.wrap_classes or ([] if plan.wrap_policy == "NO_WRAP" else block_names(model))
         return f", sharded by {', '.join(names)}" if names else ", sharded as one piece"
 
     def pieces(self, accelerator, model):
@@ -194,7 +194,9 @@ class HSDP(FSDP):
 
 def ignored_and_trained(plan, model):
     """The names of trainable parameters of modules that the config does not shard."""
-    modules = [name for name, _ in model.named_modules() if plan.ignored and re.fullmatch(plan.ignored, name)]
+    modules = [
+        name for name, _ in model.named_modules() if plan.ignored_modules and re.fullmatch(plan.ignored_modules, name)
+    ]
     return [
         f"{module}.{name}"
         for module in modules
@@ -223,12 +225,12 @@ def shard(accelerator, accelerates, model, optimizers):
     if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
         name_blocks(model)
         plugin.activation_checkpointing = False  # it has no backward pass
-    if plan.wrap == "SIZE_BASED_WRAP":
-        policy_of = functools.partial(by_size, least=plan.least)
+    if plan.wrap_policy == "SIZE_BASED_WRAP":
+        policy_of = functools.partial(by_size, least=plan.min_num_params)
         patches.replace("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", policy_of)
-    elif plan.wrap != "NO_WRAP":
+    elif plan.wrap_policy != "NO_WRAP":
         plugin.transformer_cls_names_to_wrap = named_layers(plan, model) or block_names(model) or None
-    if plan.wrap != "SIZE_BASED_WRAP" and plugin.transformer_cls_names_to_wrap is None:
+    if plan.wrap_policy != "SIZE_BASED_WRAP" and plugin.transformer_cls_names_to_wrap is None:
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
         if plugin.activation_checkpointing:
             raise Refused(
@@ -244,7 +246,7 @@ def shard(accelerator, accelerates, model, optimizers):
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     scalars = gathered.taken_out(model)
     before = meta_init.weights_of(model) if plan.ram_efficient else {}
-    with embedding_in_the_root(model, plan.wrap in ("SIZE_BASED_WRAP", "NO_WRAP")):
+    with embedding_in_the_root(model, plan.wrap_policy in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
     if plan.ram_efficient:
         meta_init.fill(model, before, accelerator.device, "cpu" if plan.offload else accelerator.device)
@@ -286,13 +288,13 @@ def taken_out(optimizers, name_of):
 def named_layers(plan, model):
     """The classes of `model` that the config names, all of them."""
     classes = {type(module).__name__ for module in model.modules()}
-    if missing := [name for name in plan.layers if name not in classes]:
+    if missing := [name for name in plan.wrap_classes if name not in classes]:
         blocks = ", ".join(block_names(model)) or "no repeated blocks"
         raise Refused(
             f"fsdp_transformer_layer_cls_to_wrap names {', '.join(missing)}, and {type(model).__name__} has "
             f"{blocks}: name these, or leave the key out"
         )
-    return plan.layers
+    return plan.wrap_classes
 
 
 def by_size(plugin, model, least):

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # accelerate.utils has them only with DeepSpeed
 
 from faithful import patches
-from faithful.config import deepspeed_file
+from faithful.config import deepspeed
 from faithful.errors import Refused
 
 
@@ -65,7 +65,7 @@ def optimizer_of(section, dummy):
         raise Refused(
             f"optimizer {kind} of deepspeed_config_file is not one of {', '.join(makes)}: make it in the script"
         )
-    values = {"lr": dummy.lr, "weight_decay": dummy.weight_decay} | deepspeed_file.explicit(values)
+    values = {"lr": dummy.lr, "weight_decay": dummy.weight_decay} | deepspeed.explicit(values)
     values = {key: value for key, value in values.items() if key not in ("torch_adam", "bias_correction")}
     return makes[kind](list(dummy.params), **values)
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from faithful import patches
 from faithful.checkpoint import rows, tensor_keys
-from faithful.config import deepspeed_file
+from faithful.config import deepspeed
 from faithful.errors import Refused
 from faithful.loading import meta_init
 from faithful.models import batch_norm, elementwise
@@ -427,7 +427,7 @@ def complete(config, plan, scaling):
         config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     config["zero_force_ds_cpu_optimizer"] = False  # else offloading turns every optimizer into Adam, even SGD
     defaults = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
-    config["zero_optimization"] = defaults | deepspeed_file.explicit(config["zero_optimization"])
+    config["zero_optimization"] = defaults | deepspeed.explicit(config["zero_optimization"])
     for key in ("offload_optimizer", "offload_param"):
         offloaded = config["zero_optimization"].get(key)
         if offloaded and plan.rehearsal:
@@ -450,7 +450,7 @@ def complete(config, plan, scaling):
 def file_of_deepspeed():
     """The mapping of deepspeed_config_file as it is written, or {} without one."""
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    return deepspeed_file.read(path)[1] if path else {}
+    return deepspeed.read(path)[1] if path else {}
 
 
 def leave_precision_to_the_config():

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -42,12 +44,30 @@ def lacks():
     return ([] if compiler else ["C compiler"]) + ([] if header.exists() else ["Python.h"])
 
 
-def without_accelerator():
-    return {"device": "cpu", "devices": 0, "name": "CPU", "capability": None, "packages": packages()}
+@dataclass(frozen=True)
+class Machine:
+    """What a config can have here."""
+
+    device: str = "cpu"
+    devices: int = 0  # accelerators
+    name: str = "CPU"  # of an accelerator
+    capability: tuple[int, int] | None = None  # NVIDIA's compute capability
+    cuda: str | None = None  # for which torch is built
+    packages: Sequence[str] = ()  # of PACKAGES
+    lacks: Sequence[str] = ()  # see `lacks`
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether its accelerator multiplies in FP8."""
+        return (self.capability or (0, 0)) >= (8, 9)
 
 
-def of_driver():
-    """A mapping of this machine's GPUs, from nvidia-smi: importing torch would take seconds."""
+def without_accelerator() -> Machine:
+    return Machine(packages=packages())
+
+
+def of_driver() -> Machine:
+    """This machine with its GPUs, from nvidia-smi: importing torch would take seconds."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     try:
         rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -59,34 +79,27 @@ def of_driver():
     if not rows:
         return without_accelerator()
     name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
-    capability = tuple(map(int, capability.split(".")))
-    here = {"device": "cuda", "devices": len(rows), "name": name, "capability": capability}
-    return here | {"cuda": cuda_of_torch(), "packages": packages(), "lacks": lacks()}
+    major, minor = map(int, capability.split("."))
+    return Machine("cuda", len(rows), name, (major, minor), cuda_of_torch(), packages(), lacks())
 
 
-def of_torch():
-    """The mapping of `of_driver`, from torch, for any accelerator that torch supports."""
+def of_torch() -> Machine:
+    """This machine with any accelerator that torch supports."""
     import torch
 
     if not torch.accelerator.is_available():
         return without_accelerator()
     device = torch.accelerator.current_accelerator().type
     cuda = device == "cuda"
-    return {
-        "device": device,
-        "devices": torch.accelerator.device_count(),
-        "name": torch.cuda.get_device_name() if cuda else device,
-        "capability": torch.cuda.get_device_capability() if cuda else None,
-        "cuda": torch.version.cuda,
-        "packages": packages(),
-        "lacks": lacks(),
-    }
+    name, capability = (torch.cuda.get_device_name(), torch.cuda.get_device_capability()) if cuda else (device, None)
+    devices = torch.accelerator.device_count()
+    return Machine(device, devices, name, capability, torch.version.cuda, packages(), lacks())
 
 
 def unseen():
     """Why torch does not see the GPUs that the driver lists, in one line; None if it lists none that is visible."""
     gpus = of_driver()
-    if not gpus["devices"]:
+    if not gpus.devices:
         return None
     import torch
 
@@ -99,7 +112,7 @@ def unseen():
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
     return (
-        f"this machine has {gpus['devices']} x {gpus['name']}, and torch does not see them: {reason}. The driver "
+        f"this machine has {gpus.devices} x {gpus.name}, and torch does not see them: {reason}. The driver "
         f"is {driver}, torch is built {built}: update the driver, or install a torch for a CUDA that it runs. "
         "CUDA_VISIBLE_DEVICES= rehearses on the CPU"
     )
@@ -123,7 +136,7 @@ def use_tf32(products, convolutions):
 def device_name(device):
     """The name of the accelerator, or of the CPU and its number of cores."""
     if device != "cpu":
-        return of_torch()["name"]
+        return of_torch().name
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return f"{model or 'CPU'}, {os.cpu_count()} cores"

@@ -1,0 +1,216 @@
+"""DeepSpeed: what deepspeed_config asks for, or the JSON that it names as deepspeed_config_file. Imports neither torch
+nor DeepSpeed."""
+
+import base64
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from faithful.config.schema import on, whole_number
+from faithful.disk import documents
+from faithful.disk.names import short
+from faithful.errors import Refused
+
+# Sections that train another way than the script says, or split the model as nothing here counts.
+ELSEWHERE = ("tensor_parallel", "compression_training", "curriculum_learning", "data_efficiency", "hybrid_engine",
+             "progressive_layer_drop", "sparse_attention", "pipeline", "amp")  # fmt: skip
+DEVICES = ("none", "cpu", "nvme")  # of offloaded states and parameters
+# Settings of deepspeed_config that Accelerate refuses beside a file, as they are the file's to say.
+OF_THE_FILE = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+               "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path",
+               "zero3_save_16bit_model")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """The section deepspeed_config."""
+
+    stage: int | None = None  # of ZeRO, or None without DeepSpeed
+    problem: str | None = None  # of its file
+    optimizer_device: str = "none"  # to which the optimizer's state is offloaded
+    param_device: str = "none"  # to which parameters are, under stage 3
+    clip: float | None = None  # the norm to which gradients are clipped
+    save_16bit: bool = False
+    init: bool = False  # zero3_init_flag: only process 0 builds models with their weights
+    precision: str | None = None  # in the launcher's words; None where the launcher says it
+    steps: int | None = None  # of gradient accumulation; None where the script says them
+    optimizer: str | None = None  # the type that the file names
+    scheduler: str | None = None
+    in_file: bool = False
+
+    @property
+    def offload(self) -> bool:
+        return bool({"cpu", "nvme"} & {self.optimizer_device, self.param_device})
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Not only the optimizer's state."""
+        return self.param_device in ("cpu", "nvme")
+
+    @property
+    def replicates(self) -> bool:
+        """Whether this is stage 0 and nothing else, which DDP does."""
+        return self.stage == 0 and not (self.in_file or self.clip or self.offload)
+
+
+def parse(env: Mapping[str, str]) -> DeepSpeed:
+    """What the launcher's variables ask for, or the file that they name."""
+
+    def get(key: str, default: str = "none") -> str:
+        return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
+
+    if not on(env.get("ACCELERATE_USE_DEEPSPEED")):
+        return DeepSpeed()
+    if file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        return of_file(file, init=on(get("ZERO3_INIT", "true")))
+    clip = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower()
+    stage = whole_number(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+    return DeepSpeed(
+        stage=stage,
+        optimizer_device=get("OFFLOAD_OPTIMIZER_DEVICE"),
+        param_device=get("OFFLOAD_PARAM_DEVICE") if stage in (0, 3) else "none",  # under 1 and 2 DeepSpeed ignores it
+        clip=None if clip == "none" else norm_of(clip),
+        save_16bit=stage == 3 and on(get("ZERO3_SAVE_16BIT_MODEL")),
+        init=stage == 3 and on(get("ZERO3_INIT", "true")),
+    )
+
+
+def environment(section: Mapping[str, object]) -> dict[str, str]:
+    """The variables that the launcher makes of a file's section."""
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(section.get("zero_stage", 2))}
+    for key in ("offload_optimizer_device", "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"):
+        if key in section:
+            env[f"ACCELERATE_DEEPSPEED_{key.removesuffix('_flag').upper()}"] = str(section[key]).lower()
+    if "deepspeed_config_file" in section:
+        env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(section["deepspeed_config_file"])
+    if "gradient_clipping" in section:
+        env["ACCELERATE_GRADIENT_CLIPPING"] = str(section["gradient_clipping"]).lower()
+    return env
+
+
+def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
+    """Yields every reason why this cannot run."""
+    if deepspeed.stage is None:
+        return
+    if not installed:
+        yield f"zero{deepspeed.stage} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
+    if deepspeed.problem:
+        yield deepspeed.problem
+    if "nvme" in (deepspeed.optimizer_device, deepspeed.param_device):
+        yield (
+            "offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
+            "offload_optimizer_device and offload_param_device to cpu"
+        )
+    if deepspeed.offload and deepspeed.stage == 1:
+        yield "zero1 does not offload: use zero3_bf16_offload"
+    if deepspeed.stage == 0 and not deepspeed.replicates:
+        yield (
+            "zero_stage 0 runs as DDP, which has no gradient_clipping, offloading or deepspeed_config_file: "
+            "use zero_stage 1, or distributed_type MULTI_GPU and clip in the script"
+        )
+
+
+def notes(deepspeed: DeepSpeed) -> Iterator[str]:
+    """Yields what runs otherwise than the section's words say, with the same result."""
+    if deepspeed.replicates:
+        yield "zero_stage 0 partitions nothing: it runs as DDP"
+    if deepspeed.save_16bit:
+        yield "zero3_save_16bit_model: the weights are gathered and saved in fp32"
+    if deepspeed.optimizer or deepspeed.scheduler:
+        yield (
+            "the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
+            "DummyScheduler"
+        )
+
+
+def read(said: str) -> tuple[str | None, dict[str, Any]]:
+    """(problem or None, mapping) of a path, or of JSON itself, plain or as base64: what the launcher may export."""
+    named = f"deepspeed_config_file {said[:200] if said.isprintable() else short(said)}"
+    try:
+        if os.path.exists(said):
+            text = documents.text_of(said)
+        else:
+            text = said if said.lstrip().startswith("{") else base64.urlsafe_b64decode(said).decode()
+        config = documents.of_json(text)
+    except documents.Unreadable as error:
+        return f"{named} {error}", {}
+    except ValueError:
+        return f"{named} cannot be read: it is not in {os.getcwd()}, where the launch looks for it", {}
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        return f"{named} has no section zero_optimization: set its stage", {}
+    if what := wrong(config):
+        return f"{named}: {what}", {}
+    if unsupported := [name for name in ELSEWHERE if enabled(config.get(name))]:
+        return f"{', '.join(unsupported)} in deepspeed_config_file: not supported here, leave it out", config
+    return None, config
+
+
+def enabled(section: Any) -> bool:
+    return bool(section) and (not isinstance(section, dict) or section.get("enabled", True) is not False)
+
+
+def wrong(config: dict[str, Any]) -> str | None:
+    """What is wrong with the type of a value that `of_file` reads, or None."""
+    for name in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
+        if not isinstance(config.get(name) or {}, dict):
+            return f"{name} is {config[name]!r}: write a section"
+    zero = config["zero_optimization"]
+    for name in ("offload_optimizer", "offload_param"):
+        if not isinstance(section := zero.get(name) or {}, dict):
+            return f"{name} is {section!r}: write a section"
+        if (device := section.get("device", "none")) not in DEVICES:
+            return f"{name} device is {device!r}: write one of {', '.join(DEVICES)}"
+    stage, steps = zero.get("stage", 0), config.get("gradient_accumulation_steps", "auto")
+    if type(stage) is not int or stage not in range(4):
+        return f"stage is {stage!r}: write 0, 1, 2 or 3"
+    if steps != "auto" and (type(steps) is not int or steps < 1):
+        return f"gradient_accumulation_steps is {steps!r}: write a whole number from 1 on, or auto"
+    try:
+        norm_of(config.get("gradient_clipping", "auto"))
+    except Refused as refused:
+        return str(refused)
+    for name in ("optimizer", "scheduler"):
+        if not isinstance(kind := (config.get(name) or {}).get("type"), str | None):
+            return f"{name} type is {kind!r}: write a name"
+    return None
+
+
+def norm_of(clip: Any) -> float | None:
+    """The norm to which `gradient_clipping` clips, or None: 0 or "auto". Raises Refused if it is no number."""
+    try:
+        norm = 0.0 if clip == "auto" else float(clip or 0)
+    except (TypeError, ValueError):
+        norm = math.nan
+    if isinstance(clip, bool) or not 0 <= norm < math.inf:
+        raise Refused(f"gradient_clipping is {clip!r}: write a number from 0 on, or auto")
+    return norm or None
+
+
+def of_file(said: str, init: bool = True) -> DeepSpeed:
+    """What a file asks for. init: what zero3_init_flag says, which stands beside it."""
+    problem, config = read(said)
+    zero = config.get("zero_optimization", {})
+    devices = [(zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")]
+    steps, stage = config.get("gradient_accumulation_steps", "auto"), zero.get("stage", 0)
+    precision = [name for name in ("fp16", "bf16") if str((config.get(name) or {}).get("enabled")).lower() == "true"]
+    return DeepSpeed(
+        stage=stage,
+        problem=problem,
+        optimizer_device=devices[0],
+        param_device=devices[1] if stage == 3 else "none",
+        clip=norm_of(config.get("gradient_clipping", "auto")),
+        save_16bit=stage == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") is True,
+        init=stage == 3 and init,
+        precision=precision[0] if precision else None,
+        steps=None if steps == "auto" else steps,
+        optimizer=(config.get("optimizer") or {}).get("type"),
+        scheduler=(config.get("scheduler") or {}).get("type"),
+        in_file=True,
+    )
+
+
+def explicit(section: dict[str, Any]) -> dict[str, Any]:
+    """A section of the file without the values that are left to Accelerate."""
+    return {key: value for key, value in section.items() if value != "auto"}

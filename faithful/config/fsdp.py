@@ -1,0 +1,153 @@
+"""FSDP: what the keys of fsdp_config ask for. Version 1's run as FSDP2, as `accelerate to-fsdp2` converts them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from faithful.config.schema import FALSE, TRUE, digits, on, whole_number
+
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # version 1's 1 to 5
+WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+DEFAULTS = {
+    "fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False,
+    "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": True, "fsdp_min_num_params": 100_000_000,
+    "fsdp_sync_module_states": True, "fsdp_use_orig_params": True, "fsdp_forward_prefetch": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FSDP:
+    """The section fsdp_config."""
+
+    version: int | str = 0  # 1 or 2, or 0 without FSDP; a text is a problem
+    sharding: str = "FULL_SHARD"  # as version 1 says it
+    reshard: bool = True  # after the forward pass
+    reshard_text: str = "true"  # as the file says it
+    wrap_policy: str | None = None  # says which modules are units, gathered as a whole
+    min_num_params: int | None = None  # of a unit, under SIZE_BASED_WRAP
+    wrap_classes: list[str] = field(default_factory=list)  # of units, that TRANSFORMER_BASED_WRAP names
+    ignored_modules: str | None = None  # a regular expression of names: these are not sharded
+    offload: bool = False
+    activation_checkpointing: bool = False
+    ram_efficient: bool = False  # only process 0 builds models with their weights
+    sync_module_states: bool = False  # all processes start with the weights of process 0
+    without_effect: list[str] = field(default_factory=list)  # keys that are set, and that FSDP2 has nothing for
+
+    @property
+    def replicates(self) -> bool:
+        """Whether this is DDP in version 1's words."""
+        return self.version == 1 and self.sharding == "NO_SHARD"
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether each machine holds a whole model, in version 1's words."""
+        return self.version == 1 and self.sharding.startswith("HYBRID")
+
+    def unread(self) -> "FSDP":
+        """The section of a run that FSDP2 does not shard: what is said of sharding is not there."""
+        return FSDP(self.version, self.sharding, reshard_text=self.reshard_text, without_effect=self.without_effect)
+
+
+def parse(env: Mapping[str, str]) -> FSDP:
+    """What the launcher's variables ask for."""
+
+    def get(key: str, default: str = "") -> str:
+        value = env.get(f"FSDP_{key}", default)
+        return default if value.lower() == "none" else value
+
+    if not on(env.get("ACCELERATE_USE_FSDP")):
+        return FSDP()
+    version, sharding = get("VERSION", "1"), get("SHARDING_STRATEGY", "FULL_SHARD")
+    sharding = SHARDINGS[int(sharding) - 1] if sharding in ("1", "2", "3", "4", "5") else sharding.upper()
+    smallest = {"fsdp_min_num_params": get("MIN_NUM_PARAMS", "0")}
+    text, ram_efficient = get("RESHARD_AFTER_FORWARD"), on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
+    if version == "1" and sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
+        sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(text.upper(), text.upper())
+    without_effect = {
+        "backward_prefetch": get("BACKWARD_PREFETCH", "NO_PREFETCH").upper() != "NO_PREFETCH",
+        "forward_prefetch": on(get("FORWARD_PREFETCH")),
+        "use_orig_params": not on(get("USE_ORIG_PARAMS", "true")),
+        "state_dict_type": get("STATE_DICT_TYPE") == "LOCAL_STATE_DICT",
+    }
+    return FSDP(
+        version=int(version) if digits(version) else version,
+        sharding=sharding,
+        reshard=on(text or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
+        reshard_text=text or "true",
+        wrap_policy=get("AUTO_WRAP_POLICY", "NO_WRAP").upper(),
+        min_num_params=whole_number(smallest, "fsdp_min_num_params", 0, float),
+        wrap_classes=[name.strip() for name in get("TRANSFORMER_CLS_TO_WRAP").split(",") if name.strip()],
+        ignored_modules=get("IGNORED_MODULES") or None,
+        offload=on(get("OFFLOAD_PARAMS")),
+        activation_checkpointing=on(get("ACTIVATION_CHECKPOINTING")),
+        ram_efficient=ram_efficient,
+        sync_module_states=ram_efficient or (version == "1" and on(get("SYNC_MODULE_STATES", "true"))),
+        without_effect=[f"fsdp_{key}" for key, is_on in without_effect.items() if is_on],
+    )
+
+
+def environment(section: Mapping[str, object]) -> dict[str, str]:
+    """The variables that the launcher makes of a file's section, with full names of keys."""
+    env = {"ACCELERATE_USE_FSDP": "true"}
+    for key, value in (DEFAULTS | dict(section)).items():
+        env[key.upper().replace("LAYER_CLS", "CLS")] = str(value).lower() if isinstance(value, bool) else str(value)
+    return env
+
+
+def as_version_2(fsdp: FSDP, env: Mapping[str, str]) -> dict[str, str | None]:
+    """{variable: value, None to remove it} with which Accelerate shards as the plan says, whatever the file's words."""
+    names = {name: None for name, value in env.items() if name.startswith("FSDP_") and value == "none"}
+    if env.get("FSDP_STATE_DICT_TYPE") in ("LOCAL_STATE_DICT", "None"):
+        names["FSDP_STATE_DICT_TYPE"] = None
+    return {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": str(fsdp.reshard).lower(),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_BACKWARD_PREFETCH": None,
+        "FSDP_IGNORED_MODULES": fsdp.ignored_modules,
+        "FSDP_MIN_NUM_PARAMS": str(fsdp.min_num_params),
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(fsdp.wrap_classes) or None,
+    } | names
+
+
+def problems(fsdp: FSDP) -> Iterator[str]:
+    """Yields every reason why this cannot run."""
+    if fsdp.version == 0:
+        return
+    if fsdp.version not in (1, 2):
+        yield f"fsdp_version {fsdp.version} is not 1 or 2"
+        return
+    if fsdp.version == 1 and fsdp.sharding not in SHARDINGS:
+        yield f"fsdp_sharding_strategy {fsdp.sharding} is not one of {', '.join(SHARDINGS)}"
+    if fsdp.version == 2 and fsdp.reshard_text.lower() not in TRUE + FALSE:
+        yield (
+            f"fsdp_reshard_after_forward {fsdp.reshard_text.upper()} is a strategy of FSDP version 1: set "
+            "true or false, or fsdp_version: 1"
+        )
+    if fsdp.replicates:
+        return
+    if fsdp.wrap_policy not in WRAP_POLICIES:
+        yield f"fsdp_auto_wrap_policy {fsdp.wrap_policy} is not one of {', '.join(WRAP_POLICIES)}"
+    if fsdp.wrap_policy == "NO_WRAP" and fsdp.activation_checkpointing:
+        yield (
+            "fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "
+            "TRANSFORMER_BASED_WRAP"
+        )
+
+
+def notes(fsdp: FSDP, runs_as: str) -> Iterator[str]:
+    """Yields what runs otherwise than the section's words say, with the same result. runs_as: ddp, fsdp or hsdp."""
+    if fsdp.version == 1:
+        runs = {"ddp": "DDP, which it is", "hsdp": "FSDP2 within each machine (HSDP)"}.get(runs_as, "FSDP2")
+        yield f"FSDP version 1 with {fsdp.sharding} runs as {runs}, as `accelerate to-fsdp2` converts it"
+    if fsdp.without_effect:
+        yield f"{', '.join(fsdp.without_effect)} cannot have an effect: FSDP2 has nothing of this kind"
+    if fsdp.version == 2 and fsdp.sharding != "FULL_SHARD":
+        yield (
+            f"fsdp_sharding_strategy {fsdp.sharding} is a key of FSDP version 1, which version 2 does not "
+            "read: fsdp_reshard_after_forward and parallelism_config say it"
+        )
+    if fsdp.ignored_modules:
+        yield (
+            f"fsdp_ignored_modules {fsdp.ignored_modules}: each process keeps the whole of them, and none of them "
+            "may be trained, as their gradients are not averaged"
+        )
