@@ -1,14 +1,26 @@
 """Which layers of a model are converted, and what can't be converted at all."""
 
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from .fsdp import Place
+
+Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 LEVELS = ("O1", "O2", "O3")
 # These modules read a child's weight instead of calling the child, at least in evaluation, and would read codes.
 READ_DIRECTLY = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def check(model, optimizer, opt_level, accumulate):
+def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, opt_level: str, accumulate: str) -> None:
     """Raises an error with a line that says what to do, if this can't be converted."""
     if opt_level not in LEVELS:
         raise ValueError(f"opt_level is one of {', '.join(LEVELS)}, not {opt_level!r}")
@@ -25,7 +37,7 @@ def check(model, optimizer, opt_level, accumulate):
             raise ValueError(f"{name} is on the meta device and has no values: load the weights before amp8.initialize")
 
 
-def check_optimizer(optimizer):
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     # AdamW is a subclass of Adam; a subclass of one's own may have another step, which would be lost.
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise TypeError(f"amp8 needs torch.optim.AdamW or Adam itself, not {type(optimizer).__qualname__}")
@@ -34,7 +46,9 @@ def check_optimizer(optimizer):
             raise ValueError(f"amp8's Adam has no {option}: make the optimizer without it")
 
 
-def choose(model, skip, places):
+def choose(
+    model: nn.Module, skip: Skip, places: "dict[nn.Parameter, Place]"
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Returns ({name: layer} to convert, [(name, reason)] for the other Linear layers). places: what `fsdp.managed`
     found."""
     modules = dict(model.named_modules())
@@ -44,10 +58,10 @@ def choose(model, skip, places):
             if name not in modules:
                 raise ValueError(f"skip names {name!r}, which is no module of the model")
 
-        def skip(name, module):
+        def skip(name: str, module: nn.Module) -> bool:
             return any(name == other or name.startswith(other + ".") for other in names)
 
-    users = {}
+    users: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
         for entry, parameter in module.named_parameters(recurse=False):
             users.setdefault(parameter, []).append(f"{name}.{entry}".lstrip("."))
@@ -82,7 +96,9 @@ def choose(model, skip, places):
     return layers, skipped
 
 
-def sharded_otherwise(fsdp_param, group, meshes):
+def sharded_otherwise(
+    fsdp_param: "FSDPParam", group: "FSDPParamGroup", meshes: "list[DataParallelMeshInfo]"
+) -> str | None:
     """The reason why a weight under fully_shard can't be converted, or None. meshes: the meshes seen so far."""
     if fsdp_param.is_dtensor:
         return "its weight is sharded by something else than fully_shard too"
@@ -94,13 +110,13 @@ def sharded_otherwise(fsdp_param, group, meshes):
     return None
 
 
-def is_ordinary(weight):
+def is_ordinary(weight: torch.Tensor) -> bool:
     """Whether a weight is a Parameter around a plain tensor or a fake tensor, which memory estimates use."""
     plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
     return plain or (isinstance(weight, nn.Parameter) and type(weight).__name__ == "FakeTensor")
 
 
-def is_conv1d(module):
+def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' Conv1D. Checks the name, so that transformers need not be installed."""
     named = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)  # fully_shard makes a subclass
-    return named and hasattr(module, "nf") and module.weight.dim() == 2
+    return named and hasattr(module, "nf") and module.weight.dim() == 2  # pyrefly: ignore[not-callable]

@@ -5,9 +5,15 @@ values. A loss that is computed from such a weight directly, without its layer, 
 raises CodesRead.
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from .linear import FP8Linear
 
 # Methods and properties that describe a tensor and do not read its values.
 ABOUT = {
@@ -38,14 +44,14 @@ class CodesRead(RuntimeError):
     exit_code = 2  # a user's mistake; the message says what to do
 
 
-def innermost(tensor):
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that torch.func has wrapped, or the tensor itself."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
-def refuse_transformed(name, *tensors):
+def refuse_transformed(name: str, *tensors: torch.Tensor) -> None:
     """Raises CodesRead in a transform of torch.func (grad, vmap, jvp), which takes codes for values, and for which FP8
     products have no rule. tensors: what a layer computes with."""
     if torch.compiler.is_compiling() or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
@@ -56,7 +62,7 @@ def refuse_transformed(name, *tensors):
     )
 
 
-def refuse_a_derivative():
+def refuse_a_derivative() -> None:
     """Called in the backward pass of FP8 products. Rounding has the derivative zero, so that of a gradient would be
     nothing like the unrounded one's."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -69,16 +75,20 @@ def refuse_a_derivative():
 class CodedWeight(nn.Parameter):
     """A Parameter of codes, [out, in], fp16 or e4m3. `amp8_linear`: its layer, which has the scale."""
 
+    amp8_linear: "FP8Linear"
+
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
-            name = function.__self__.__name__
-            setting = function.__name__ != "__get__"
+            name = func.__self__.__name__
+            setting = func.__name__ != "__get__"
             raw = name not in VIEWS and not (setting and name == "data")
         else:
             setting, raw = False, name in ABOUT
-        if function is torch.autograd.grad:
+        if func is torch.autograd.grad:
             raise CodesRead(
                 "torch.autograd.grad asks for the gradient of a converted weight, which is FP8 and kept in its layer: "
                 "call loss.backward() and use .grad, or leave the layer out (skip)"
@@ -90,11 +100,12 @@ class CodedWeight(nn.Parameter):
             return args[0].amp8_linear.plain_dtype
         if raw and name not in ALIASES:
             with torch._C.DisableTorchFunctionSubclass():
-                result = function(*args, **kwargs)
+                result = func(*args, **kwargs)
                 if name.startswith("requires_grad") and is_parameter(args[0]):
                     args[0].amp8_linear.train_weight(args[0].requires_grad)
                 return result
-        first = args[0] if args else next(iter(kwargs.values()), None)  # functions of nn.init pass `tensor` by name
+        # Functions of nn.init pass `tensor` by name.
+        first: Any = args[0] if args else next(iter(kwargs.values()), None)
         if name in ALIASES and not setting:
             return alias_of(first)
         changed = first if isinstance(first, list | tuple) else [first, *tree_leaves(kwargs.get("out"))]
@@ -103,64 +114,70 @@ class CodedWeight(nn.Parameter):
             if coded and name == "copy_":
                 return overwrite(first, args[1])
             if coded and name in SETTERS and first is coded[0]:
-                return changed_by(first, function, args, kwargs)
+                return changed_by(first, func, args, kwargs)
             if coded:
                 raise CodesRead(refusal(where(coded[0]), name))
         args, kwargs = tree_map(value_of, (args, kwargs))
-        result = function(*args, **kwargs)
+        result = func(*args, **kwargs)
         if name in PIECES:  # in torch they share the weight's memory
             return tree_map(lambda x: piece(x, where(first)) if isinstance(x, torch.Tensor) else x, result)
         return result
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(alias_of(self).amp8_linear.true_weight(), self.requires_grad)
         return copied
 
-    def __reduce_ex__(self, protocol):
-        return nn.Parameter(alias_of(self).amp8_linear.true_weight(), self.requires_grad).__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
+        return nn.Parameter(alias_of(self).amp8_linear.true_weight(), self.requires_grad).__reduce_ex__(proto)
 
-    def __repr__(self):
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         return f"{where(self)}: MS-AMP's codes for {value_of(alias_of(self))}"
 
 
 class Piece(torch.Tensor):
     """A view of a converted weight's values. It is a copy, so it refuses changes: they would not reach the weight."""
 
+    amp8_name: str
+
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first = args[0] if args else None
         changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in INPLACE
         if changes and isinstance(first, cls) and not name.startswith("requires_grad"):
             raise CodesRead(refusal(f"a view of {first.amp8_name}", name))
-        name = function.__self__.__name__ if name == "__get__" else name
+        name = func.__self__.__name__ if name == "__get__" else name
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, cls) else x, (args, kwargs))
-            result = function(*args, **kwargs)
+            result = func(*args, **kwargs)
         if isinstance(first, cls) and (name in PIECES or name in ALIASES):
             return tree_map(lambda x: piece(x, first.amp8_name) if isinstance(x, torch.Tensor) else x, result)
         return result
 
 
-def piece(values, name):
+def piece(values: torch.Tensor, name: str) -> Piece:
     made = values.as_subclass(Piece)
     made.amp8_name = name
     return made
 
 
-def refusal(what, name):
+def refusal(what: str, name: str) -> str:
     return (
         f"{what} holds MS-AMP's codes: it can't be changed by {name}. Set values with copy_ or load_state_dict, or "
         "leave the layer out (skip)"
     )
 
 
-def is_parameter(weight):
+def is_parameter(weight: CodedWeight) -> bool:
     """Whether this is the layer's parameter, and not an alias of it as `.data` is."""
     return weight is weight.amp8_linear.own
 
 
-def changed_by(weight, function, args, kwargs):
+def changed_by(
+    weight: CodedWeight, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CodedWeight:
     """A function that sets values, on the weight's true values, which are then the weight's."""
     own = getattr(function, "__module__", None) == "torch.nn.init"  # they turn autograd off themselves
     if torch.is_grad_enabled() and not own and is_parameter(weight) and weight.requires_grad:
@@ -172,25 +189,25 @@ def changed_by(weight, function, args, kwargs):
     return overwrite(weight, value)
 
 
-def codes_of(weight):
+def codes_of(weight: torch.Tensor) -> torch.Tensor:
     """The tensor of codes itself."""
     with torch._C.DisableTorchFunctionSubclass():
         return weight.data
 
 
-def alias_of(weight):
+def alias_of(weight: CodedWeight) -> CodedWeight:
     alias = torch.Tensor._make_subclass(CodedWeight, codes_of(weight), False)
     alias.amp8_linear = weight.amp8_linear
     return alias
 
 
-def value_of(x):
+def value_of(x: Any) -> Any:
     if not isinstance(x, CodedWeight):
         return x
     value = x.amp8_linear.true_weight(x.amp8_linear.plain_dtype)
     if x.requires_grad and torch.is_grad_enabled():
 
-        def refuse(gradient):
+        def refuse(gradient: torch.Tensor) -> NoReturn:
             raise CodesRead(
                 f"{name} was used without calling its layer, which would not train it: leave the layer out "
                 f"(skip={name.rpartition('.')[0]!r}), or read it under torch.no_grad()"
@@ -201,11 +218,11 @@ def value_of(x):
     return value
 
 
-def overwrite(weight, value):
+def overwrite(weight: CodedWeight, value: torch.Tensor) -> CodedWeight:
     """`weight.copy_(value)`: as load_state_dict does it. Under O3 every rank must call it, with the same value."""
     weight.amp8_linear.replace(value_of(value))
     return weight
 
 
-def where(weight):
+def where(weight: CodedWeight) -> str:
     return f"{weight.amp8_linear.name}.weight".lstrip(".")

@@ -10,11 +10,18 @@ Under O3 the shares are whole tensors, each owned by one rank. Only the owner ne
 moves the updated FP8 weights instead of the gradients.
 """
 
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
 from . import scaling
 from .phase import Phase
+
+if TYPE_CHECKING:
+    from .gradients import WeightGradient
+    from .linear import FP8Linear
 
 BUCKET = 25 << 20  # bytes of codes that travel together, as in DistributedDataParallel
 SLICE = 16 << 20  # bytes of updated weights per rank that are gathered at once
@@ -28,7 +35,14 @@ class Bucket:
     their whole shape.
     """
 
-    def __init__(self, gradients, rank, world, sharded, shapes=None):
+    def __init__(
+        self,
+        gradients: "list[WeightGradient]",
+        rank: int,
+        world: int,
+        sharded: bool,
+        shapes: list[torch.Size] | None = None,
+    ) -> None:
         if sharded:  # whole tensors, in the order of their owners
             gradients = sorted(gradients, key=lambda gradient: gradient.owner)
         self.gradients, self.sharded = gradients, sharded
@@ -59,17 +73,25 @@ class Comm:
     their own stream, in parallel with the backward pass, until `finish`.
     """
 
-    def __init__(self, gradients, group, sharded, bucket=BUCKET, dtype=scaling.E4M3):
+    def __init__(
+        self,
+        gradients: "list[WeightGradient]",
+        group: dist.ProcessGroup | None,
+        sharded: bool,
+        bucket: int = BUCKET,
+        dtype: torch.dtype = scaling.E4M3,
+    ) -> None:
         self.gradients, self.group, self.sharded, self.bucket = gradients, group, sharded, bucket
         self.dtype = dtype  # of the codes to be averaged
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
-        self.wire = set()  # the formats that were sent
-        self.buckets, self.planned = [], None
+        self.wire: set[torch.dtype] = set()  # the formats that were sent
+        self.buckets: list[Bucket] = []
+        self.planned: list[WeightGradient] | None = None
         self.finished = False  # since the last step or gradient
-        self.stream = None
+        self.stream: torch.cuda.Stream | None = None
 
-    def plan(self):
+    def plan(self) -> None:
         """Fills the buckets in the order in which backward reaches the layers, the last layer first. Repeats this when
         layers are frozen or unfrozen, but not while buckets are being sent."""
         if any(bucket.launched for bucket in self.buckets):
@@ -93,16 +115,16 @@ class Comm:
             for i, start, end, _ in bucket.pieces:
                 bucket.gradients[i].piece = slice(start, end)
 
-    def begin(self, gradient):
+    def begin(self, gradient: "WeightGradient") -> None:
         """Called for each new gradient. If its bucket was already sent, this is the next backward pass: finishes the
         last one, whose gradients may have been dropped without a step."""
         if self.where[gradient].launched:
             self.finish()
 
-    def fill(self, gradients):
+    def fill(self, gradients: "list[WeightGradient]") -> Bucket:
         return Bucket(gradients, self.rank, self.world, self.sharded)
 
-    def ready(self, gradient):
+    def ready(self, gradient: "WeightGradient") -> None:
         """A gradient is complete on this rank. Launches every bucket whose turn it is."""
         self.begin(gradient)
         self.finished = False
@@ -114,7 +136,7 @@ class Comm:
                 break
             self.launch(bucket)
 
-    def finish(self):
+    def finish(self) -> None:
         """Launches the remaining buckets and waits for all of them. A gradient that this rank does not have counts as
         zero in the mean; a gradient that no rank has stays None. Every rank must call this before a step."""
         if self.finished:
@@ -129,7 +151,7 @@ class Comm:
             torch.cuda.current_stream().wait_stream(self.stream)
         self.finished = True
 
-    def launch(self, bucket):
+    def launch(self, bucket: Bucket) -> None:
         bucket.launched = True
         for gradient in bucket.gradients:
             gradient.settle()
@@ -152,7 +174,7 @@ class Comm:
                     tensor.record_stream(current)
 
     @torch.no_grad()
-    def reduce(self, bucket, device):
+    def reduce(self, bucket: Bucket, device: torch.device) -> None:
         """Puts the mean over ranks in place of each gradient of the bucket."""
         world, mine = self.world, bucket.shares[self.rank]
         flat = torch.zeros(sum(bucket.shares), dtype=self.dtype, device=device)
@@ -188,7 +210,9 @@ class Comm:
             else:
                 gradient.become(Phase.ELSEWHERE)
 
-    def exchange(self, shares, scales):
+    def exchange(
+        self, shares: Sequence[torch.Tensor], scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sends each rank its share of this rank's codes and all scales [number of gradients].
 
         Returns, for this rank's share, the codes of all ranks [ranks, size], the reciprocals of their scales [ranks,
@@ -210,7 +234,7 @@ class Comm:
         # No mean is larger than the largest value, so the smallest scale fits. All ranks compute the same scale.
         return codes, inverse, torch.where(scales == 0, torch.inf, scales).amin(0)
 
-    def total(self, codes, inverse, unrounded):
+    def total(self, codes: torch.Tensor, inverse: torch.Tensor, unrounded: torch.Tensor | None) -> torch.Tensor:
         """The sum over ranks in fp32, of codes [ranks, size] and, in place of this rank's, what is not rounded."""
         total = torch.zeros(codes.shape[1], device=codes.device)
         for rank in range(self.world):
@@ -221,7 +245,7 @@ class Comm:
         return total
 
     @torch.no_grad()
-    def gather_weights(self, linears):
+    def gather_weights(self, linears: "list[FP8Linear]") -> None:
         """O3, after a step: every rank receives the FP8 weights of the layers that others own, bit for bit.
 
         linears: all converted layers that have an owner, in one order on all ranks.
@@ -254,28 +278,29 @@ class Comm:
                 linear.weight_amax.copy_(row[1])
 
 
-def local(tensor):
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor: its rows of a DTensor from fully_shard, else the whole tensor."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def own_rows(parameter):
+def own_rows(parameter: torch.Tensor) -> tuple[int, int, int] | None:
     """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
     if not hasattr(parameter, "_local_tensor"):
         return None
-    shards = parameter.device_mesh.size(-1)
+    mesh = parameter.device_mesh  # pyrefly: ignore[missing-attribute]
+    shards = mesh.size(-1)
     cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
-    first = min(parameter.device_mesh.get_local_rank(-1) * cut, parameter.shape[0])
+    first = min(mesh.get_local_rank(-1) * cut, parameter.shape[0])
     return first, first + len(parameter._local_tensor), parameter.shape[0]
 
 
-def linear_of(parameter):
+def linear_of(parameter: torch.Tensor) -> "FP8Linear | None":
     """The converted layer that a parameter is the weight of, or None. Under fully_shard the attribute is on this rank's
     rows, because torch drops the attributes of a DTensor parameter when the model is moved."""
     return getattr(local(parameter), "amp8_linear", None)
 
 
-def largest(x, group):
+def largest(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Elementwise maximum over a group's ranks, in place. NaN counts as infinity, because a maximum could drop NaN."""
     if dist.get_world_size(group) > 1:
         x.copy_(x.nan_to_num(nan=torch.inf, posinf=torch.inf))
@@ -283,7 +308,7 @@ def largest(x, group):
     return x
 
 
-def pieces(linears, low, width):
+def pieces(linears: "list[FP8Linear]", low: int, width: int) -> Iterator[tuple[torch.Tensor, int]]:
     """(bytes, place) of the part of each weight that falls in low .. low + width of all of them laid end to end."""
     start = 0
     for linear in linears:
@@ -294,7 +319,7 @@ def pieces(linears, low, width):
         start += codes.numel()
 
 
-def partition(sizes, world):
+def partition(sizes: dict[str, int], world: int) -> dict[str, int]:
     """Distributes whole tensors evenly over ranks: {name: size} -> {name: rank}, the same on every rank. The largest
     tensor comes first, and each goes to the rank that has the least so far."""
     loads, owners = [0] * world, {}

@@ -3,21 +3,28 @@
 import contextlib
 import sys
 import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import scaling
-from .choice import check, check_optimizer, choose, is_conv1d
+from .choice import Skip, check, check_optimizer, choose, is_conv1d
 from .coded import CodedWeight, CodesRead
 from .comm import BUCKET, Comm, largest, partition
 from .gradients import WeightGradient
 from .linear import FP8Conv1D, FP8Linear
 from .optimizer import Adam
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from .fsdp import Place
+
 WINDOW = 16  # FP8-LM's history of amaxes
-TE_DEFAULTS = {
+TE_DEFAULTS: dict[str, Any] = {
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
     "margin": 0,
@@ -27,19 +34,19 @@ TE_DEFAULTS = {
 
 
 def initialize(
-    model,
-    optimizer,
-    opt_level="O2",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    opt_level: str = "O2",
     *,
-    skip=(),
-    accumulate="high",
-    stochastic_rounding=True,
-    recipe="msamp",
-    recipe_options=None,
-    process_group=None,
-    exact=False,
-    bucket_bytes=BUCKET,
-):
+    skip: Skip = (),
+    accumulate: str = "high",
+    stochastic_rounding: bool = True,
+    recipe: str = "msamp",
+    recipe_options: dict[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    exact: bool = False,
+    bucket_bytes: int = BUCKET,
+) -> tuple[nn.Module, Adam | None]:
     """Puts `model` and its `optimizer` on one of MS-AMP's levels; returns (model, optimizer).
 
     The model stays the same object, converted in place, as do its parameters. The returned optimizer takes over the
@@ -63,7 +70,7 @@ def initialize(
     """
     check(model, optimizer, opt_level, accumulate)
     state = State(opt_level, accumulate, stochastic_rounding, recipe, recipe_options)
-    places = {}  # of weights under fully_shard
+    places: dict[nn.Parameter, Place] = {}  # of weights under fully_shard
     if fully_sharded(model):
         from . import fsdp  # here, because DTensor takes a second to import
 
@@ -87,6 +94,7 @@ def initialize(
             broadcast(layer.weight, state.group)
         keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
         if places:
+            # pyrefly: ignore[unbound-name]
             layer.sharding = fsdp.Sharding(layer, *places[layer.weight])
         layer.name, layer.plain_class = name, type(layer)
         layer.__class__ = converted_class(layer)
@@ -101,16 +109,17 @@ def initialize(
     state.gradients = [layer.gradient for layer in layers.values()]
     if places:
         if state.world * state.replicas > 1:
+            # pyrefly: ignore[unbound-name]
             state.comm = fsdp.ShardComm(state.gradients, state.group, state.replica_group, bucket_bytes)
     elif state.world > 1:
         state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
         ours = [f"{name}.weight" for name in layers]
-        model._ddp_params_and_buffers_to_ignore = Ignored(ours, model)
-    model.amp8_state = state
+        model._ddp_params_and_buffers_to_ignore = Ignored(ours, model)  # pyrefly: ignore[bad-argument-type]
+    model.amp8_state = state  # pyrefly: ignore[bad-argument-type]
     return model, None if optimizer is None else Adam(optimizer, state)
 
 
-def optimizer_of(model, optimizer):
+def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adam:
     """Replaces `optimizer` by the Adam of a model that was converted without its optimizer."""
     check_optimizer(optimizer)
     state = state_of(model)
@@ -121,26 +130,27 @@ def optimizer_of(model, optimizer):
     return Adam(optimizer, state)
 
 
-def fully_sharded(model):
+def fully_sharded(model: nn.Module) -> bool:
     """Whether fully_shard has wrapped some of the model."""
     module = sys.modules.get("torch.distributed.fsdp")
     return module is not None and any(isinstance(part, module.FSDPModule) for part in model.modules())
 
 
-def converted_class(layer):
+def converted_class(layer: nn.Module) -> type[FP8Linear]:
     """FP8Linear or FP8Conv1D, or a subclass of it if fully_shard has already given the module a class of its own."""
     cls = FP8Conv1D if is_conv1d(layer) else FP8Linear
     if not fully_sharded(layer):
         return cls
     from torch.distributed.fsdp import FSDPModule
 
+    # pyrefly: ignore[missing-attribute]
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": type(layer).__deepcopy__})
 
 
-def misused(name):
+def misused(name: str) -> Callable[[torch.Tensor], None]:
     """Returns a hook that raises when a gradient reaches a converted parameter itself, which bypasses its layer."""
 
-    def hook(parameter):
+    def hook(parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # compiled code calls it for nothing
             return
         parameter.grad = None
@@ -153,35 +163,42 @@ def misused(name):
 
 
 @torch.no_grad()
-def broadcast(tensor, group):
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Sends rank 0's values to all ranks."""
     device = tensor.device
     if device.type == "cpu" and "gloo" not in dist.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
     moved = tensor.detach().to(device).contiguous()
-    dist.broadcast(moved, dist.get_global_rank(group, 0), group=group)
+    dist.broadcast(moved, dist.get_global_rank(group, 0), group=group)  # pyrefly: ignore[bad-argument-type]
     tensor.copy_(moved)
 
 
-class Ignored(list):
+class Ignored(list[str]):
     """The names of parameters that DistributedDataParallel does not average. A copy of the model has plain layers, and
     ignores only those that the model ignored before."""
 
-    def __init__(self, ours, model):
+    def __init__(self, ours: list[str], model: nn.Module) -> None:
         self.before = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         super().__init__([*self.before, *ours])
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[str]:
         return list(self.before)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, (self.before,)
 
 
 class State:
     """State that the converted layers of one model share, as `model.amp8_state`."""
 
-    def __init__(self, level, accumulate, stochastic_rounding, recipe, recipe_options):
+    def __init__(
+        self,
+        level: str,
+        accumulate: str,
+        stochastic_rounding: bool,
+        recipe: str,
+        recipe_options: dict[str, Any] | None,
+    ) -> None:
         self.level, self.accumulate, self.stochastic_rounding = level, accumulate, stochastic_rounding
         self.recipe, self.options = recipe, dict(recipe_options or {})
         if recipe == "msamp":
@@ -200,42 +217,51 @@ class State:
             self.window, self.history = 0, self.options["amax_history_len"]
         else:
             raise ValueError(f"recipe is 'msamp' or 'te_delayed', not {recipe!r}")
-        self.layers, self.skipped, self.gradients = {}, [], []
-        self.group, self.rank, self.world, self.comm = None, 0, 1, None
-        self.fsdp_group = self.replica_group = None  # under fully_shard: see join_mesh
+        self.layers: dict[str, FP8Linear] = {}
+        self.skipped: list[tuple[str, str]] = []
+        self.gradients: list[WeightGradient] = []
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.world = 0, 1
+        self.comm: Comm | None = None
+        self.fsdp_group: FSDPParamGroup | None = None  # under fully_shard: see join_mesh
+        self.replica_group: dist.ProcessGroup | None = None  # likewise
         self.replicas = 1
         self.held = False  # inside no_sync()
-        self.wrapper = self.asked = None  # see attach()
-        self.arrived = []  # under fully_shard: the gradients that this backward pass has brought
+        self.wrapper: weakref.CallableProxyType | None = None  # see attach()
+        self.asked: Callable[[], bool] | None = None  # likewise
+        self.arrived: list[WeightGradient] = []  # under fully_shard: the gradients that this backward pass has brought
         self.told = False  # whether the loop says which backward pass is the last before a step
-        self.gradient_bytes, self.gradient_dtypes = 0, set()  # at the last step
+        self.gradient_bytes = 0  # at the last step
+        self.gradient_dtypes: set[torch.dtype] = set()  # likewise
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # belongs to the one model that trains; a copy of it is for evaluation
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return type(None), ()
 
-    def join(self, group):
+    def join(self, group: dist.ProcessGroup | None) -> None:
         # A group of our own, as our collectives and DistributedDataParallel's may interleave differently on two ranks.
+        # pyrefly: ignore[bad-assignment]
         self.group = dist.new_group() if group is None and dist.get_world_size() > 1 else group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def join_mesh(self, place):
+    def join_mesh(self, place: "Place") -> None:
         """Takes the ranks of a fully_shard mesh: `group`, `rank` and `world` are of its shards."""
         _, self.fsdp_group = place
         mesh = self.fsdp_group.mesh_info
+        # pyrefly: ignore[missing-attribute]
         self.group, self.rank, self.world = mesh.shard_process_group, mesh.shard_mesh_rank, mesh.shard_mesh_size
         self.replica_group = getattr(mesh, "replicate_process_group", None)  # HSDP has one
         if self.replica_group is not None:
             self.replicas = dist.get_world_size(self.replica_group)
 
     @property
-    def sharded(self):
+    def sharded(self) -> bool:
         """Whether only its owner has the mean gradient of a layer."""
         return self.level == "O3" and self.world > 1
 
-    def last_micro_batch(self):
+    def last_micro_batch(self) -> bool:
         """Whether the optimizer steps after the current backward pass, as far as is known. Under fully_shard: whether
         this pass reduces gradients, which FSDP2 does in every backward pass unless told not to."""
         if self.wrapper is not None and self.wrapper._join_config.enable:
@@ -249,15 +275,15 @@ class State:
             return self.fsdp_group.reduce_grads
         return not self.more_to_come()
 
-    def more_to_come(self):
+    def more_to_come(self) -> bool:
         """Whether the loop said that another backward pass comes before the step."""
         return self.asked is not None and not self.asked()
 
-    def largest(self, x):
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over the shards of fully_shard; `x` itself if there are none."""
         return x if self.fsdp_group is None else largest(x, self.group)
 
-    def finish(self):
+    def finish(self) -> None:
         """Rounds every gradient to FP8 and averages it over ranks. Called before a step, a norm or a report."""
         if self.comm is not None:
             self.comm.finish()
@@ -266,7 +292,7 @@ class State:
             if gradient.sharding is not None:
                 gradient.show()
 
-    def backward_ended(self):
+    def backward_ended(self) -> None:
         """Under fully_shard, called at the end of a backward pass: `.grad` is then the mean, as FSDP2's is."""
         arrived, self.arrived = self.arrived, []
         if not arrived:
@@ -283,7 +309,7 @@ class State:
                     hook(parameter)
 
     @torch.no_grad()
-    def stepped(self, used):
+    def stepped(self, used: list[WeightGradient]) -> None:
         """Called after an optimizer's step: sends new FP8 weights, updates delayed scales, marks the gradients of its
         layers, `used`, as used."""
         found = [gradient.codes for gradient in self.gradients if gradient.codes is not None]
@@ -297,7 +323,7 @@ class State:
                 self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
         self.update_scales()
 
-    def update_scales(self):
+    def update_scales(self) -> None:
         """Updates the delayed scales of all layers at once."""
         layers = list(self.layers.values())
         history = torch.stack([layer.amax_history for layer in layers], 1)  # [length, layers, 2]
@@ -322,15 +348,15 @@ class State:
         torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
 
 
-def state_of(model):
+def state_of(model: nn.Module) -> State:
     """The State of a converted model, however it is wrapped."""
     for module in model.modules():
         if getattr(module, "amp8_state", None) is not None:
-            return module.amp8_state
+            return module.amp8_state  # pyrefly: ignore[bad-return]
     raise ValueError("the model is on no level: call amp8.initialize first")
 
 
-def attach(model, last_micro_batch=None):
+def attach(model: nn.Module, last_micro_batch: Callable[[], bool] | None = None) -> nn.Module:
     """Tells a converted model what wraps it, so that gradient accumulation works.
 
     model: the converted model or its DistributedDataParallel, whose `no_sync()` then holds for FP8 gradients too.
@@ -346,7 +372,7 @@ def attach(model, last_micro_batch=None):
 
 
 @contextlib.contextmanager
-def no_sync(model):
+def no_sync(model: nn.Module) -> Iterator[None]:
     """Within it, backward passes are not the last before a step: gradients add up on their rank and nothing is sent."""
     state = state_of(model)
     before, state.held, state.told = state.held, True, True
@@ -357,7 +383,7 @@ def no_sync(model):
 
 
 @contextlib.contextmanager
-def high_precision(model):
+def high_precision(model: nn.Module) -> Iterator[None]:
     """Converted layers compute plain products of their true weights, in autocast's dtype or their input's. For
     evaluation: the weights get no gradient."""
     layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
@@ -371,7 +397,7 @@ def high_precision(model):
             layer.high_precision = value
 
 
-def wire_bytes(model):
+def wire_bytes(model: nn.Module) -> int:
     """Bytes this rank has sent for converted layers since `initialize`, counted where they are sent: of an all_to_all
     and an all_gather (N - 1) / N of the full size, as a ring sends."""
     comm = state_of(model).comm

@@ -1,11 +1,14 @@
 """What `.grad` of a converted weight is: a tensor that reads and changes the values of the FP8 gradient."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
 from . import scaling
+
+if TYPE_CHECKING:
+    from .gradients import WeightGradient
 
 aten = torch.ops.aten
 
@@ -18,25 +21,27 @@ class FP8Gradient(torch.Tensor):
     gradient in fp32, 4 bytes per parameter, which is rounded to FP8 again at the step.
     """
 
-    @staticmethod
-    def __new__(cls, gradient, shape):
+    def __new__(cls, gradient: "WeightGradient", shape: torch.Size) -> "FP8Gradient":
         device = gradient.linear.weight.device
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
 
-    def __init__(self, gradient, shape):
+    def __init__(self, gradient: "WeightGradient", shape: torch.Size) -> None:
         self.amp8_gradient = gradient
 
-    def __repr__(self, **_):
+    def __repr__(self, **_: object) -> str:
         return f"FP8Gradient({self.amp8_gradient.readable(False)})"
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.clone()
 
-    def __reduce_ex__(self, protocol):
-        return self.clone().__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
+        return self.clone().__reduce_ex__(proto)
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         first = args[0] if args else None
         if function is aten.zero_.default and isinstance(first, cls):
             first.amp8_gradient.zero()
@@ -44,7 +49,7 @@ class FP8Gradient(torch.Tensor):
         schema = function._schema
         shared = schema.is_mutable or any(one.alias_info is not None for one in schema.returns)
 
-        def value_of(x):
+        def value_of(x: Any) -> Any:
             return x.amp8_gradient.readable(shared) if isinstance(x, cls) else x
 
         result = function(*tree_map(value_of, args), **tree_map(value_of, kwargs or {}))
@@ -57,18 +62,18 @@ class Lent(NamedTuple):
     written to changes nothing in the step."""
 
     amax: torch.Tensor
-    bound: torch.Tensor
+    bound: torch.Tensor | None  # of a mean of rows
     scale: torch.Tensor
 
     @classmethod
-    def of(cls, value, bound, scale):
+    def of(cls, value: torch.Tensor, bound: torch.Tensor | None, scale: torch.Tensor) -> "Lent":
         return cls(scaling.amax(value), bound, scale)
 
-    def bound_of(self, value):
+    def bound_of(self, value: torch.Tensor) -> torch.Tensor:
         amax = scaling.amax(value)
-        return torch.where(amax == self.amax, self.bound, amax)
+        return torch.where(amax == self.amax, self.bound, amax)  # pyrefly: ignore[no-matching-overload]
 
-    def rounded(self, value):
+    def rounded(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(e4m3 codes, scale)"""
         amax = scaling.amax(value)
         scale = torch.where(amax == self.amax, self.scale, scaling.gradient_scale(amax))

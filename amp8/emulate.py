@@ -20,7 +20,8 @@ Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8Curr
 """
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +32,18 @@ from .coded import refuse_a_derivative, refuse_transformed
 from .compiled import output
 from .scaling import E4M3, E5M2
 
+Tile = tuple[int | None, int | None]
+Filter = Callable[[nn.Module, str], bool]
+
 
 class Tiles(NamedTuple):
     """The block of values (rows, columns) that shares a scale; None means the whole dimension. Each product sums over
     another dimension and needs scales that fit it, so an operand is rounded separately for each product."""
 
-    input: tuple  # of input [tokens, in] for the output, and of grad_output [tokens, out] for grad_input
-    weight: tuple  # of weight [out, in] for the output
-    weight_for_grad_input: tuple
-    grad_weight: tuple | None  # of input and grad_output for grad_weight; None: that product is not FP8
+    input: Tile  # of input [tokens, in] for the output, and of grad_output [tokens, out] for grad_input
+    weight: Tile  # of weight [out, in] for the output
+    weight_for_grad_input: Tile
+    grad_weight: Tile | None  # of input and grad_output for grad_weight; None: that product is not FP8
 
 
 TILES = {
@@ -53,15 +57,15 @@ FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
 
 
 def convert(
-    model,
-    recipe,
-    module_filter=None,
+    model: nn.Module,
+    recipe: str,
+    module_filter: Filter | None = None,
     *,
-    fp8_format="HYBRID",
-    margin=0,
-    amax_history_len=1024,
-    amax_compute_algo="max",
-):
+    fp8_format: str = "HYBRID",
+    margin: int = 0,
+    amax_history_len: int = 1024,
+    amax_compute_algo: str = "max",
+) -> list[tuple[str, str]]:
     """Turns the model's nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same
     Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
 
@@ -83,6 +87,7 @@ def convert(
             skipped.append((name, reason))
             continue
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
+        module = cast(EmulatedLinear, module)
         module.recipe, module.grad_dtype, module.fp8 = recipe, grad_dtype, True
         if recipe == "delayed":
             module.margin, module.amax_compute_algo = margin, amax_compute_algo
@@ -92,7 +97,7 @@ def convert(
     return skipped
 
 
-def _skip_reason(name, module, module_filter):
+def _skip_reason(name: str, module: nn.Linear, module_filter: Filter | None) -> str | None:
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain Linear"
     for size in ("in_features", "out_features"):
@@ -114,7 +119,15 @@ class EmulatedLinear(nn.Linear):
     every key that starts with `fp8_` after its last dot.
     """
 
-    def forward(self, x):
+    recipe: str
+    grad_dtype: torch.dtype
+    fp8: bool
+    margin: int
+    amax_compute_algo: str
+    fp8_amax_history: torch.Tensor
+    fp8_scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override-param-name]
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if not (self.fp8 and (self.training or trains)):
             return F.linear(x, self.weight, self.bias)
@@ -130,20 +143,21 @@ class EmulatedLinear(nn.Linear):
             out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, tiny, *state)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "EmulatedLinear":
         """Moves with the model, but stays fp32: `model.bfloat16()` must not round the scales."""
         kept = {name: buffer for name, buffer in self._buffers.items() if name.startswith("fp8_")}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
+            # pyrefly: ignore[missing-attribute]
             self._buffers[name] = buffer.to(self._buffers[name].device)
         return self
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{super().extra_repr()}, emulated FP8 {self.recipe}"
 
 
 @contextlib.contextmanager
-def high_precision(model):
+def high_precision(model: nn.Module) -> Iterator[None]:
     """Within it every EmulatedLinear of `model` is a plain Linear, in training mode too."""
     layers = [m for m in model.modules() if isinstance(m, EmulatedLinear)]
     before = [m.fp8 for m in layers]
@@ -157,7 +171,9 @@ def high_precision(model):
 
 
 @torch.no_grad()
-def update_scales(model, group=None, reduce_amax=True):
+def update_scales(
+    model: nn.Module, group: torch.distributed.ProcessGroup | None = None, reduce_amax: bool = True
+) -> None:
     """Updates delayed scaling: stores the new amaxes of all layers in their histories and computes the next scales.
     Call it after each backward, as TE itself does, or after each optimizer step. With other recipes it does nothing.
 
@@ -171,7 +187,7 @@ def update_scales(model, group=None, reduce_amax=True):
         amaxes = torch.stack([m.fp8_amax_history[0] for m in layers])
         torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
         torch._foreach_copy_([m.fp8_amax_history[0] for m in layers], list(amaxes.unbind()))
-    alike = {}
+    alike: dict[tuple[int, str, torch.Size], list[EmulatedLinear]] = {}
     for m in layers:
         alike.setdefault((m.margin, m.amax_compute_algo, m.fp8_amax_history.shape), []).append(m)
     for (margin, algo, _), some in alike.items():  # in one go, as each is a dozen operators on few numbers
@@ -187,7 +203,16 @@ class _Tensorwise(torch.autograd.Function):
     """One scale per tensor: from the history if there is one (delayed), else from the tensor itself."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, grad_dtype, tiny, history, scales):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        grad_dtype: torch.dtype,
+        tiny: float,
+        history: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> torch.Tensor:
         x8, x_scale = _codes(x, E4M3, tiny, history, scales, 0)
         w8, w_scale = _codes(weight, E4M3, tiny, history, scales, 1)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
@@ -197,7 +222,8 @@ class _Tensorwise(torch.autograd.Function):
         return output(out if bias is None else out.add_(bias.to(out.dtype)))
 
     @staticmethod
-    def backward(ctx, grad):
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
@@ -212,9 +238,16 @@ class _Tensorwise(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-def _codes(x, dtype, tiny, history, scales, slot):
+def _codes(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    tiny: float,
+    history: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    slot: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     amax = scaling.amax(x)
-    if history is None:
+    if history is None or scales is None:
         scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=tiny)
         scale = scale.clamp(max=scaling.FP32_MAX)
     else:
@@ -227,7 +260,15 @@ class _Tiled(torch.autograd.Function):
     """One power-of-two scale per tile. Then dequantised values are bf16 values too, and the product needs no scale."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tiles, grad_dtype, tiny):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tiles: Tiles,
+        grad_dtype: torch.dtype,
+        tiny: float,
+    ) -> torch.Tensor:
         w8 = _rounded(weight, E4M3, tiles.weight, tiny)
         ctx.same_weight = tiles.weight == tiles.weight_for_grad_input
         ctx.save_for_backward(x, w8 if ctx.same_weight else weight)
@@ -236,7 +277,8 @@ class _Tiled(torch.autograd.Function):
         return output(out if bias is None else out.add_(bias.to(out.dtype)))
 
     @staticmethod
-    def backward(ctx, grad):
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
         x, weight = ctx.saved_tensors
         tiles, grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
@@ -255,7 +297,7 @@ class _Tiled(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _rounded(x, dtype, tile, tiny):
+def _rounded(x: torch.Tensor, dtype: torch.dtype, tile: Tile, tiny: float) -> torch.Tensor:
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16)
@@ -276,7 +318,7 @@ def _rounded(x, dtype, tile, tiny):
     return out.view(padded.shape)[:m, :n]
 
 
-def _multiply(a, b, dtype):
+def _multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     operand = torch.float32 if dtype == torch.float32 else torch.bfloat16
     with torch.autocast(a.device.type, enabled=False):
         return (a.to(operand) @ b.to(operand)).to(dtype)

@@ -10,8 +10,11 @@ All ranks use the same scales, one per tensor: they agree on the largest magnitu
 are those that one process would store, and any number of ranks can load them.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -23,10 +26,19 @@ from .dotgrad import FP8Gradient
 from .linear import fp16_to_e4m3
 from .phase import Phase
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-def managed(model):
+    from .gradients import WeightGradient
+    from .linear import FP8Linear
+
+    Place = tuple[FSDPParam, FSDPParamGroup]
+
+
+def managed(model: nn.Module) -> "dict[nn.Parameter, Place]":
     """{parameter: (FSDPParam, its group)} of all parameters that fully_shard has sharded. Empty without it."""
-    found = {}
+    found: dict[nn.Parameter, Place] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -40,14 +52,20 @@ def managed(model):
     return found
 
 
-def check_optimizer(model, optimizer):
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises an error if the optimizer was made before fully_shard, which replaces the parameters."""
     parameters = set(model.parameters())
     if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("the optimizer has parameters that the model no longer has: make it after fully_shard")
 
 
-def check(model, places, opt_level, optimizer, process_group):
+def check(
+    model: nn.Module,
+    places: "dict[nn.Parameter, Place]",
+    opt_level: str,
+    optimizer: torch.optim.Optimizer | None,
+    process_group: dist.ProcessGroup | None,
+) -> None:
     """Raises an error for what can't work under fully_shard. places: what `managed` found."""
     if opt_level == "O3":
         raise ValueError("O3 keeps a whole FP8 weight on every rank; under fully_shard use O2, which shards all of it")
@@ -64,7 +82,7 @@ def check(model, places, opt_level, optimizer, process_group):
             raise ValueError("the model has run already: call amp8.initialize before its first forward pass")
 
 
-def reshard(model):
+def reshard(model: nn.Module) -> None:
     """Frees the gathered weights that a forward pass has left behind, so that parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -78,18 +96,20 @@ class RowShard(torch.Tensor):
     codes / scale. Only `load_state_dict`, `copy_` and the optimizer write to it.
     """
 
-    @staticmethod
-    def __new__(cls, codes, layer, dtype):
+    def __new__(cls, codes: torch.Tensor, layer: "FP8Linear", dtype: torch.dtype) -> "RowShard":
         return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
 
-    def __init__(self, codes, layer, dtype):
+    def __init__(self, codes: torch.Tensor, layer: "FP8Linear", dtype: torch.dtype) -> None:
         self.codes, self.amp8_linear = codes, layer
 
-    def __repr__(self, **_):
+    def __repr__(self, **_: object) -> str:
         return f"RowShard({tuple(self.codes.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         first = args[0]
         if function in RESHAPED:
             return cls(function(first.codes, *args[1:]), first.amp8_linear, first.dtype)
@@ -107,20 +127,29 @@ class RowShard(torch.Tensor):
         return function(*args, **kwargs)
 
     @staticmethod
-    def values_of(x):
+    def values_of(x: Any) -> Any:
         if not isinstance(x, RowShard):
             return x
         return scaling.dequantize(x.codes, x.amp8_linear.weight_scale, x.dtype)
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        sharding = self.amp8_linear.sharding
+    def fsdp_pre_all_gather(
+        self, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
+    ) -> tuple[tuple[torch.Tensor], None]:
+        sharding: Sharding = self.amp8_linear.sharding  # pyrefly: ignore[bad-assignment]
         codes = below(fp16_to_e4m3(self.codes).view(torch.uint8), sharding.cut)  # uint8 because gloo has no FP8
         if (comm := self.amp8_linear.gradient.state.comm) is not None:
             comm.sent += (sharding.world - 1) * codes.numel()
             comm.wire.add(scaling.E4M3)
         return (codes,), None
 
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: object,
+        param_dtype: object,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[()]] | None:
         if out is None:  # afterwards the same memory is freed and filled again
             return outputs[0].view(scaling.E4M3), ()
 
@@ -138,9 +167,10 @@ RESHAPED = {
 class Sharding:
     """How one layer's weight is sharded. This rank has the rows first .. last; each rank has at most `cut` rows."""
 
-    def __init__(self, layer, fsdp_param, fsdp_group):
+    def __init__(self, layer: "FP8Linear", fsdp_param: "FSDPParam", fsdp_group: "FSDPParamGroup") -> None:
         self.layer, self.fsdp_param, self.fsdp_group = layer, fsdp_param, fsdp_group
         info = fsdp_group.mesh_info
+        # pyrefly: ignore[missing-attribute]
         self.group, self.rank, self.world = info.shard_process_group, info.shard_mesh_rank, info.shard_mesh_size
         self.replicas = getattr(info, "replicate_process_group", None)  # HSDP
         self.full_shape = fsdp_param.sharded_param.shape
@@ -152,22 +182,22 @@ class Sharding:
         self.piece = slice(self.first * self.full_shape[1], self.last * self.full_shape[1])
 
     @property
-    def parameter(self):
-        """The parameter that model and optimizer have between steps, a DTensor."""
-        return self.fsdp_param.sharded_param
+    def parameter(self) -> DTensor:
+        """The parameter that model and optimizer have between steps."""
+        return self.fsdp_param.sharded_param  # pyrefly: ignore[bad-return]
 
-    def largest(self, x):
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
         return largest(x, self.group)
 
     @property
-    def codes(self):
+    def codes(self) -> torch.Tensor:
         """fp16 codes of this rank's rows."""
         shard = self.parameter._local_tensor
         if not isinstance(shard, RowShard):
             raise RuntimeError("a converted weight is plain again: don't cast or move the model after amp8.initialize")
         return shard.codes
 
-    def hold(self, codes):
+    def hold(self, codes: torch.Tensor) -> None:
         """Replaces this rank's plain rows by codes."""
         plain = self.parameter._local_tensor
         shard = RowShard(codes, self.layer, plain.dtype)
@@ -175,19 +205,19 @@ class Sharding:
         self.fsdp_param._sharded_param_data = shard.view(-1)
         self.fsdp_param._init_extensions()
 
-    def rows_of(self, value):
+    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a weight, given as a DTensor or as a whole."""
         if isinstance(value, DTensor):
             return value.to_local()
         return value[self.first : self.last]
 
-    def gradient_of(self, gradient):
+    def gradient_of(self, gradient: "WeightGradient") -> DTensor:
         """What `.grad` of the parameter is: a DTensor of this rank's rows."""
         if self.parameter.dtype != torch.float32:
             self.parameter.grad_dtype = None  # any
         return self.fsdp_param.to_sharded_dtensor(FP8Gradient(gradient, self.shape))
 
-    def values(self):
+    def values(self) -> DTensor:
         """The true weight, fp32, as a DTensor."""
         rows = scaling.dequantize(self.codes, self.layer.weight_scale)
         spec = self.parameter._spec
@@ -195,7 +225,7 @@ class Sharding:
         shape = self.full_shape
         return DTensor.from_local(rows, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
-    def gather(self):
+    def gather(self) -> torch.Tensor:
         """The fp16 codes of the whole weight. Every rank calls it."""
         send = below(self.codes.view(torch.uint8), self.cut)
         whole = send.new_empty(self.world * self.cut, send.shape[1])
@@ -203,7 +233,7 @@ class Sharding:
         return whole.view(torch.float16)[: self.full_shape[0]]
 
 
-def below(rows, n):
+def below(rows: torch.Tensor, n: int) -> torch.Tensor:
     """`rows` with zeros below them, n rows in all."""
     return rows if len(rows) == n else torch.cat([rows, rows.new_zeros(n - len(rows), rows.shape[1])])
 
@@ -211,12 +241,15 @@ def below(rows, n):
 class RowBucket:
     """Weights whose gradients are sent together. Every rank averages its rows of each."""
 
-    def __init__(self, gradients, replicas):
+    def __init__(self, gradients: "list[WeightGradient]", replicas: Comm | None) -> None:
         self.gradients = gradients
+        # pyrefly: ignore[missing-attribute]
         self.pieces = [(i, g.sharding.piece.start, g.sharding.piece.stop, 0) for i, g in enumerate(gradients)]
-        self.across = None  # the same weights between replicas: their rows, cut into one share per replica
+        self.across: Bucket | None = (
+            None  # the same weights between replicas: their rows, cut into one share per replica
+        )
         if replicas is not None:
-            shapes = [gradient.sharding.shape for gradient in gradients]
+            shapes = [gradient.sharding.shape for gradient in gradients]  # pyrefly: ignore[missing-attribute]
             self.across = Bucket(gradients, replicas.rank, replicas.world, False, shapes)
             self.across_pieces = {i: slice(start, end) for i, start, end, _ in self.across.pieces}
         self.waiting = set(gradients)
@@ -229,27 +262,34 @@ class ShardComm(Comm):
     between the ranks of DistributedDataParallel, but sent as bf16, because a third rounding to FP8 would be noticeable.
     """
 
-    def __init__(self, gradients, group, replicas, bucket=BUCKET):
+    def __init__(
+        self,
+        gradients: "list[WeightGradient]",
+        group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        bucket: int = BUCKET,
+    ) -> None:
         super().__init__(gradients, group, False, bucket)
         self.replicas = None if replicas is None else Comm(gradients, replicas, False, dtype=torch.bfloat16)
         if self.replicas is not None:
             self.replicas.wire = self.wire
 
-    def fill(self, gradients):
+    def fill(self, gradients: "list[WeightGradient]") -> RowBucket:  # pyrefly: ignore[bad-override]
         return RowBucket(gradients, self.replicas)
 
-    def launch(self, bucket):
+    def launch(self, bucket: Bucket | RowBucket) -> None:
         for gradient in bucket.gradients:
             gradient.look()
             gradient.drop_consumed()
             gradient.keep()  # a mean from an earlier pass does not travel again
-        super().launch(bucket)
+        super().launch(bucket)  # pyrefly: ignore[bad-argument-type]
 
     @torch.no_grad()
-    def reduce(self, bucket, device):
+    def reduce(self, bucket: RowBucket, device: torch.device) -> None:  # pyrefly: ignore[bad-override]
         scales = torch.zeros(len(bucket.gradients), device=device)
         parts, missing = [], []
         for i, gradient in enumerate(bucket.gradients):
+            # pyrefly: ignore[missing-attribute]
             full = self.world * gradient.sharding.cut  # rows, with those that only make the shares equal
             if gradient.codes is None:
                 missing.append(i)
@@ -261,7 +301,8 @@ class ShardComm(Comm):
         received, inverse, scales = self.exchange(torch.cat(parts, 1).unbind(), scales)
         place = 0
         for i, gradient in enumerate(bucket.gradients):
-            sharding, start = gradient.sharding, place
+            sharding: Sharding = gradient.sharding  # pyrefly: ignore[bad-assignment]
+            start = place
             place += parts[i].shape[1]
             if i in missing and scales[i] == torch.inf:
                 gradient.nothing_to_add()
@@ -274,10 +315,10 @@ class ShardComm(Comm):
             part = bucket.across_pieces.get(i)
             unrounded = None if part is None else mean.view(-1)[part].clone()
             gradient.become(Phase.READY, (mean * scales[i]).bfloat16(), scales[i], unrounded=unrounded)
-        if bucket.across is not None:
+        if bucket.across is not None and self.replicas is not None:
             self.replicas.reduce(bucket.across, device)
             self.sent += self.replicas.sent
             self.replicas.sent = 0
             for gradient in bucket.gradients:
                 if gradient.codes is not None:
-                    gradient.add_mean(gradient.value(), gradient.scale)
+                    gradient.add_mean(gradient.value(), gradient.scale)  # pyrefly: ignore[bad-argument-type]

@@ -6,6 +6,8 @@ once.
 """
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +19,24 @@ from .compiled import compiled_on_cuda
 from .dotgrad import FP8Gradient, Lent
 from .phase import AVERAGED, Phase
 
+if TYPE_CHECKING:
+    from .convert import State
+    from .fsdp import Sharding
+    from .linear import FP8Linear
+
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
 BATCH = 16  # tensors in one compiled call on a GPU
 
 
 @compiled_on_cuda
-def quantize_gradient(gradient):
+def quantize_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds an fp32 gradient with in-time scaling: (e4m3 codes, scale)."""
     scale = scaling.gradient_scale(scaling.amax(gradient))
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
 
 @compiled_on_cuda
-def norms(codes):
+def norms(codes: list[torch.Tensor]) -> torch.Tensor:
     """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices on a CPU, in one fused pass on a GPU."""
     found = []
     for tensor in codes:
@@ -51,65 +58,78 @@ class WeightGradient:
     Lent, if somebody has a view. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
     """
 
-    def __init__(self, linear, owner, state):
+    scale: torch.Tensor  # if there are codes
+
+    def __init__(self, linear: "FP8Linear", owner: int, state: "State") -> None:
         self.linear, self.owner, self.state, self.shape = linear, owner, state, linear.weight.shape
-        self.piece = self.sharding = None
-        self.view = None  # `.grad` of the weight, when somebody has read it
-        self.shown = None  # under fully_shard: what we have set `.grad` to
-        self.misused = None  # our own hook on the weight
+        self.piece: slice | None = None
+        self.sharding: Sharding | None = None
+        self.view: torch.Tensor | None = None  # `.grad` of the weight, when somebody has read it
+        self.shown: torch.Tensor | None = None  # under fully_shard: what we have set `.grad` to
+        self.misused: Callable[[torch.Tensor], None] | None = None  # our own hook on the weight
         self.clear()
 
-    def become(self, phase, codes=None, scale=None, fp32=None, unrounded=None, lent=None):
+    def become(
+        self,
+        phase: Phase,
+        codes: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        fp32: torch.Tensor | None = None,
+        unrounded: torch.Tensor | None = None,
+        lent: Lent | None = None,
+    ) -> None:
         """Changes the phase, with the tensors that belong to it. `accumulated` stays."""
+        # pyrefly: ignore[bad-assignment]
         self.phase, self.codes, self.scale, self.fp32, self.unrounded = phase, codes, scale, fp32, unrounded
         self.lent = lent
 
-    def clear(self):
-        self.accumulated = None
+    def clear(self) -> None:
+        self.accumulated: tuple[torch.Tensor, torch.Tensor, Lent | None] | None = None
         self.become(Phase.NONE)
         if self.shown is not None:
-            self.shown = self.sharding.parameter.grad = None
+            self.shown = self.sharding.parameter.grad = None  # pyrefly: ignore[missing-attribute]
 
     @property
-    def averaged(self):
+    def averaged(self) -> bool:
         """Whether what is there is a mean over ranks."""
         return self.phase in AVERAGED
 
     @property
-    def due(self):
+    def due(self) -> bool:
         """Whether it is in FP8 here, and no step has used it."""
         return self.codes is not None and self.phase is not Phase.CONSUMED
 
-    def consume(self):
+    def consume(self) -> None:
         """A step has used the gradient."""
         if self.phase is not Phase.NONE:
             self.phase = Phase.CONSUMED
 
-    def drop_consumed(self):
+    def drop_consumed(self) -> None:
         if self.phase is Phase.CONSUMED:
             self.clear()
 
-    def value(self):
+    def value(self) -> torch.Tensor | None:
         """The gradient in fp32, or None."""
         if self.fp32 is not None:
             return self.fp32
         return None if self.codes is None else scaling.dequantize(self.codes, self.scale)
 
-    def fp32_bytes(self):
+    def fp32_bytes(self) -> int:
         """Bytes that are held in fp32 until the step."""
         held = [] if self.accumulated is None else [self.accumulated[0]]
         return sum(tensor.nbytes for tensor in [*held, *([] if self.fp32 is None else [self.fp32])])
 
-    def store(self, value):
+    def store(self, value: torch.Tensor) -> None:
         """Rounds this rank's fp32 gradient: it is ready to be sent or used."""
         codes, scale = quantize_gradient(value) if self.lent is None else self.lent.rounded(value)
         unrounded = None if self.piece is None else value.reshape(-1)[self.piece].clone()
         self.become(Phase.READY, codes, scale, unrounded=unrounded)
 
-    def receive(self, port):
+    def receive(self, port: torch.Tensor) -> None:
         """Hook of the layer's port: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
-        new, port.grad = port.grad, None
+        new: torch.Tensor = port.grad  # pyrefly: ignore[bad-assignment]
+        port.grad = None
         self.linear.replaced = None  # training goes on with the weight as it is
         before, after = hooks_of(self.linear.weight)
         if self.sharding is not None:  # FSDP2 calls the others for the shard
@@ -121,7 +141,7 @@ class WeightGradient:
         for hook in after:
             hook(self.linear.weight)
 
-    def add(self, new):
+    def add(self, new: torch.Tensor) -> None:
         """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
         self.look()
@@ -146,20 +166,21 @@ class WeightGradient:
         if last and comm is not None:
             comm.ready(self)
 
-    def settle(self):
+    def settle(self) -> None:
         """Prepares the gradient to be sent or used: rounds what is in fp32, and drops what a step has used."""
         self.look()
         self.drop_consumed()
         if self.phase is Phase.SUM:  # no last micro-batch was announced
-            self.store(self.fp32)
+            self.store(self.fp32)  # pyrefly: ignore[bad-argument-type]
         elif self.phase is Phase.CHANGED:
+            # pyrefly: ignore[bad-argument-type]
             self.become(Phase.MEAN, *(quantize_gradient if self.lent is None else self.lent.rounded)(self.fp32))
         elif self.phase is Phase.RUNNING:
             self.round()
 
     # What `.grad` of the weight does
 
-    def visible(self):
+    def visible(self) -> torch.Tensor | None:
         """`.grad`: a tensor, or None if there is no gradient. Under O3 reading it raises an error, on all ranks."""
         elsewhere = self.state.sharded and self.phase is not Phase.NONE
         if self.codes is None and self.fp32 is None and not elsewhere:
@@ -168,7 +189,7 @@ class WeightGradient:
             self.view = FP8Gradient(self, self.shape)
         return self.view
 
-    def readable(self, shared):
+    def readable(self, shared: bool) -> torch.Tensor:
         """The gradient in fp32 for whoever reads `.grad`. shared: what is returned may be changed, and is the gradient
         from now on."""
         name, comm = self.linear.name, self.state.comm
@@ -185,13 +206,13 @@ class WeightGradient:
             )
         if comm is not None and comm.stream is not None:
             torch.cuda.current_stream().wait_stream(comm.stream)
-        value = self.value()
+        value: torch.Tensor = self.value()  # pyrefly: ignore[bad-assignment]
         if shared and self.codes is not None:
             phase = {Phase.READY: Phase.SUM, Phase.MEAN: Phase.CHANGED}.get(self.phase, self.phase)
             self.become(phase, fp32=value, lent=Lent.of(value, None, self.scale))
         return value
 
-    def replace(self, value):
+    def replace(self, value: torch.Tensor | None) -> None:
         """`weight.grad = value`. None drops the gradient."""
         if value is self.view and value is not None:
             return
@@ -207,7 +228,7 @@ class WeightGradient:
             value = value.detach().to(self.linear.weight.device, torch.float32)
             self.become(Phase.SUM if self.state.comm is None else Phase.CHANGED, fp32=value)
 
-    def zero(self):
+    def zero(self) -> None:
         """`weight.grad.zero_()`, without a copy in fp32."""
         if self.accumulated is not None:
             self.accumulated[0].zero_()
@@ -220,26 +241,26 @@ class WeightGradient:
     # Under fully_shard, where `.grad` is an ordinary attribute of a DTensor that anybody can set
 
     @property
-    def of_rows(self):
+    def of_rows(self) -> bool:
         """Whether `.grad` is the mean over ranks of this rank's rows."""
         return self.sharding is not None and self.state.comm is not None
 
-    def show(self):
+    def show(self) -> None:
         """Sets `.grad` to what can be read: FSDP2's sharded parameter has a DTensor of this rank's rows there."""
         self.look()
         self.set_grad()
 
-    def set_grad(self):
+    def set_grad(self) -> None:
         if self.of_rows:
             there = self.accumulated is not None or self.phase in (Phase.MEAN, Phase.CONSUMED)
         else:
             there = self.phase is not Phase.NONE
         if there and self.view is None:
-            self.view = self.sharding.gradient_of(self)
+            self.view = self.sharding.gradient_of(self)  # pyrefly: ignore[missing-attribute]
         self.shown = self.view if there else None
-        self.sharding.parameter.grad = self.shown
+        self.sharding.parameter.grad = self.shown  # pyrefly: ignore[missing-attribute]
 
-    def look(self):
+    def look(self) -> None:
         """Takes over what somebody has set `.grad` to."""
         if self.sharding is None or self.sharding.parameter.grad is self.shown:
             return
@@ -257,12 +278,14 @@ class WeightGradient:
                 self.become(Phase.NONE if value is None else Phase.RUNNING)
         self.set_grad()
 
-    def readable_rows(self, shared):
+    def readable_rows(self, shared: bool) -> torch.Tensor:
         if self.accumulated is None and self.phase not in (Phase.MEAN, Phase.CONSUMED):
             raise CodesRead(f"{self.linear.name}.weight.grad was cleared after it was read: read it again")
-        if self.state.comm.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.state.comm.stream)
+        if (comm := self.state.comm) is not None and comm.stream is not None:
+            torch.cuda.current_stream().wait_stream(comm.stream)
+        mean: torch.Tensor
         if self.accumulated is None:
+            # pyrefly: ignore[bad-assignment]
             mean, bound, scale, lent = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, self.scale, None
         else:
             mean, bound, lent = self.accumulated
@@ -273,21 +296,22 @@ class WeightGradient:
                 self.become(Phase.RUNNING)
         return mean
 
-    def backward_runs(self, _):
+    def backward_runs(self, _: torch.Tensor) -> None:
         """Hook of the layer's port: what follows when the backward pass has ended."""
         self.state.arrived.append(self)
         torch.autograd.Variable._execution_engine.queue_callback(self.state.backward_ended)
 
-    def keep(self):
+    def keep(self) -> None:
         """Keeps a mean, so that the next backward pass's gradient can be sent alone and its mean added."""
         if self.sharding is None:
             return
         if self.phase is Phase.MEAN:
+            # pyrefly: ignore[bad-assignment]
             self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, None
         if self.averaged:
             self.become(Phase.NONE)
 
-    def add_mean(self, mean, scale):
+    def add_mean(self, mean: torch.Tensor, scale: torch.Tensor) -> None:
         """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
         bound = scaling.dtype_max(scaling.E4M3) / scale
         if self.accumulated is not None:
@@ -298,44 +322,50 @@ class WeightGradient:
         if self.state.accumulate == "fp8" or not self.state.more_to_come():
             self.round()
 
-    def nothing_to_add(self):
+    def nothing_to_add(self) -> None:
         """No rank had a gradient to send."""
         self.become(Phase.NONE if self.accumulated is None else Phase.RUNNING)
 
-    def round(self):
+    def round(self) -> None:
         """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale, unless
         somebody has changed the mean."""
-        (mean, bound, lent), self.accumulated = self.accumulated, None
+        (mean, bound, lent), self.accumulated = self.accumulated, None  # pyrefly: ignore[not-iterable]
         if lent is None:
             scale = scaling.gradient_scale(bound)
             self.become(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
         else:
-            self.become(Phase.MEAN, *lent.rounded(mean))
+            self.become(Phase.MEAN, *lent.rounded(mean))  # pyrefly: ignore[bad-argument-type]
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+def clip_grad_norm_(
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
     """torch.nn.utils.clip_grad_norm_ for ordinary and FP8 gradients: one norm and one factor for all of them.
 
-    parameters: a module, a tensor, or an iterable of parameters. Returns the norm before clipping, 0-d fp32, NaN or
-    infinite if any gradient is. Only the scale of an FP8 gradient changes, not its codes. Finishes outstanding
-    communication first. `foreach` changes nothing. Under O3 and fully_shard every rank must call it, as ranks add up
-    their parts.
+    Returns the norm before clipping, 0-d fp32, NaN or infinite if any gradient is. Only the scale of an FP8 gradient
+    changes, not its codes. Finishes outstanding communication first. `foreach` changes nothing. Under O3 and
+    fully_shard every rank must call it, as ranks add up their parts.
     """
     if float(norm_type) != 2.0:
         raise ValueError(f"amp8.clip_grad_norm_ knows the 2-norm, norm_type=2.0, not {norm_type}")
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    converted = [linear_of(p).gradient for p in parameters if linear_of(p) is not None]
+    converted = [linear.gradient for p in parameters if (linear := linear_of(p)) is not None]
     states = {id(gradient.state): gradient.state for gradient in converted}.values()
     for state in states:
         state.finish()
     converted = [gradient for gradient in converted if gradient.due]
     gradients = [p.grad for p in parameters if linear_of(p) is None and p.grad is not None]
     ordinary = [gradient for gradient in gradients if not hasattr(gradient, "placements")]
-    sharded = [gradient for gradient in gradients if hasattr(gradient, "placements")]  # fully_shard's
+    sharded: list[Any] = [gradient for gradient in gradients if hasattr(gradient, "placements")]  # fully_shard's
     shards = [gradient.to_local() for gradient in sharded]
+    # pyrefly: ignore[missing-attribute]
     device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
     total = torch.zeros((), device=device)
     if converted:
@@ -359,7 +389,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     return total
 
 
-def hooks_of(weight):
+def hooks_of(weight: torch.Tensor) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
     """(hooks of the gradient, hooks of the accumulated gradient) that others have registered on a converted weight.
     Autograd never calls them, because the gradient arrives at the port."""
     if type(weight) is not CodedWeight:
@@ -368,7 +398,7 @@ def hooks_of(weight):
     return tuple((before or {}).values()), tuple((after or {}).values())
 
 
-def sum_of_squares(gradients, device):
+def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | float:
     """The sum of squares of ordinary gradients, in fp32."""
     if not gradients:
         return 0.0

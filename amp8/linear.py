@@ -10,6 +10,8 @@ x and dy have delayed scales; w has the scale it is stored with.
 """
 
 import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,10 @@ from torch import nn
 from . import scaling
 from .coded import CodedWeight, CodesRead, codes_of, innermost, refuse_a_derivative, refuse_transformed
 from .compiled import compiled_on_cuda, output
+
+if TYPE_CHECKING:
+    from .fsdp import Sharding
+    from .gradients import WeightGradient
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 
@@ -33,23 +39,42 @@ class FP8Linear(nn.Linear):
     """
 
     transposed = False  # the weight is [out, in]
-    sharding = None  # under fully_shard: where the weight's rows are
+    sharding: "Sharding | None" = None  # under fully_shard: where the weight's rows are
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     OURS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained", "own",
             "plain_dtype", "cast")  # fmt: skip
+    name: str
+    plain_class: type[nn.Module]
+    gradient: "WeightGradient"  # soon after `start`
+    master: torch.Tensor | None
+    master_scale: torch.Tensor  # if there is a master
+    held: torch.Tensor  # but under fully_shard
+    own: CodedWeight
+    port: torch.Tensor
+    cast: torch.dtype | None  # to which somebody has cast the layer
+    replaced: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None  # see replace
 
-    def start(self, level, window, gradient_format, history, exact, keeps_master):
+    def start(
+        self,
+        level: str,
+        window: int,
+        gradient_format: torch.dtype,
+        history: int,
+        exact: bool,
+        keeps_master: bool,
+    ) -> None:
         """Turns the layer's plain weight into codes and adds its scaling state. Called once, right after the class
         changed."""
         plain = type(self.weight) is nn.Parameter and type(self.weight.data) is torch.Tensor  # estimates have fakes
         device = self.weight.device
         self.window, self.gradient_format, self.exact = window, gradient_format, exact
         self.high_precision = False
-        self.gradient = None  # its WeightGradient
-        self.operands = set()  # formats of the operands its products had
+        self.gradient = None  # pyrefly: ignore[bad-assignment]
+        self.operands: set[tuple[torch.dtype, torch.dtype]] = set()  # formats of the operands its products had
         self.keeps_master = keeps_master
-        self.master = self.master_scale = None  # O3, on the rank that owns the weight: fp16 codes and their scale
+        # O3, on the rank that owns the weight: fp16 codes and their scale
+        self.master = self.master_scale = None  # pyrefly: ignore[bad-assignment]
         # Not buffers: a model has exactly the buffers of the unconverted one, for whoever pairs them with another's.
         self.weight_scale, self.weight_amax = torch.ones((), device=device), torch.zeros((), device=device)
         self.amax_history, self.scale = torch.zeros(history, 2, device=device), torch.ones(2, device=device)
@@ -64,25 +89,26 @@ class FP8Linear(nn.Linear):
             # The dtype; then the values. O3 keeps a frozen weight, which has no master, as FP16.
             dtype = scaling.E4M3 if level == "O3" and self.weight.requires_grad else torch.float16
             self.weight.data = value.to(dtype)
-        self.weight.amp8_linear = self
+        self.weight.amp8_linear = self  # pyrefly: ignore[missing-attribute]
         self.__dict__["own"] = self.weight  # as a Module's attribute it would be registered once more
         # Forward computes with this tensor, because torch.compile can't trace a parameter with __torch_function__.
+        # pyrefly: ignore[bad-assignment]
         self.held, self.trained = None if self.sharding else self.weight.data, self.weight.requires_grad
         self.write(value)
         if self.sharding is None and plain:
             self.weight.__class__ = CodedWeight
 
     @property
-    def parameter(self):
+    def parameter(self) -> torch.Tensor:
         """The optimizer's parameter. Under fully_shard a forward pass sees another tensor."""
         return self.weight if self.sharding is None else self.sharding.parameter
 
     @property
-    def codes(self):
+    def codes(self) -> torch.Tensor:
         """This rank's codes of the weight, without autograd."""
         return self.held if self.sharding is None else self.sharding.codes
 
-    def open_port(self):
+    def open_port(self) -> None:
         """Creates the port, the leaf tensor that receives the weight's gradient from autograd.
 
         The parameter itself cannot receive it, because autograd would cast the gradient to the parameter's fp16 or FP8
@@ -96,7 +122,7 @@ class FP8Linear(nn.Linear):
             self.port.register_post_accumulate_grad_hook(self.gradient.backward_runs)
 
     @torch.no_grad()
-    def write(self, value):
+    def write(self, value: torch.Tensor) -> None:
         """Sets the weight to true values [the weight's shape, or this rank's rows], any float dtype, with a fresh
         power-of-two scale. Under fully_shard every rank calls it."""
         value = value.to(self.weight.device).float()
@@ -115,11 +141,11 @@ class FP8Linear(nn.Linear):
         self.weight_amax.copy_(amax)
         self.replaced = None
 
-    def weight_trains(self):
+    def weight_trains(self) -> bool:
         """Whether the weight requires a gradient, for compiled code too."""
         return self.trained if self.sharding is None else self.weight.requires_grad
 
-    def train_weight(self, trained):
+    def train_weight(self, trained: bool) -> None:
         """Called when the weight's requires_grad changes. Under O3 a weight that was frozen becomes FP8, on every rank,
         and its owner keeps what it was as the master."""
         self.trained = trained
@@ -134,7 +160,7 @@ class FP8Linear(nn.Linear):
                 self.master, self.master_scale = master, scale
 
     @torch.no_grad()
-    def replace(self, value):
+    def replace(self, value: torch.Tensor) -> None:
         """Sets the weight like `write`, perhaps for a while: an evaluation with averaged weights stores the values,
         replaces them, and then puts the stored ones back. Under O3 a stored value is the master rounded to e4m3. So the
         first call keeps the master until the next gradient, and a call with the old value brings it back."""
@@ -142,21 +168,23 @@ class FP8Linear(nn.Linear):
             return self.write(value)
         own = self.master, self.master_scale
         before = self.replaced or (self.codes.clone(), self.weight_scale.clone(), self.weight_amax.clone(), *own)
-        codes, scale, amax, *masters = before
+        codes, scale, amax, master, master_scale = before
         value = value.to(codes.device).float()
         old = scaling.dequantize(codes, scale)
         if self.replaced is None or not torch.equal(value, old):
             self.write(value)
-            self.keep_unchanged(value, old, *masters)
+            self.keep_unchanged(value, old, master, master_scale)
             self.replaced = before
             return
         self.codes.copy_(codes)
         self.weight_scale.copy_(scale)
         self.weight_amax.copy_(amax)
-        self.master, self.master_scale = masters
+        self.master, self.master_scale = master, master_scale
         self.replaced = None
 
-    def keep_unchanged(self, value, old, master, master_scale):
+    def keep_unchanged(
+        self, value: torch.Tensor, old: torch.Tensor, master: torch.Tensor | None, master_scale: torch.Tensor
+    ) -> None:
         """After `write(value)` under O3: elements that are as they were, `old`, keep their master. Else clamp_ in each
         step would round all masters to e4m3, and what a step adds, less than half of a last bit, would be lost."""
         self.weight_amax.mul_(1.125)  # on every rank: a master is at most so much larger than its rounded value
@@ -165,13 +193,13 @@ class FP8Linear(nn.Linear):
             self.master_scale = scaling.power_of_two_scale(scaling.amax(value), torch.float16)
             self.master = scaling.quantize(value, self.master_scale, torch.float16)
 
-    def true_weight(self, dtype=torch.float32):
+    def true_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values the codes stand for, [the weight's shape]. Exact in fp32. Under fully_shard every rank must call
         it."""
         codes = self.codes if self.sharding is None else self.sharding.gather()
         return scaling.dequantize(codes, self.weight_scale, dtype)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override-param-name]
         """[..., in] -> [..., out], in autocast's dtype where autocast is on, else in the dtype of `x`."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -222,11 +250,11 @@ class FP8Linear(nn.Linear):
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def replaced_weight(self):
+    def replaced_weight(self) -> torch.Tensor | None:
         """The weight that somebody has put in place of the converted one, or None."""
         if self.sharding is not None or torch.compiler.is_compiling():
             return None
-        weight = self._parameters.get("weight")
+        weight: Any = self._parameters.get("weight")
         if weight is self.own:
             return None
         if isinstance(innermost(weight), CodedWeight):
@@ -235,13 +263,16 @@ class FP8Linear(nn.Linear):
             raise CodesRead(f"{self.name} has the converted weight of another layer now: call amp8.initialize last")
         return self.weight
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.replaced_weight() is not None:
             return
         destination[prefix + "weight"] = self.true_weight() if self.sharding is None else self.sharding.values()
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+    # pyrefly: ignore[bad-override]
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
         if self.replaced_weight() is not None:
             return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         value = state_dict.get(prefix + "weight")
@@ -253,33 +284,34 @@ class FP8Linear(nn.Linear):
         with torch._C.DisableTorchFunctionSubclass():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def _apply(self, function, recurse=True):
-        probe = function(torch.empty(0, device=self.weight_scale.device))
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FP8Linear":
+        probe = fn(torch.empty(0, device=self.weight_scale.device))
         if probe.dtype != torch.float32:  # the optimizer refuses to train it: codes and scales keep their dtypes
             self.cast = probe.dtype
 
-        def move(tensor):
-            """What `function` does to a tensor of integers, which no cast changes: for codes and scales."""
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            """What `fn` does to a tensor of integers, which no cast changes: for codes and scales."""
             integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-            return function(tensor.view(integers)).view(tensor.dtype)
+            return fn(tensor.view(integers)).view(tensor.dtype)
 
-        def moved(tensor):
-            return move(tensor.data) if tensor is self.own and self.sharding is None else function(tensor)
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return move(tensor.data) if tensor is self.own and self.sharding is None else fn(tensor)
 
         with torch._C.DisableTorchFunctionSubclass():  # codes move to a device as codes
             super()._apply(moved, recurse)
         for name in self.SCALING:
             setattr(self, name, move(getattr(self, name)))
+        # pyrefly: ignore[bad-assignment]
         self.held = codes_of(self.own) if self.sharding is None else None
         return self
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied = memo[id(self)] = self.plain_class.__new__(self.plain_class)
         own = {key: value for key, value in self.__dict__.items() if key not in self.OURS + self.SCALING}
         copied.__dict__.update(copy.deepcopy(own, memo))
         return copied
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copy.copy, (copy.deepcopy(self),)  # a pickle holds plain layers, as a copy does
 
 
@@ -290,7 +322,14 @@ class FP8Conv1D(FP8Linear):
 
 
 @compiled_on_cuda
-def cast(x, scale, updates, history, dtype, window):
+def cast(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    updates: torch.Tensor,
+    history: torch.Tensor | None,
+    dtype: torch.dtype,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(operand of products in `dtype`, its scale) of a tensor. scale, updates: of its slot, 0-d. history [length]: in
     which the tensor's amax is recorded, or None."""
     amax = scaling.amax(x)
@@ -300,7 +339,9 @@ def cast(x, scale, updates, history, dtype, window):
     return scaling.operand(x, scale, dtype), scale
 
 
-def cast_scale(amax, scale, updates, dtype, window):
+def cast_scale(
+    amax: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtype: torch.dtype, window: int
+) -> torch.Tensor:
     """The scale for a tensor about to be cast, 0-d. `window` 0 means TransformerEngine's, from the last update alone.
 
     NaN if the tensor holds NaN or infinity: the cast saturates, and a finite result would hide them.
@@ -310,7 +351,7 @@ def cast_scale(amax, scale, updates, dtype, window):
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
-def fp8_weight(weight, scale):
+def fp8_weight(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 operand of products, its scale) of a weight stored as fp16 or e4m3 codes."""
     if weight.dtype == scaling.E4M3:
         return scaling.operand(weight, scale, scaling.E4M3), scale
@@ -323,12 +364,12 @@ def fp8_weight(weight, scale):
 
 
 @compiled_on_cuda
-def fp16_to_e4m3(codes):
+def fp16_to_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """The FP8 copy of a weight's fp16 codes."""
     return (codes.float() * FP16_TO_E4M3).to(scaling.E4M3)
 
 
-def note(operands, a, b):
+def note(operands: set[tuple[torch.dtype, torch.dtype]], a: torch.dtype, b: torch.dtype) -> None:
     """Records the formats of a product for the report. Not in compiled code, where it would be a side effect."""
     if not torch.compiler.is_compiling():
         operands.add((a, b))
@@ -339,7 +380,18 @@ class _Products(torch.autograd.Function):
     `port`, fp32."""
 
     @staticmethod
-    def forward(ctx, x, port, weight, weight_scale, x8, x_scale, delayed, settings, operands):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        port: torch.Tensor | None,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        x8: torch.Tensor,
+        x_scale: torch.Tensor,
+        delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        settings: tuple[int, torch.dtype, bool, bool, torch.dtype],
+        operands: set[tuple[torch.dtype, torch.dtype]],
+    ) -> torch.Tensor:
         _, _, transposed, exact, dtype = settings
         w8, w_scale = fp8_weight(weight, weight_scale)
         ctx.delayed, ctx.settings, ctx.x_dtype, ctx.operands = delayed, settings, x.dtype, operands
@@ -350,7 +402,8 @@ class _Products(torch.autograd.Function):
         return output(scaling.product(x8, w8, x_scale, w_scale, dtype, exact=exact, use_fast_accum=True))
 
     @staticmethod
-    def backward(ctx, dy):
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
         x8, x_scale, weight, weight_scale = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.

@@ -15,6 +15,8 @@ constant. A bound costs at most one or two powers of two of the format's range, 
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim.adam import adam
@@ -25,6 +27,11 @@ from .compiled import compiled_on_cuda
 from .gradients import BATCH
 from .rounding import above, random_noise, store
 from .tensors import amaxes_of, flat, without_waiting
+
+if TYPE_CHECKING:
+    from .convert import State
+    from .gradients import WeightGradient
+    from .linear import FP8Linear
 
 # Smaller tensors, such as biases and norms, keep fp32 moments and torch's own Adam: they are well under 1% of a model's
 # bytes, and one kernel launch for each would cost more than it saves. MS-AMP quantises them all.
@@ -52,19 +59,20 @@ class Adam(torch.optim.Optimizer):
     # gradients and leave the FP8 ones scaled.
     _step_supports_amp_scaling = True
 
-    def __init__(self, optimizer, state):
+    def __init__(self, optimizer: torch.optim.Optimizer, state: "State") -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the list too, not only the dicts
         self.model_state, self.replaced = state, type(optimizer)
-        self.numbers = {}  # of the parameters, for their random numbers: {id(parameter): place in the groups}
+        # Of the parameters, for their random numbers: {id(parameter): place in the groups}.
+        self.numbers: dict[int, int] = {}
         self.compiled = False  # torch.compile on a CPU as well: what a GPU always does
         for parameter, values in optimizer.state.items():
             self.adopt(parameter, values)
         optimizer.state.clear()
         # A scheduler made before knows only that optimizer, whose step() will not be called: it would warn.
-        optimizer._opt_called = True
+        optimizer._opt_called = True  # pyrefly: ignore[missing-attribute]
 
-    def quantises(self, parameter):
+    def quantises(self, parameter: torch.Tensor) -> bool:
         """Whether the moments of this parameter are e4m3 and fp16."""
         if self.model_state.level == "O1" or parameter.dtype == torch.float64 or parameter.is_complex():
             return False
@@ -72,7 +80,7 @@ class Adam(torch.optim.Optimizer):
             return True
         return parameter.numel() >= SMALLEST and flat(local(parameter)) is not None
 
-    def moments(self, parameter, group):
+    def moments(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The parameter's state, made on first use."""
         state = self.state[parameter]
         if not state:
@@ -96,7 +104,8 @@ class Adam(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def step(self, closure=None):
+    # pyrefly: ignore[bad-override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step. First waits for the gradients' communication; under O3 then sends the new weights."""
         loss = None
         if closure is not None:
@@ -129,23 +138,23 @@ class Adam(torch.optim.Optimizer):
         self.model_state.stepped(self.gradients())
         return loss
 
-    def gradients(self):
+    def gradients(self) -> "list[WeightGradient]":
         """The WeightGradients of the converted layers that this optimizer updates."""
         linears = [linear_of(parameter) for group in self.param_groups for parameter in group["params"]]
         return [linear.gradient for linear in linears if linear is not None]
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "amp8's optimizer can't be copied or pickled, as it belongs to its model: save its "
             "state_dict() or amp8.exact_state(model, optimizer)"
         )
 
-    def step_plain(self, group, parameters):
+    def step_plain(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Runs torch's own Adam, with moments in the parameter's dtype."""
         states = [self.moments(parameter, group) for parameter in parameters]
         adam(
             [local(parameter).detach() for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],  # pyrefly: ignore[bad-argument-type]
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -163,10 +172,11 @@ class Adam(torch.optim.Optimizer):
             maximize=group["maximize"],
         )
 
-    def step_others(self, group, parameters):
+    def step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Updates parameters outside converted layers: plain weight and gradient, quantised moments."""
         states = [self.moments(parameter, group) for parameter in parameters]
-        weights, gradients = [local(p).detach() for p in parameters], [local(p.grad) for p in parameters]
+        weights = [local(p).detach() for p in parameters]
+        gradients = [local(p.grad) for p in parameters]  # pyrefly: ignore[bad-argument-type]
         g_amax = self.model_state.largest(amaxes_of(gradients))
         coupled = group["weight_decay"] and not group["decoupled_weight_decay"]  # the decay is part of the gradient
         w_amax = self.model_state.largest(amaxes_of(weights)) if coupled else torch.zeros_like(g_amax)
@@ -175,25 +185,26 @@ class Adam(torch.optim.Optimizer):
         numbers = [self.numbers[id(parameter)] for parameter in parameters]
         self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax), None, starts, numbers)
 
-    def step_converted(self, group, parameters):
+    def step_converted(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
-        linears = [linear_of(parameter) for parameter in parameters]
+        linears: list[FP8Linear] = [linear_of(parameter) for parameter in parameters]  # pyrefly: ignore[bad-assignment]
         sharded = self.model_state.level == "O3"
         for linear in linears:
             expected, there = scaling.E4M3 if sharded else torch.float16, linear.codes.dtype
             if there != expected or linear.cast:
                 there = linear.cast or there
                 raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
-            if sharded and linear.master.device != linear.weight.device:
+            if sharded and linear.master is not None and linear.master.device != linear.weight.device:
                 linear.master = linear.master.to(linear.weight.device)
                 linear.master_scale = linear.master_scale.to(linear.weight.device)
         states = [self.moments(parameter, group) for parameter in parameters]
-        targets = [linear.master if sharded else linear.codes for linear in linears]
+        # pyrefly: ignore[bad-assignment]
+        targets: list[torch.Tensor] = [linear.master if sharded else linear.codes for linear in linears]
         scales = torch.stack([linear.master_scale if sharded else linear.weight_scale for linear in linears])
         g_scales = torch.stack([linear.gradient.scale for linear in linears])
         w_amax = torch.stack([linear.weight_amax for linear in linears])
         copies = [linear.codes if sharded else None for linear in linears]  # in FP8, of the masters
-        gradients = [linear.gradient.codes for linear in linears]
+        gradients: list[torch.Tensor] = [linear.gradient.codes for linear in linears]  # pyrefly: ignore[bad-assignment]
         # Under fully_shard a gradient that somebody has changed may have a scale of its own on each rank.
         amaxes = (w_amax, self.model_state.largest(scaling.dtype_max(scaling.E4M3) / g_scales))
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
@@ -207,7 +218,18 @@ class Adam(torch.optim.Optimizer):
         torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
         torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
 
-    def update(self, group, weights, states, gradients, scales, amaxes, copies, starts, parameter_numbers):
+    def update(
+        self,
+        group: dict[str, Any],
+        weights: list[torch.Tensor],
+        states: list[dict[str, torch.Tensor]],
+        gradients: list[torch.Tensor],
+        scales: tuple[torch.Tensor, torch.Tensor],
+        amaxes: tuple[torch.Tensor, torch.Tensor],
+        copies: list[torch.Tensor | None] | None,
+        starts: list[int],
+        parameter_numbers: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One step of `weights`, in place. scales, amaxes: of the weights and of the gradients, [number of weights]
         each; copies: None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole
         weight each begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new
@@ -253,7 +275,8 @@ class Adam(torch.optim.Optimizer):
         numbers = torch.stack(numbers, 1)
 
         copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
-        flats = [
+        # pyrefly: ignore[bad-assignment]
+        flats: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = [
             (flat(w), flat(g, like=w), flat(s["exp_avg"]), flat(s["exp_avg_sq"]), copy)
             for w, g, s, copy in zip(weights, gradients, states, copies, strict=True)
         ]
@@ -271,12 +294,13 @@ class Adam(torch.optim.Optimizer):
                     found[j] = amax
         else:
             for i in some:
-                amaxes, row = [], numbers[i].unbind()
+                found_in, row = [], numbers[i].unbind()
                 for first in range(0, flats[i][0].numel(), SLICE):
                     parts = [None if t is None else t[first : first + SLICE] for t in flats[i]]
                     place = (seeds[i], starts[i] + first) if self.model_state.stochastic_rounding else None
-                    amaxes.append(adam_slice(*parts, row, place, decoupled))
-                found[i] = amaxes[0] if len(amaxes) == 1 else torch.stack(amaxes).amax(0)
+                    # pyrefly: ignore[bad-argument-count, bad-argument-type]
+                    found_in.append(adam_slice(*parts, row, place, decoupled))
+                found[i] = found_in[0] if len(found_in) == 1 else torch.stack(found_in).amax(0)
         found = self.model_state.largest(torch.stack(found))
         if low:
             torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
@@ -284,13 +308,13 @@ class Adam(torch.optim.Optimizer):
             torch._foreach_copy_([state["amax"] for state in states], list(found[:, 1:].unbind()))
         return new_w, new_copy, found[:, 0]
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ordinary and FP8 gradients."""
         for gradient in self.gradients():
             gradient.clear()
         super().zero_grad(set_to_none)
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the `state_dict()` of this optimizer, or of torch's Adam or AdamW with the same groups.
 
         Moments are converted to our dtypes: fp32 moments are quantised. The param_group dicts stay the same objects.
@@ -312,7 +336,7 @@ class Adam(torch.optim.Optimizer):
             hook(self)
 
     @torch.no_grad()
-    def adopt(self, parameter, values):
+    def adopt(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
         """Loads the state of one parameter: our own state unchanged, plain moments rounded to this level's formats."""
         if "max_exp_avg_sq" in values:
             raise ValueError("amsgrad is not supported: its third moment has no place in MS-AMP's levels")
@@ -344,7 +368,7 @@ class Adam(torch.optim.Optimizer):
             state["amax"][i] = amax
 
 
-def largest_move(beta1, beta2):
+def largest_move(beta1: float, beta2: float) -> float:
     """The largest |m| / sqrt(v): how far a step of Adam can move an element, in units of lr, without bias correction.
 
     By Cauchy and Schwarz (1 - beta1) / sqrt((1 - beta2) (1 - beta1**2 / beta2)). Times 3, because the rounded moments
@@ -356,13 +380,22 @@ def largest_move(beta1, beta2):
     return 3 * (1 - beta1) / math.sqrt(max(1 - beta2, 1e-12) * (1 - ratio))
 
 
-def start_of(parameter):
+def start_of(parameter: torch.Tensor) -> int:
     """Where in the whole parameter this rank's rows begin, in elements."""
     rows = own_rows(parameter)
     return 0 if rows is None else rows[0] * (parameter.numel() // max(1, len(parameter)))
 
 
-def adam_slice(weight, gradient, m, v, copy, numbers, place, decoupled):
+def adam_slice(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    copy: torch.Tensor | None,
+    numbers: Sequence[torch.Tensor] | torch.Tensor,
+    place: tuple[int, int] | torch.Tensor | None,
+    decoupled: bool,
+) -> torch.Tensor:
     """Adam on 1-d tensors of one length, in place. Returns the largest magnitudes of the new w, m and v: fp32 [3].
 
     weight, m, v: fp32, or codes; gradient likewise; copy: None, or e4m3 codes to be made of the new weight. numbers
@@ -392,9 +425,18 @@ def adam_slice(weight, gradient, m, v, copy, numbers, place, decoupled):
     return torch.stack([new_weight.abs().amax(), first.abs().amax(), second.amax()])
 
 
-def _adam_slices(weights, gradients, ms, vs, copies, numbers, places, decoupled):
+def _adam_slices(
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    ms: list[torch.Tensor],
+    vs: list[torch.Tensor],
+    copies: list[torch.Tensor | None],
+    numbers: list[torch.Tensor],
+    places: list[torch.Tensor | None],
+    decoupled: bool,
+) -> list[torch.Tensor]:
     rows = zip(weights, gradients, ms, vs, copies, numbers, places, strict=True)
-    return [adam_slice(*row, decoupled) for row in rows]
+    return [adam_slice(*row, decoupled) for row in rows]  # pyrefly: ignore[bad-argument-count]
 
 
 adam_slices = compiled_on_cuda(_adam_slices)

@@ -1,13 +1,17 @@
 """Reports what a converted model consists of, counted on its live tensors."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import nn
 
 from .comm import local
 from .convert import state_of
 from .state import at_rest, root_of
 
 
-def report(model, optimizer=None):
+def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Returns a dict for JSON. Call it after an optimizer step: before the first, gradients and moments are missing.
 
     converted: names. skipped: [name, reason]. parameters: {linear, all}, numbers of them.
@@ -26,13 +30,13 @@ def report(model, optimizer=None):
     others = [parameter for parameter in root.parameters() if id(parameter) not in ids]
     in_fp32 = sum(gradient.fp32_bytes() for gradient in state.gradients)
     masters = [tensor for layer in layers if layer.master is not None for tensor in (layer.master, layer.master_scale)]
-    linear = {
+    linear: dict[str, float] = {
         "weight": sum(layer.codes.nbytes + layer.weight_scale.nbytes for layer in layers),
         "gradient": state.gradient_bytes + in_fp32,
         "master": sum(tensor.nbytes for tensor in masters),
         "optimizer": moments(optimizer, weights),
     }
-    rest = {
+    rest: dict[str, float] = {
         "weight": sum(local(parameter).nbytes for parameter in others),
         "gradient": sum(local(parameter.grad).nbytes for parameter in others if parameter.grad is not None),
         "master": 0,
@@ -84,7 +88,7 @@ def report(model, optimizer=None):
     }
 
 
-def moments(optimizer, parameters):
+def moments(optimizer: torch.optim.Optimizer | None, parameters: Iterable[torch.Tensor]) -> int:
     """Bytes of the optimizer's state of these parameters, but for the step counters."""
     if optimizer is None:
         return 0
@@ -92,7 +96,7 @@ def moments(optimizer, parameters):
     return sum(value.nbytes for values in states for key, value in values.items() if key != "step")
 
 
-def name_of(dtype):
+def name_of(dtype: torch.dtype | tuple[torch.dtype, ...]) -> str:
     """float8_e4m3fn -> e4m3; a pair of operands -> e5m2 x e4m3."""
     if isinstance(dtype, tuple):
         return " x ".join(name_of(one) for one in dtype)

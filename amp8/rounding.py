@@ -1,16 +1,19 @@
 """Stochastic rounding of fp32 values to fp16 and e4m3, with random numbers that depend on step and position alone."""
 
 import functools
+from typing import TypeVar
 
 import torch
 
 from . import scaling
 
+Integer = TypeVar("Integer", int, torch.Tensor)
+
 BLOCK = 1 << 16  # elements of a tensor whose random numbers come from one table
 MASK = (1 << 32) - 1
 
 
-def store(target, value, scale, noise=None):
+def store(target: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None = None) -> None:
     """Writes fp32 values into a tensor: as codes for e4m3 and fp16, as plain values for fp32 and bf16. noise: what
     `random_noise` returned for the target's dtype, for stochastic rounding, or None."""
     if target.dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -21,7 +24,7 @@ def store(target, value, scale, noise=None):
         target.copy_(round_stochastically(value * scale, target.dtype, noise))
 
 
-def mixed(x):
+def mixed(x: Integer) -> Integer:
     """A hash of an integer from 0 to 2**32 - 1, or of int64 tensors of such integers."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
@@ -29,18 +32,18 @@ def mixed(x):
 
 
 @functools.cache
-def table():
+def table() -> torch.Tensor:
     """A hash of each place in a block, int32 [BLOCK]."""
     return mixed(torch.arange(BLOCK)).to(torch.int32)
 
 
-def factors(seed, block):
+def factors(seed: Integer, block: Integer) -> tuple[Integer, Integer]:
     """The numbers a (odd) and b by which the table becomes the random numbers of a block: see `random_bits`."""
     a = mixed((seed + block * 0x9E3779B1) & MASK)
     return a | 1, mixed(a ^ 0x5BD1E995)
 
 
-def random_bits(n, seed, start=0):
+def random_bits(n: int, seed: int | torch.Tensor, start: int | torch.Tensor = 0) -> torch.Tensor:
     """n random int32 for the elements of a tensor from `start` on, which depend on `seed` and each element's index
     alone: the same on every rank, in a resumed run and in compiled code.
 
@@ -55,24 +58,24 @@ def random_bits(n, seed, start=0):
         return (mixed(index & (BLOCK - 1)) * a + b).to(torch.int32)
     parts = []
     while n > 0:
-        a, b = map(as_int32, factors(seed, start >> 16))
+        a, b = map(as_int32, factors(seed, start >> 16))  # pyrefly: ignore[bad-argument-type]
         first = start % BLOCK
         parts.append((table()[first : first + n] * a).add_(b))
         n, start = n - len(parts[-1]), start + len(parts[-1])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def as_int32(x):
+def as_int32(x: int) -> int:
     """An integer modulo 2**32 in the range of int32."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def random_noise(n, seed, start=0):
+def random_noise(n: int, seed: int | torch.Tensor, start: int | torch.Tensor = 0) -> torch.Tensor:
     """What stochastic rounding adds to n values, in units of their last bits times 2**-32: fp32, the random bits."""
     return random_bits(n, seed, start).float()
 
 
-def round_stochastically(x, dtype, noise):
+def round_stochastically(x: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) -> torch.Tensor:
     """fp32 values on the grid of fp16 or e4m3 in place of `x`, up or down with probabilities that keep the mean.
     Saturates. Rounding to nearest loses a change much smaller than a number's last bit; this keeps it on average.
 
@@ -89,6 +92,6 @@ def round_stochastically(x, dtype, noise):
     return scaling.to_grid(x, unit, dtype)
 
 
-def above(bound, dtype):
+def above(bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A bound that also holds for the values after rounding to `dtype`, up as well as to nearest."""
     return bound * (1 + torch.finfo(dtype).eps)

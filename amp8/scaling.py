@@ -16,6 +16,7 @@ FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine'
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -27,12 +28,12 @@ OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are sm
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-def dtype_max(dtype):
+def dtype_max(dtype: torch.dtype) -> float:
     """Largest finite value of a dtype: 448 for e4m3, 57344 for e5m2, 65504 for fp16."""
     return torch.finfo(dtype).max
 
 
-def amax(x, dim=None):
+def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Largest magnitude of `x`, fp32: 0-d, or reduced over `dim` (one or several), which is kept. NaN and infinity are
     returned unchanged, because a saturating cast would hide them later. The amax of an empty tensor is 0."""
     x = x.detach()
@@ -47,7 +48,9 @@ def amax(x, dim=None):
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def power_of_two_scale(amax, dtype, margin=0, previous=None):
+def power_of_two_scale(
+    amax: torch.Tensor, dtype: torch.dtype, margin: int = 0, previous: torch.Tensor | None = None
+) -> torch.Tensor:
     """The largest power of two that keeps `amax` within `dtype`, lowered by `margin` powers (FP8-LM's rule).
 
     amax: fp32, any shape. Returns fp32 of that shape: 2**(floor(log2(max / amax)) - margin), exactly, kept within
@@ -70,14 +73,14 @@ def power_of_two_scale(amax, dtype, margin=0, previous=None):
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
 
 
-def gradient_scale(amax):
+def gradient_scale(amax: torch.Tensor) -> torch.Tensor:
     """The scale of a gradient of magnitude `amax`. It is NaN if the gradient is not finite, because the saturated codes
     would hide that."""
     scale = torch.where(torch.isfinite(amax), power_of_two_scale(amax, E4M3), torch.nan)
     return torch.where(amax == 0, OF_ZEROS, scale)
 
 
-def quantize(x, scale, dtype):
+def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Codes of `dtype` (FP8 or fp16): x * scale in fp32, rounded to nearest even.
 
     Values outside the range, infinity too, saturate at the largest finite value; NaN stays NaN. We clamp ourselves,
@@ -87,7 +90,7 @@ def quantize(x, scale, dtype):
     return (x.float() * scale).clamp(-top, top).to(dtype)
 
 
-def round_to_grid(x, smallest_normal, dtype):
+def round_to_grid(x: torch.Tensor, smallest_normal: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` (fp32, contiguous) rounded to nearest even on an FP8 grid that has no upper end, in place.
 
     smallest_normal: where the grid becomes subnormal: the smallest normal of `dtype`, maybe divided by a power-of-two
@@ -96,12 +99,12 @@ def round_to_grid(x, smallest_normal, dtype):
     return to_grid(x, binade(x, smallest_normal), dtype)
 
 
-def binade(x, smallest_normal):
+def binade(x: torch.Tensor, smallest_normal: float | torch.Tensor) -> torch.Tensor:
     """2**e for each element, e being its exponent; where the grid is subnormal, `smallest_normal`."""
     return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
 
 
-def to_grid(x, unit, dtype):
+def to_grid(x: torch.Tensor, unit: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` rounded to the grid of `dtype` in the binade that begins at `unit`, in place."""
     # In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the sum's last place, so the addition
     # rounds as hardware does, and the subtraction is exact. In fp32, since a compiler may keep wider intermediates than
@@ -110,19 +113,19 @@ def to_grid(x, unit, dtype):
     return x.add_(unit, alpha=magic).sub_(unit, alpha=magic)
 
 
-def round_codes(x, scale, dtype):
+def round_codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values of `quantize(x, scale, dtype)` for a 0-d scale, as bf16, which holds them exactly. Several times
     faster on a CPU than the FP8 tensor and its way back."""
     info = torch.finfo(dtype)
 
-    def rounded(piece):
+    def rounded(piece: torch.Tensor) -> torch.Tensor:
         y = piece.to(torch.float32, copy=True).mul_(scale).clamp_(-info.max, info.max)
         return round_to_grid(y, info.smallest_normal, dtype)
 
     return in_pieces(rounded, x)
 
 
-def in_pieces(rounded, x):
+def in_pieces(rounded: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """rounded(x), elementwise, as bf16. In pieces that stay in the cache: each of the half dozen passes over a whole
     tensor would go through memory."""
     if torch.compiler.is_compiling():
@@ -135,7 +138,7 @@ def in_pieces(rounded, x):
     return out
 
 
-def operand(x, scale, dtype):
+def operand(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` as an operand of `product`: codes of `dtype` under a 0-d scale; `x` may be such codes. On a CPU, which has no
     FP8 products, the same values are bf16, because it makes and reads them several times faster."""
     if x.is_cuda:
@@ -143,7 +146,7 @@ def operand(x, scale, dtype):
     return decode(x, torch.bfloat16) if x.dtype == dtype else round_codes(x, scale, dtype)
 
 
-def decode(codes, dtype=torch.float32):
+def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """`codes.to(dtype)` for codes of any dtype. On a CPU torch reads FP8 one value after another. A tensor of some size
     takes a ninth of that time through the bits of fp16."""
     if codes.dtype not in (E4M3, E5M2) or codes.numel() < FEW or codes.device.type != "cpu":
@@ -160,12 +163,22 @@ def decode(codes, dtype=torch.float32):
     return bits.view(torch.float16).float().mul_(2**8).to(dtype)
 
 
-def dequantize(codes, scale, dtype=torch.float32):
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """codes / scale in fp32, as `dtype`. Exact in fp32 for a power-of-two scale."""
     return (decode(codes) / scale).to(dtype)
 
 
-def product(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, *, exact=False, use_fast_accum=False, pad_inner=False):
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    exact: bool = False,
+    use_fast_accum: bool = False,
+    pad_inner: bool = False,
+) -> torch.Tensor:
     """(a / scale_a) @ (b / scale_b) for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`.
 
     scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]. K and N must be multiples of 16, as FP8 tensor cores demand, on
@@ -195,11 +208,18 @@ def product(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, *, exact=False, us
     return out.mul_(factor).to(out_dtype)
 
 
-def _has_fp8_hardware(x):
+def _has_fp8_hardware(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (E4M3, E5M2) and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
-def _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+def _hardware_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
     if padding := -a.shape[1] % 16:
         # through uint8: pad() has no FP8 kernel; the code 0 is zero in both formats
         a = torch.nn.functional.pad(a.view(torch.uint8), (0, padding)).view(a.dtype)
@@ -223,20 +243,29 @@ def _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
 # Delayed scaling
 
 
-def record_(history, value, slot=()):
+def record_(history: torch.Tensor, value: torch.Tensor, slot: int | tuple[int, ...] = ()) -> None:
     """Records an amax in the history's row of this step, in place. The row keeps the maximum over the micro-batches of
     a step. NaN is stored as infinity, because a maximum over ranks could drop NaN. Don't call it in evaluation."""
     row = history[0][slot]
     row.copy_(torch.maximum(row, value.nan_to_num(nan=math.inf, posinf=math.inf)))
 
 
-def window_scale(value, scale, updates, dtype, window, margin=0):
+def window_scale(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    updates: torch.Tensor,
+    dtype: torch.dtype,
+    window: int,
+    margin: int = 0,
+) -> torch.Tensor:
     """FP8-LM's scale for a tensor about to be cast: in-time, from its own amax `value`, during the first `window`
     updates (an empty history knows nothing), then the delayed `scale`. `updates`: integer tensor shaped as `scale`."""
     return torch.where(updates < window, power_of_two_scale(value, dtype, margin, scale), scale)
 
 
-def update_window_(history, scale, updates, dtype, margin=0):
+def update_window_(
+    history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtype: torch.dtype, margin: int = 0
+) -> None:
     """FP8-LM's update, once per optimizer step, in place: a power-of-two scale from the largest amax in the window.
 
     history [window, *slots], scale and updates [*slots]. An infinite amax is forgotten and sends its slot back to
@@ -250,7 +279,14 @@ def update_window_(history, scale, updates, dtype, margin=0):
     history[0].zero_()
 
 
-def update_delayed_(history, scale, fp8_max, margin=0, amax_compute_algo="max", fused=True):
+def update_delayed_(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_max: float | torch.Tensor,
+    margin: int = 0,
+    amax_compute_algo: str = "max",
+    fused: bool = True,
+) -> None:
     """TransformerEngine's DelayedScaling update, in place: scale = fp8_max * 2**-margin / amax.
 
     history [amax_history_len, *slots], scale [*slots] starting at 1, fp8_max a number or [*slots]. The amax is the

@@ -1,20 +1,28 @@
 """Saves and loads the state of a converted model: exact states to resume from, plain ones to use elsewhere."""
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .choice import LEVELS
 from .comm import linear_of, local, own_rows
 from .convert import fully_sharded, state_of
 from .linear import FP8Linear
+from .optimizer import Adam
+
+Value = TypeVar("Value")
+Tensors = Mapping[str, torch.Tensor]
 
 
-def root_of(model):
+def root_of(model: nn.Module) -> nn.Module:
     """The module that was given to `initialize`, without its wrappers."""
     return next(module for module in model.modules() if getattr(module, "amp8_state", None) is not None)
 
 
-def at_rest(root):
+def at_rest(root: nn.Module) -> nn.Module:
     """Returns `root`, after freeing the gathered weights that a forward pass under fully_shard has left behind."""
     if fully_sharded(root):
         from .fsdp import reshard
@@ -23,13 +31,13 @@ def at_rest(root):
     return root
 
 
-def named(pairs):
+def named(pairs: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
     """Yields (name, value) with the names that the model has without checkpoint_wrapper."""
     for name, value in pairs:
         yield ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module"), value
 
 
-def exact_state(model, optimizer):
+def exact_state(model: nn.Module, optimizer: Adam | None) -> dict[str, torch.Tensor]:
     """Everything that is needed to resume bit for bit, {key: tensor}, in dtypes that safetensors stores.
 
     Keys beginning with `all/` are the same on every rank, those with `rank/` this rank's own: amax histories, and
@@ -54,7 +62,9 @@ def exact_state(model, optimizer):
 
 
 @torch.no_grad()
-def load_exact_state(model, optimizer, tensors):
+def load_exact_state(
+    model: nn.Module, optimizer: Adam | None, tensors: Tensors | list[Tensors] | tuple[Tensors, ...]
+) -> None:
     """Loads what `exact_state` returned into a model and optimizer that were set up the same way.
 
     tensors: this rank's own entries and the common ones of any rank. Under fully_shard it may also be a list with the
@@ -64,7 +74,7 @@ def load_exact_state(model, optimizer, tensors):
     """
     state, root = state_of(model), at_rest(root_of(model))
     parts = list(tensors) if isinstance(tensors, list | tuple) else None
-    tensors = tensors if parts is None else parts[min(state.rank, len(parts) - 1)]
+    tensors = tensors[min(state.rank, len(tensors) - 1)] if isinstance(tensors, list | tuple) else tensors
     level, world = LEVELS[int(tensors["all/level"]) - 1], int(tensors["all/world"])
     if (level, world) != (state.level, state.world) and (parts is None or level != state.level):
         asked, there = f"{level} on {world} ranks", f"{state.level} on {state.world} ranks"
@@ -78,7 +88,7 @@ def load_exact_state(model, optimizer, tensors):
         raise ValueError(f"the saved state is of another model: {len(odd)} entries differ, {', '.join(odd[:3])}, ...")
     rows = {name: own_rows(parameter) for name, parameter in named(root.named_parameters())}
 
-    def entry(key):
+    def entry(key: str) -> torch.Tensor:
         """What this rank needs of a key: its rows from whoever had them."""
         kind, _, name = key.split("/", 2)
         if parts is None or world == state.world or kind == "all":
@@ -86,9 +96,9 @@ def load_exact_state(model, optimizer, tensors):
         if kind == "rank":
             return agreed(key, [part[key] for part in parts])
         name = name if name in rows else name.rsplit("/", 1)[0]
-        return rows_from(parts, key, *rows[name])
+        return rows_from(parts, key, *rows[name])  # pyrefly: ignore[not-iterable]
 
-    frozen = []
+    frozen: list[Any] = []
     for key, target in targets.items():
         value = entry(key)
         if (target.dtype, value.dtype) == (torch.float16, torch.float8_e4m3fn) and key.endswith("weight"):
@@ -104,9 +114,9 @@ def load_exact_state(model, optimizer, tensors):
     if optimizer is None:
         return
     parameters = dict(named(root.named_parameters()))
-    found = {}
+    found: dict[str, dict[str, torch.Tensor]] = {}
     for key in tensors.keys():
-        _, kind, rest = key.split("/", 2) if key.count("/") > 1 else (None, None, None)
+        _, kind, rest = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
         if kind == "optimizer":
             name, moment = rest.rsplit("/", 1)
             found.setdefault(name, {})[moment] = entry(key)
@@ -118,7 +128,7 @@ def load_exact_state(model, optimizer, tensors):
             load_number(group, key, tensors[f"all/group/{i}/{key}"])
 
 
-def rows_from(parts, key, first, last, rows):
+def rows_from(parts: list[Tensors], key: str, first: int, last: int, rows: int) -> torch.Tensor:
     """Rows first .. last of a tensor that was sharded over len(parts) ranks."""
     cut = -(-rows // len(parts))
     found = []
@@ -129,14 +139,14 @@ def rows_from(parts, key, first, last, rows):
     return torch.cat(found)
 
 
-def agreed(key, values):
+def agreed(key: str, values: Iterable[torch.Tensor]) -> torch.Tensor:
     """Merges values that each rank had for itself, when the number of ranks changes: the largest amax histories, the
     smallest scales and numbers of updates, which are safe for all ranks."""
     values = torch.stack(list(values))
     return values.amax(0) if key.endswith("amax_history") else values.amin(0)
 
 
-def raw_tensors(root):
+def raw_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     """{key: tensor} of the model: parameters as they are stored, buffers, masters."""
     tensors = {}
     for name, parameter in named(root.named_parameters()):
@@ -156,7 +166,7 @@ def raw_tensors(root):
     return tensors
 
 
-def numbers_of(group):
+def numbers_of(group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The numbers of a param_group as fp64 tensors: lr, betas, eps, weight_decay, and what a scheduler adds."""
     numbers = {}
     for key, value in group.items():
@@ -167,7 +177,7 @@ def numbers_of(group):
     return numbers
 
 
-def load_number(group, key, saved):
+def load_number(group: dict[str, Any], key: str, saved: torch.Tensor) -> None:
     if key == "betas":
         group[key] = tuple(saved.tolist())
     elif isinstance(group[key], torch.Tensor):
@@ -177,7 +187,7 @@ def load_number(group, key, saved):
 
 
 @torch.no_grad()
-def master_state_dict(model):
+def master_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's state_dict with the most precise weights: under O3 the owners' FP16 masters instead of the FP8
     weights. Plain fp32, with the unconverted model's names. Every rank must call it; every rank gets the whole dict."""
     state, root = state_of(model), root_of(model)
@@ -191,5 +201,6 @@ def master_state_dict(model):
         if layer.master is not None:
             out[key] = layer.master.float() / layer.master_scale
         if state.sharded:
+            # pyrefly: ignore[bad-argument-type]
             dist.broadcast(out[key], dist.get_global_rank(state.group, layer.gradient.owner), group=state.group)
     return out

@@ -1,13 +1,14 @@
 """Helpers on tensors of any kind."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from . import scaling
 
 
-def amaxes_of(tensors):
+def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Largest magnitude of each tensor, fp32 [number of tensors]. Of none of its rows, as a shard may have, it is 0."""
     if not tensors[0].is_cuda:  # where torch's norm takes ten times as long
         return torch.stack([scaling.amax(tensor) for tensor in tensors])
@@ -17,7 +18,7 @@ def amaxes_of(tensors):
     return torch.stack([next(norms).float() if tensor.numel() else zero for tensor in tensors])
 
 
-def flat(tensor, like=None):
+def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor | None:
     """A 1-d view of a dense tensor, in the order of memory of `like` (itself); None where there is none."""
     like = tensor if like is None else like
     if not like.is_contiguous():
@@ -28,6 +29,6 @@ def flat(tensor, like=None):
     return tensor.detach().reshape(-1)
 
 
-def without_waiting(tensor, device):
+def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a CPU tensor to `device`. From pinned memory the copy is asynchronous, so the host does not wait."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
