@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -27,7 +29,7 @@ OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error
 LOGGED = ("failed (exitcode", "Sending process", "Received %s death signal", "Got termination signal")
 
 
-def hand_on(number, frame):
+def hand_on(number: int, frame: FrameType | None) -> None:
     """Sends SIGTERM or Ctrl-C on to a single worker and goes on waiting for it. For several workers torch's launcher
     does the same."""
     workers = psutil.Process().children()
@@ -37,7 +39,7 @@ def hand_on(number, frame):
         sys.exit(128 + number)
 
 
-def end_of(returncode, who):
+def end_of(returncode: int, who: str) -> tuple[int, str]:
     """Returns (the launcher's exit code for a worker's `returncode`, how the worker ended). Prints a line if the worker
     could not."""
     code = 128 - returncode if returncode < 0 else returncode
@@ -50,7 +52,7 @@ def end_of(returncode, who):
     return code, how
 
 
-def run():
+def run() -> tuple[int, str]:
     """Runs Accelerate's launcher with this process's command line. Returns (the exit code, how a worker ended)."""
     for name in ("multiprocessing", "agent.server"):
         logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
@@ -74,7 +76,7 @@ def run():
             signal.signal(number, signal.SIG_IGN)
 
 
-def what_next(folder):
+def what_next(folder: Path) -> None:
     """Prints the table of a finished run and the commands that one may want next."""
     from shared.args import Refused
     from tools import cli, find, records, show
@@ -103,12 +105,12 @@ def what_next(folder):
     print("next:", *(f"  ./launch.sh {line}" for line in cli.columns(lines)), sep="\n")
 
 
-def other_than(plan):
+def other_than(plan: dict[str, Any]) -> str:
     """The config to compare a run with."""
     return f"{plan['strategy']}_{'bf16' if plan['precision'] == 'fp8' else 'fp8'}"
 
 
-def main():
+def main() -> int:
     printing.survive()
     with tempfile.TemporaryDirectory() as folder:
         left = Path(folder, "run")  # the main process writes here where its record is

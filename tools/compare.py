@@ -37,10 +37,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import typing
+from collections.abc import Callable
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -58,7 +59,7 @@ SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
 # ------------------------------------------------------------------------------------------------------------ launching
 
 
-def split_launch(words):
+def split_launch(words: list[str]) -> tuple[list[str], str, list[str]]:
     """Splits the words after `--` like launch.sh: (options of accelerate launch, recipe, its options)."""
     at, flags = 0, find.flags()
     while at < len(words) and words[at].startswith("-"):
@@ -68,7 +69,7 @@ def split_launch(words):
     return words[:at], words[at], words[at + 1 :]
 
 
-def replicas(file, options, gpus):
+def replicas(file: Path, options: list[str], gpus: int) -> int:
     """The number of processes that see different samples."""
     config, count = find.sound_config(file)[1], find.option(options, "num_processes")
     try:
@@ -81,11 +82,12 @@ def replicas(file, options, gpus):
     return count // int((config.get("parallelism_config") or {}).get("parallelism_config_tp_size", 1))
 
 
-def batches(configs, words, gpus):
+def batches(configs: dict[str, Path], words: list[str], gpus: int) -> dict[str, int]:
     """{config: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
     recipe does not have."""
     options, recipe, rest = split_launch(words)
-    per_device = find.parse_options(find.recipe(recipe), rest).per_device_train_batch_size
+    given: Any = find.parse_options(find.recipe(recipe), rest)
+    per_device = given.per_device_train_batch_size
     counts = {name: replicas(file, options, gpus) for name, file in configs.items()}
     total = per_device * next(iter(counts.values()))
     odd = [name for name, count in counts.items() if total % count]
@@ -97,7 +99,7 @@ def batches(configs, words, gpus):
     return {name: total // count for name, count in counts.items()}
 
 
-class Launch(typing.NamedTuple):
+class Launch(NamedTuple):
     """A run that the comparison wants. control: from weights one rounding apart."""
 
     config: str
@@ -106,7 +108,7 @@ class Launch(typing.NamedTuple):
     folder: Path
 
 
-def matches(run, launch, file, recipe):
+def matches(run: dict[str, Any], launch: Launch, file: Path, recipe: Path) -> bool:
     """Whether a finished run has the same config, code and packages as a new launch would have."""
     from faithful.evidence.record import code_sha256  # imports torch
 
@@ -119,7 +121,7 @@ def matches(run, launch, file, recipe):
     return record["code_sha256"] == code_sha256(recipe) and installed.items() <= record["versions"].items()
 
 
-def wait_for_others(folder, seconds=60):
+def wait_for_others(folder: Path, seconds: float = 60) -> None:
     """Waits for a run of an earlier, killed comparison that may still write its last checkpoint there."""
     end = time.monotonic() + seconds
     while left := [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]:
@@ -128,7 +130,9 @@ def wait_for_others(folder, seconds=60):
         time.sleep(0.2)
 
 
-def launch_all(configs, words, folder, seeds, control):
+def launch_all(
+    configs: dict[str, Path], words: list[str], folder: Path, seeds: int, control: bool
+) -> list[dict[str, Any]]:
     """Launches every missing run, one after another. Returns all runs, read from their folders."""
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
@@ -166,7 +170,7 @@ def launch_all(configs, words, folder, seeds, control):
     return runs
 
 
-def execute(launch, config, words, per_device):
+def execute(launch: Launch, config: Path, words: list[str], per_device: dict[str, int] | None) -> int:
     """Runs ./launch.sh for one run, with its output beside the run's folder, and returns its exit code. per_device: the
     batch of each config, or None for a script of one's own."""
     options, recipe, rest = split_launch(words)
@@ -188,26 +192,26 @@ def execute(launch, config, words, per_device):
         return subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=cli.die_with_me).returncode
 
 
-def log_of(folder):
+def log_of(folder: Path) -> Path:
     """The output of the launch of this run."""
     return folder.with_name(f"{folder.name}.log")
 
 
-def refuse_unread(launch, file, recipe, options):
+def refuse_unread(launch: Launch, file: Path, recipe: str, options: list[str]) -> None:
     """Raises Refused if a script of one's own ended because argparse did not take its options."""
     line = re.search(rf"^(?:usage: )?{re.escape(file.name)}: error: (.*)$", log_of(launch.folder).read_text(), re.M)
     if line and not find.is_recipe(file):
         raise Refused(f"{recipe}: {line[1]}; it was given {shlex.join(options)}")
 
 
-def outcome(run, code):
+def outcome(run: dict[str, Any], code: int) -> str:
     """A run's last metrics in words, or why it has none."""
     if run["problem"]:
         return reason_of(run, code)
     return ", ".join(f"{key} {value:.4f}" for key, value in records.logged(run["record"]).items()) or "finished"
 
 
-def reason_of(run, code=None):
+def reason_of(run: dict[str, Any], code: int | None = None) -> str:
     """Why a launch has no numbers: the error in its record, else the end of its output."""
     if run["record"] is not None:
         return run["problem"]
@@ -221,12 +225,12 @@ def reason_of(run, code=None):
     return lines[-1][:300] if lines else f"exit code {code}"
 
 
-def estimator(folder):
+def estimator(folder: Path) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
     """Returns a function: record of a run -> estimate of tools/estimate.py in bytes per process, or None if there is no
     estimate. Estimates are cached in `folder`, because a trace takes seconds."""
     file = Path(folder) / "estimates.json"
 
-    def guess(record):
+    def guess(record: dict[str, Any]) -> dict[str, Any] | None:
         try:
             estimates = readers.of_kind(file, readers.value_of(file), {str: (None, {"total": readers.number})})
         except (OSError, ValueError):
@@ -246,7 +250,7 @@ def estimator(folder):
     return guess
 
 
-def estimate_of(record, text, recipe, options):
+def estimate_of(record: dict[str, Any], text: str, recipe: Path, options: dict[str, Any]) -> dict[str, Any] | None:
     """What tools/estimate.py says of a run's config (its text) and options, or None. In a process of its own, because
     it loads the recipe and its data."""
     words = []
@@ -265,7 +269,7 @@ def estimate_of(record, text, recipe, options):
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
-def share(text):
+def share(text: str) -> float:
     """Parses a share: `1%` or `0.01`."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -276,11 +280,11 @@ def share(text):
     return value
 
 
-def number_of_seeds(text):
+def number_of_seeds(text: str) -> float | str:
     return text if text == "auto" else cli.count(text)
 
 
-def arguments(argv):
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = cli.parser("compare", __doc__)
     add = parser.add_argument
     add("what", nargs="+", metavar="CONFIG or RUN_FOLDER", help="configs, the first is the baseline; or finished runs")
@@ -306,7 +310,7 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-def over_finished(args, command):
+def over_finished(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Path]:
     """Returns (report, folder to write it to) for folders of finished runs."""
     absent = [name for name in args.what if not Path(name).is_dir()]
     if absent:
@@ -314,12 +318,12 @@ def over_finished(args, command):
     if args.seeds is not None:
         raise Refused("--seeds: not here; the seeds are those of the runs")
     where = args.report or Path("report")
-    guess = {} if args.no_estimate else {"guess": estimator(where)}
+    guess: dict[str, Any] = {} if args.no_estimate else {"guess": estimator(where)}
     runs = [records.read(name) for name in args.what]
     return judge.make(runs, command, args.baseline, args.vary, args.price_per_hour, args.margin, **guess), where
 
 
-def refuse_options(args, words, file):
+def refuse_options(args: argparse.Namespace, words: list[str], file: Path) -> None:
     """Raises Refused for options that make no sense where this script is launched."""
     taken = [name for name in OWN if find.is_recipe(file) and find.option(words, name.lstrip("-"))]
     taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
@@ -332,12 +336,12 @@ def refuse_options(args, words, file):
         )
 
 
-def runs_once(file, words):
+def runs_once(file: Path, words: list[str]) -> bool:
     """Whether every config runs once, because nothing says where a script of one's own takes its seed."""
     return not find.is_recipe(file) and not any("{seed}" in word for word in words)
 
 
-def over_launched(args, words, command):
+def over_launched(args: argparse.Namespace, words: list[str], command: str) -> tuple[dict[str, Any], Path]:
     """Launches the runs of the configs. Returns (report, folder to write it to)."""
     file = find.recipe(split_launch(words)[1])
     refuse_options(args, words, file)
@@ -357,7 +361,7 @@ def over_launched(args, words, command):
     counts = paired.looks(args.max_seeds) if args.seeds == "auto" else counts
     for count in counts:
         runs = launch_all(configs, words, folder, count, not args.no_twin and not single)
-        options = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
+        options: dict[str, Any] = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
         comparison = judge.make(runs, command, **options)
         undecided = judge.undecided(comparison)
         if args.seeds == "auto":
@@ -370,7 +374,7 @@ def over_launched(args, words, command):
     return comparison | {"once": single}, where
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     left, words = cli.split(argv)
     args = arguments(left)
     command = shlex.join(["./launch.sh", "compare", *without_folders(argv)])
@@ -386,7 +390,7 @@ def main(argv):
     return 1 if wrong else 0
 
 
-def without_folders(argv):
+def without_folders(argv: list[str]) -> list[str]:
     """The command line for the report, without the options that say where files go."""
     hidden = ("--output_dir", "--output-dir", "--report")
     return [

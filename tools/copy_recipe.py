@@ -17,7 +17,9 @@ import sys
 import tempfile
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -35,7 +37,7 @@ PLAIN = {("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16"
 NOT_PLAIN = {("diffusion", "ddp")}  # on CPUs, Accelerate wraps a model that is not trained in DDP, which refuses it
 
 
-def imports(path):
+def imports(path: Path) -> Iterator[str]:
     """The dotted names of all imports in a Python file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -44,7 +46,7 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def modules(name, plain):
+def modules(name: str, plain: bool) -> list[Path]:
     """Our files that an import of this dotted name needs; of faithful all, as the config decides which it uses."""
     package, *rest = name.split(".")
     if package == "faithful" and not plain:
@@ -55,9 +57,11 @@ def modules(name, plain):
     return [ROOT / "shared" / "__init__.py"] + ([module] if module and module.is_file() else [])
 
 
-def needed(recipe, plain=False):
+def needed(recipe: Path, plain: bool = False) -> tuple[list[Path], set[str]]:
     """Returns (our files that `recipe` needs, packages that any of them imports). plain: without faithful."""
-    files, packages, queue = [], set(), [recipe]
+    files: list[Path] = []
+    packages: set[str] = set()
+    queue = [recipe]
     while queue:
         path = queue.pop()
         if path in files:
@@ -71,7 +75,7 @@ def needed(recipe, plain=False):
     return files, packages
 
 
-def pins(packages):
+def pins(packages: set[str]) -> str:
     """The pins of these packages from requirements.txt, without hashes. pip installs what they depend on."""
     text = (ROOT / "requirements.txt").read_text()
     pinned = dict(re.findall(r"^([\w.-]+)==([^ ;\\\n]+)", text, re.M))
@@ -79,7 +83,7 @@ def pins(packages):
     return "".join(f"{name}=={pinned[name]}\n" if name in pinned else f"{name}\n" for name in sorted(names))
 
 
-def wheel(folder):
+def wheel(folder: Path) -> str:
     """Builds faithful and amp8 as a wheel in `folder`. Returns its name. Nothing is downloaded."""
     with tempfile.TemporaryDirectory() as source:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -95,7 +99,7 @@ def wheel(folder):
     return done.stdout.split()[-1]
 
 
-def refuse_plain(recipe, name, wanted):
+def refuse_plain(recipe: str, name: str, wanted: dict[str, Any]) -> None:
     """Raises Refused unless Accelerate alone does what the config asks for with this recipe."""
     kind = wanted.strategy, wanted.precision
     if kind not in PLAIN or wanted.compile:
@@ -110,7 +114,7 @@ def refuse_plain(recipe, name, wanted):
         )
 
 
-def copy(recipe, config, destination, vendored=False, plain=False):
+def copy(recipe: str, config: str, destination: Path, vendored: bool = False, plain: bool = False) -> list[Path]:
     """Writes `destination`. Returns the relative paths written. vendored: faithful and amp8 as source."""
     source = find.recipe(recipe)
     yml, mapping = find.sound_config(config)
@@ -142,8 +146,8 @@ def copy(recipe, config, destination, vendored=False, plain=False):
     return sorted([*written, Path("requirements.txt"), Path("README.md"), *([Path(built)] if built else [])])
 
 
-def readme(source, yml, destination, built, plain, strategy):
-    what = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]
+def readme(source: Path, yml: Path, destination: Path, built: str | None, plain: bool, strategy: str) -> str:
+    what = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]  # pyrefly: ignore[missing-attribute]
     where = f"`{built}` has its Accelerator" if built else "`faithful/` has its Accelerator, `amp8/` its FP8"
     command, without_gpu = f"accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}", ""
     if plain:
@@ -165,7 +169,7 @@ def readme(source, yml, destination, built, plain, strategy):
 """
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     parser = cli.parser("copy", __doc__)
     parser.add_argument("recipe", help="its name, as ./launch.sh ls lists it")
     parser.add_argument("config", help="its name, or the path of a YAML file")

@@ -24,7 +24,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -41,7 +43,7 @@ LENGTH = ("max_steps", "eval_steps", "save_steps")  # options of a recipe that s
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
 
 
-def costs(watched):
+def costs(watched: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The cost of each layer in percent of the loss, [{name, mean, low, high, sure}], largest lower bound first; then
     the cost of all FP8 layers together. `sure`: above 0 with a Bonferroni correction for the number of layers."""
     rows, confidence = [], 1 - 0.05 / max(1, len(watched["groups"]))
@@ -49,12 +51,13 @@ def costs(watched):
         values = [100 * (pair["none"] - pair[name]) / abs(pair["none"]) for pair in watched["pairs"]]
         mean, low, high = paired.interval(values)
         _, corrected_low, _ = paired.interval(values, confidence)
-        rows.append({"name": name, "mean": mean, "low": low, "high": high, "sure": corrected_low > 0, "pairs": values})
+        sure = corrected_low is not None and corrected_low > 0
+        rows.append({"name": name, "mean": mean, "low": low, "high": high, "sure": sure, "pairs": values})
     *rows, everything = rows
     return sorted(rows, key=lambda row: row["low"], reverse=True), everything
 
 
-def symptoms(layer):
+def symptoms(layer: dict[str, Any]) -> list[str]:
     """The measurements of a layer that are 1% or more, the worst first."""
     shares = []
     for key, words in TENSORS.items():
@@ -64,13 +67,13 @@ def symptoms(layer):
     return [words.format(share) for share, words in sorted(shares, reverse=True) if share >= 1]
 
 
-def skip_line(watched, rows):
+def skip_line(watched: dict[str, Any], rows: list[dict[str, Any]]) -> str | None:
     """The line for fp8_config, or None if no layer has a significant cost."""
     worst = [row["name"] for row in rows if row["sure"]]
     return f'skip: "{", ".join([*watched["skip"], *worst])}"' if worst else None
 
 
-def sentence(row, everything, watched):
+def sentence(row: dict[str, Any], everything: dict[str, Any], watched: dict[str, Any]) -> str:
     first = watched["groups"][row["name"]][0]
     seen = symptoms(watched["layers"][first])
     words = f"{row['name']} costs {row['mean']:.2g}% of the loss ({row['low']:+.2g}% to {row['high']:+.2g}%)"
@@ -78,7 +81,7 @@ def sentence(row, everything, watched):
     return f"{words}, all FP8 layers together {together}" + (f": {', '.join(seen[:2])}" if seen else "")
 
 
-def diagnosis_of(watched, command):
+def diagnosis_of(watched: dict[str, Any], command: str) -> dict[str, Any]:
     """The result, for diagnose.json. watched: what tools/watch.py measured."""
     rows, everything = costs(watched)
     sure = [row for row in rows if row["sure"]]
@@ -97,7 +100,7 @@ def diagnosis_of(watched, command):
     return result | {"costs": rows, "all": everything} | watched
 
 
-def cost_table(diagnosis):
+def cost_table(diagnosis: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     heads = ["layer", "costs % of the loss", "95% interval", "beyond doubt", "worst seen"]
     rows = []
     for row in [*diagnosis["costs"], diagnosis["all"] | {"name": "all of them"}]:
@@ -108,7 +111,7 @@ def cost_table(diagnosis):
     return heads, rows
 
 
-def layer_table(diagnosis):
+def layer_table(diagnosis: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     shares = [f"{tensor}_{what}%" for tensor in TENSORS for what in ("underflows", "overflows")]
     columns = {key: key.replace("_", " ") for key in shares}
     columns |= {f"{gemm}_error_db": f"{gemm} dB" for gemm in ("fprop", "dgrad", "wgrad")}
@@ -120,7 +123,7 @@ def layer_table(diagnosis):
     return ["layer", *columns.values()], rows
 
 
-def text(diagnosis):
+def text(diagnosis: dict[str, Any]) -> str:
     lines = [*diagnosis["answer"], ""]
     for heads, rows in (cost_table(diagnosis), layer_table(diagnosis)):
         lines += [*cli.columns([heads, *rows]), ""]
@@ -129,7 +132,7 @@ def text(diagnosis):
     return "\n".join(lines)
 
 
-def drawn_costs(diagnosis):
+def drawn_costs(diagnosis: dict[str, Any]) -> str:
     """The cost of each layer with its interval, and the table of them."""
     from tools import page  # imports matplotlib
 
@@ -143,7 +146,7 @@ def drawn_costs(diagnosis):
     return page.section("What it costs", picture, page.table(*cost_table(diagnosis)))
 
 
-def drawn_amaxes(diagnosis):
+def drawn_amaxes(diagnosis: dict[str, Any]) -> Iterator[str]:
     """For the tensors of the three costliest layers whose scale changed: the amax and what the scale holds."""
     from tools import page
 
@@ -163,7 +166,7 @@ def drawn_amaxes(diagnosis):
             yield page.section(f"{name}, {words}: amax over the steps", picture)
 
 
-def page_of(diagnosis):
+def page_of(diagnosis: dict[str, Any]) -> str:
     from tools import page
 
     layers = page.section("Layer by layer", page.table(*layer_table(diagnosis)))
@@ -182,7 +185,7 @@ def page_of(diagnosis):
     return page.whole(f"Where FP8 hurts: {diagnosis['truth']}", diagnosis["command"], answer, parts, notes)
 
 
-def of_run(folder):
+def of_run(folder: Path) -> tuple[str, str, list[str]]:
     """The config's name and text, the recipe and its options, of a run's folder."""
     try:
         record = records.record_of(folder)
@@ -200,12 +203,12 @@ def of_run(folder):
     return config["name"], config["text"], [line[scripts[0]], *words]
 
 
-def ends_with_this():
+def ends_with_this() -> None:
     """Called in the child before it becomes the launcher: it ends when this process is killed."""
     launcher.end_with_the_parent(signal.SIGTERM)
 
 
-def refuse_unfit(name, mapping):
+def refuse_unfit(name: str, mapping: dict[str, Any]) -> None:
     """Raises Refused for a config in which no layer could be looked at."""
     settings = read_env(to_env(mapping))
     here = machine.without_accelerator() if config_file.asks_for_cpu(mapping) else machine.of_driver()
@@ -228,7 +231,7 @@ def refuse_unfit(name, mapping):
         )
 
 
-def with_length(script, options, args):
+def with_length(script: Path, options: list[str], args: argparse.Namespace) -> list[str]:
     """The script's options, with enough steps if it is a recipe; its learning rates follow the longer schedule."""
     if script.parent == ROOT / "recipes":
         taken = [name for name in LENGTH if option(options, name) is not None]
@@ -250,7 +253,7 @@ def with_length(script, options, args):
     return options
 
 
-def arguments(argv):
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = cli.parser("diagnose", __doc__)
     parser.add_argument("config", help="name or path of a config, or the folder of a run")
     helps = ("steps to look at", "pairs to judge by", "steps of each pair")
@@ -261,7 +264,7 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     left, words = cli.split(argv)
     args = arguments(left)
     if args.pairs < 2:

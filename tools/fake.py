@@ -2,6 +2,8 @@
 
 import contextlib
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,11 +23,13 @@ class Memory:
     moments: (gradients, others) of every moment that no other moment exceeds in both.
     """
 
-    def __init__(self):
-        self.sizes, self.gradients, self.live, self.of_gradients, self.moments = {}, set(), 0, 0, []
-        self.on = True
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.gradients: set[int] = set()
+        self.moments: list[tuple[int, int]] = []
+        self.live, self.of_gradients, self.on = 0, 0, True
 
-    def born(self, storage):
+    def born(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = storage.nbytes()
@@ -33,22 +37,22 @@ class Memory:
             weakref.finalize(storage, self.died, key)
             self.note()
 
-    def died(self, key):
+    def died(self, key: int) -> None:
         size = self.sizes.pop(key)
         self.live -= size
         if key in self.gradients:
             self.gradients.remove(key)
             self.of_gradients -= size
 
-    def is_gradient(self, parameter):
+    def is_gradient(self, parameter: torch.Tensor) -> None:
         """Hook that runs after a gradient was accumulated into `parameter`."""
-        key = parameter.grad.untyped_storage()._cdata
+        key = parameter.grad.untyped_storage()._cdata  # pyrefly: ignore[missing-attribute]
         if key in self.sizes and key not in self.gradients:
             self.gradients.add(key)
             self.of_gradients += self.sizes[key]
             self.note()
 
-    def note(self):
+    def note(self) -> None:
         g, o = self.of_gradients, self.live - self.of_gradients
         if not any(g <= g_ and o <= o_ for g_, o_ in self.moments):
             self.moments = [(g_, o_) for g_, o_ in self.moments if g_ > g or o_ > o] + [(g, o)]
@@ -57,11 +61,17 @@ class Memory:
 class Watch(TorchDispatchMode):
     """Tells a Memory of each tensor that an operator makes."""
 
-    def __init__(self, memory):
+    def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self.memory.on:
             return out
@@ -73,14 +83,14 @@ class Watch(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def without_storage():
+def without_storage() -> Iterator[None]:
     """Puts every parameter that a module registers on `meta`, so that a model of any size can be built."""
 
-    def register(module, name, parameter):
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is not None and parameter.device.type != "meta":
             return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(register)
+    hook = register_module_parameter_registration_hook(register)  # pyrefly: ignore[bad-argument-type]
     looks_at_values, nn.init._no_grad_trunc_normal_ = nn.init._no_grad_trunc_normal_, lambda tensor, *_, **__: tensor
     try:
         yield
@@ -90,7 +100,9 @@ def without_storage():
         torch.set_grad_enabled(True)
 
 
-def make_fake(model, optimizer=None, dtype=None):
+def make_fake(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, dtype: torch.dtype | None = None
+) -> None:
     """Replaces parameters on `meta` by fake tensors on the CPU, for which autocast and kernels choose as for real ones.
     dtype: of the parameters, if not the model's own, or the one in which `prepare` leaves what is trained."""
     mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), {}  # the batch and the buffers are real
@@ -108,7 +120,7 @@ def make_fake(model, optimizer=None, dtype=None):
 
 
 @contextlib.contextmanager
-def without_values():
+def without_values() -> Iterator[None]:
     """Makes amp8 allocate tensors of the right size without computing their values.
 
     It rounds and steps in small pieces, to be fast: for a large model that is a million operations, each of which takes
@@ -120,13 +132,13 @@ def without_values():
         yield
         return
 
-    def rounded(x, *_):
+    def rounded(x: torch.Tensor, *_: object) -> torch.Tensor:
         return x.new_empty(x.shape, dtype=torch.bfloat16)
 
-    def operand(x, scale, dtype):  # as on a GPU
+    def operand(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:  # as on a GPU
         return x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype)
 
-    def amax(x, dim=None):
+    def amax(x: torch.Tensor, dim: object = None) -> torch.Tensor:
         return x.new_zeros((), dtype=torch.float32)
 
     with (
@@ -143,17 +155,17 @@ def without_values():
 
 
 @contextlib.contextmanager
-def without_reading():
+def without_reading() -> Iterator[None]:
     """Lets a script read a value that does not exist, for example its loss in order to log it: it reads 0. A script
     that moves its model to a device moves nothing."""
     item, number, as_bool = torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__
 
-    def instead(real, value):
+    def instead(real: Callable[[torch.Tensor], float], value: float) -> Callable[[torch.Tensor], float]:
         return lambda tensor: value if isinstance(tensor, FakeTensor) else real(tensor)
 
     move = nn.Module.to
 
-    def stay(module, *args, **kwargs):
+    def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if not any(parameter.is_meta for parameter in module.parameters()):
             return move(module, *args, **kwargs)
         dtype = torch._C._nn._parse_to(*args, **kwargs)[1]

@@ -11,9 +11,18 @@ P is the number of the model's parameters, as in estimate.py. Each process needs
 """
 
 import os
+from typing import Any
 
 
-def phases(settings, state, held, runtime, plain, largest, training):
+def phases(
+    settings: dict[str, Any],
+    state: float,
+    held: float,
+    runtime: float,
+    plain: dict[str, Any],
+    largest: int,
+    training: float | None,
+) -> dict[str, dict[str, int]]:
     """{phase: {main, others, node: bytes of process 0, of each other process, and of all of a machine at one moment}}.
 
     state: bytes of a checkpoint. held: what training holds on the host between two steps, with `runtime`; all of it on

@@ -6,10 +6,13 @@ become 0, overflows% the share of values clipped to the format's largest value.
 
 import contextlib
 import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from amp8 import emulate, scaling
 from amp8 import linear as levels
@@ -18,17 +21,26 @@ from faithful.backends.linear import kind
 from faithful.strategies.base import torch_optimizer
 from faithful.tensors.names import named, unwrapped
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+    from faithful.evidence.evidence import Evidence
+
 TENSORS = ("input", "weight", "gradient")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
+Layer = emulate.EmulatedLinear | levels.FP8Linear
+Rounded = tuple[torch.Tensor, torch.Tensor | None, torch.dtype]  # see `rounded`
+Rows = dict[str, list[float]]  # of a layer: {what: its value at each step}
 
-def layers_of(model):
+
+def layers_of(model: nn.Module) -> dict[str, Layer]:
     """{name: layer} of all FP8 layers, with the names of the unconverted model."""
     kinds = ("amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
-    return {name: module for name, module in named(unwrapped(model).named_modules()) if kind(module) in kinds}
+    modules = named(unwrapped(model).named_modules())
+    return {name: layer for name, layer in modules if kind(layer) in kinds}  # pyrefly: ignore[bad-return]
 
 
-def rounded(layer, which, x, for_gemm=None):
+def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded:
     """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, or None if there are
     several. which: 0 input, 1 weight, 2 output gradient."""
     dtype = scaling.E4M3
@@ -61,17 +73,19 @@ def rounded(layer, which, x, for_gemm=None):
 class Looking:
     """Measures each layer while the script trains, on this process's share of the batch. `rows`: one per step."""
 
-    def __init__(self, layers, evidence):
-        self.layers, self.hooks, self.rows = layers, [], {name: {} for name in layers}
-        self.evidence, self.now = evidence, {name: {} for name in layers}
+    def __init__(self, layers: dict[str, Layer], evidence: "Evidence") -> None:
+        self.layers, self.evidence, self.hooks = layers, evidence, []
+        self.rows: dict[str, Rows] = {name: {} for name in layers}
+        self.now: dict[str, dict[str, float]] = {name: {} for name in layers}
         for name, layer in layers.items():
             self.hooks.append(layer.register_forward_hook(self.forward_of(name, layer)))
-        self.targets, self.undo = {}, contextlib.ExitStack()
+        self.targets: dict[int, str] = {}
+        self.undo = contextlib.ExitStack()
         if hasattr(torch_optimizer(evidence.optimizers[0]), "model_state"):
             self.undo.enter_context(watched_adam(self.updated))
 
-    def forward_of(self, name, layer):
-        def hook(module, inputs, output):
+    def forward_of(self, name: str, layer: Layer) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if not (module.training and torch.is_grad_enabled() and output.requires_grad):
                 return
             x = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).to(output.dtype)
@@ -86,7 +100,15 @@ class Looking:
         return hook
 
     @torch.no_grad()
-    def backward(self, name, layer, g, x, weight, parts):
+    def backward(
+        self,
+        name: str,
+        layer: Layer,
+        g: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        parts: dict[int, Rounded] | None,
+    ) -> None:
         g = g.detach().reshape(-1, g.shape[-1])
         low = rounded(layer, 2, g, "dgrad")
         self.tensor(name, "gradient", g, *low)
@@ -95,7 +117,15 @@ class Looking:
         x8, g8 = (parts[0], low) if parts else (rounded(layer, 0, x, "wgrad"), rounded(layer, 2, g, "wgrad"))
         self.product(name, "wgrad", g8[0].t() @ x8[0], g.float().t() @ x.float())
 
-    def tensor(self, name, which, x, low, scale, dtype):
+    def tensor(
+        self,
+        name: str,
+        which: str,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        scale: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
         nonzero, row = x != 0, self.now[name]
         add(row, f"{which}_elements", x.numel())
         add(row, f"{which}_underflows", (nonzero & (low == 0)).sum().item())
@@ -105,53 +135,55 @@ class Looking:
         if scale is not None:
             row[f"{which}_reach"] = top / scale.item()
 
-    def product(self, name, gemm, low, high):
+    def product(self, name: str, gemm: str, low: torch.Tensor, high: torch.Tensor) -> None:
         add(self.now[name], f"{gemm}_error", (low - high).square().sum().item())
         add(self.now[name], f"{gemm}_signal", high.square().sum().item())
 
-    def updated(self, storage, counts):
+    def updated(self, storage: int, counts: dict[str, float]) -> None:
         """Of a piece of one weight's update."""
         if not self.targets:
             for name, layer in self.layers.items():
-                target = layer.codes if layer.master is None else layer.master
-                self.targets[target.untyped_storage().data_ptr()] = name
+                if isinstance(layer, levels.FP8Linear):
+                    target = layer.codes if layer.master is None else layer.master
+                    self.targets[target.untyped_storage().data_ptr()] = name
         name = self.targets.get(storage)
-        for key, count in counts.items() if name else ():
-            add(self.now[name], key, count)
+        if name:
+            for key, count in counts.items():
+                add(self.now[name], key, count)
 
-    def stepped(self):
+    def stepped(self) -> None:
         for name, row in self.now.items():
             for key, value in row.items():
                 self.rows[name].setdefault(key, []).append(value)
         self.now, self.targets = {name: {} for name in self.layers}, {}
 
-    def end(self):
+    def end(self) -> None:
         for hook in self.hooks:
             hook.remove()
         self.undo.close()
 
 
-def measured(everyone):
+def measured(everyone: list[dict[str, Rows]]) -> dict[str, dict[str, Any]]:
     """{layer: its summary} from all processes' rows. Each has a share of the batch and, under O3, of the weights."""
     summaries = {}
     for name in everyone[0]:
-        rows = {}
+        rows: Rows = {}
         for part in everyone:
             for key, values in part[name].items():
-                join = max if key.endswith(("_amax", "_reach")) else lambda a, b: a + b
+                join: Callable[[float, float], float] = max if key.endswith(("_amax", "_reach")) else lambda a, b: a + b
                 before = rows.get(key)
                 rows[key] = values if before is None else list(map(join, before, values))
         summaries[name] = summary(rows)
     return summaries
 
 
-def add(row, key, value):
+def add(row: dict[str, float], key: str, value: float) -> None:
     row[key] = row.get(key, 0) + value
 
 
-def summary(rows):
+def summary(rows: Rows) -> dict[str, Any]:
     """Summarizes a layer's rows over all steps: shares in percent, errors in dB, and the amaxes at each step."""
-    figures = {}
+    figures: dict[str, Any] = {}
     for which in TENSORS:
         total = sum(rows.get(f"{which}_elements", [0])) or 1
         for what in ("underflows", "overflows"):
@@ -168,7 +200,7 @@ def summary(rows):
     return figures
 
 
-def true_weight(layer):
+def true_weight(layer: Layer) -> torch.Tensor:
     """The layer's weight [out, in] in fp32, from the most precise copy there is."""
     if not isinstance(layer, levels.FP8Linear):
         return layer.weight.detach().float()
@@ -180,16 +212,25 @@ def true_weight(layer):
 
 
 @contextlib.contextmanager
-def watched_adam(report):
+def watched_adam(report: Callable[[int, dict[str, float]], None]) -> Iterator[None]:
     """Within it, amp8's Adam calls report(storage of the weight, {what: count}) for each piece that it updates."""
     amp8s_slice, amp8s_store, amp8s_slices = adam.adam_slice, adam.store, adam.adam_slices
-    values = []
+    values: list[torch.Tensor] = []
 
-    def store(target, value, *rest):
+    def store(target: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
         values.append(value)
         amp8s_store(target, value, *rest)
 
-    def adam_slice(weight, gradient, m, v, copy, numbers, place, *rest):
+    def adam_slice(
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        copy: torch.Tensor | None,
+        numbers: Any,
+        place: Any,
+        *rest: Any,
+    ) -> torch.Tensor:
         old = weight.float() * numbers[adam.W_IN]
         values.clear()
         amax = amp8s_slice(weight, gradient, m, v, copy, numbers, place, *rest)
@@ -205,7 +246,7 @@ def watched_adam(report):
         report(weight.untyped_storage().data_ptr(), counts)
         return amax
 
-    adam.adam_slice, adam.store, adam.adam_slices = adam_slice, store, adam._adam_slices
+    adam.adam_slice, adam.store, adam.adam_slices = adam_slice, store, adam._adam_slices  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:
@@ -216,7 +257,7 @@ def watched_adam(report):
 
 
 @contextlib.contextmanager
-def high_precision(layers, optimizer):
+def high_precision(layers: Iterable[Layer], optimizer: torch.optim.Optimizer) -> Iterator[list["Weight"]]:
     """Within it, these layers compute without FP8, as if they were in a skip list. Yields the objects whose `step` must
     be called after each update: a weight converted by MS-AMP's levels then has an fp32 copy with its own fp32 Adam."""
     shadows = [Weight(layer, optimizer) for layer in layers if isinstance(layer, levels.FP8Linear)]
@@ -235,8 +276,9 @@ def high_precision(layers, optimizer):
 class Weight:
     """An amp8 layer's weight in fp32, with an fp32 Adam that starts from the layer's own moments."""
 
-    def __init__(self, layer, optimizer):
-        self.layer, self.gradient = layer, None
+    def __init__(self, layer: levels.FP8Linear, optimizer: torch.optim.Optimizer) -> None:
+        self.layer = layer
+        self.gradient: torch.Tensor | None = None
         state, group = optimizer.state.get(layer.parameter, {}), next(
             group for group in optimizer.param_groups if any(p is layer.parameter for p in group["params"])
         )  # fmt: skip
@@ -250,9 +292,10 @@ class Weight:
         shared = layer.gradient.state
         taken = torch.as_tensor(float(state.get("step", 0.0)))
         if shared.sharded and shared.world > 1:  # O3: only the owner has them
+            owner = dist.get_global_rank(shared.group, layer.gradient.owner)  # pyrefly: ignore[bad-argument-type]
             for part in (*parts, taken):
-                dist.broadcast(part, dist.get_global_rank(shared.group, layer.gradient.owner), group=shared.group)
-        self.parameter, self.group, self.shared = torch.nn.Parameter(parts[0]), group, shared
+                dist.broadcast(part, owner, group=shared.group)
+        self.parameter, self.group, self.shared = nn.Parameter(parts[0]), group, shared
         options = {
             key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
         }
@@ -261,28 +304,28 @@ class Weight:
         self.hook = layer.port.register_hook(self.receive)
         layer.forward = self.forward
 
-    def receive(self, gradient):
+    def receive(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         layer, device = self.layer, x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         weight = (self.parameter.detach() + layer.port).to(dtype)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return F.linear(x.to(dtype), weight.t() if layer.transposed else weight, bias)
 
-    def step(self, accelerator):
+    def step(self, accelerator: "Accelerator") -> None:
         if self.gradient is None:
             return
         if self.shared.world > 1:
             dist.all_reduce(self.gradient, group=self.shared.group)
             self.gradient /= self.shared.world
         norm, most = accelerator.steps.norm, getattr(accelerator, "max_norm", math.inf)
-        self.parameter.grad = self.gradient * min(1.0, most / (norm + 1e-6))
+        self.parameter.grad = self.gradient * min(1.0, most / (norm + 1e-6))  # pyrefly: ignore[unsupported-operation]
         self.adam.param_groups[0]["lr"] = self.group["lr"]
         self.adam.step()
         self.parameter.grad = self.gradient = None
 
-    def end(self):
+    def end(self) -> None:
         self.hook.remove()
         self.layer.__dict__.pop("forward", None)

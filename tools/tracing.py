@@ -13,11 +13,15 @@ import re
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 from unittest import mock
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
@@ -48,15 +52,16 @@ class Enough(Exception):
 class Script:
     """A user's own script."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = self.__file__ = path
 
-    def run(self, argv, accelerator):
+    def run(self, argv: list[str], accelerator: "type[Traced]") -> None:
         """Runs the script with `argv`, and with `accelerator` in place of Accelerate's class."""
-        for name, module in list(sys.modules.items()):
+        modules: dict[str, Any] = sys.modules
+        for name, module in list(modules.items()):
             if getattr(module, "Accelerator", None) is ORIGINAL and not name.startswith(("faithful", "tools")):
                 module.Accelerator = accelerator
-        before, faithful.Accelerator = (sys.argv, sys.path[0]), accelerator
+        before, faithful.Accelerator = (sys.argv, sys.path[0]), accelerator  # pyrefly: ignore[bad-assignment]
         sys.argv, sys.path[0] = [str(self.path), *argv], str(self.path.resolve().parent)
         try:
             runpy.run_path(str(self.path), run_name="__main__")
@@ -68,16 +73,16 @@ class Script:
         finally:
             sys.argv, sys.path[0] = before
             del faithful.Accelerator  # its own comes with the next import
-            for module in list(sys.modules.values()):
+            for module in list(modules.values()):
                 if getattr(module, "Accelerator", None) is accelerator:  # changed, or imported by the script
                     module.Accelerator = ORIGINAL
 
 
-def load(recipe):
+def load(recipe: Path) -> ModuleType | Script:
     """Loads a recipe as a module, or a user's own script as a Script."""
     if not re.search(r"^class Arguments\b", recipe.read_text(), re.M):
         return Script(recipe)
-    spec = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
+    spec: Any = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -91,36 +96,40 @@ def load(recipe):
     return module
 
 
-def remembered(function):
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `function` so that it is called once for each set of arguments."""
-    results = {}
+    results: dict[str, Any] = {}
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         key = repr((args, kwargs))
         if key not in results:
             results[key] = function(*args, **kwargs)
         return results[key]
 
-    call.remembers = True
+    call.remembers = True  # pyrefly: ignore[missing-attribute]
     return call
 
 
 class Traced(accelerate.Accelerator):
     """Accelerate's own class on the CPU, which stops at the end of the first optimizer step."""
 
-    trace = None  # a Trace, in a subclass
+    trace: "Trace"  # of a subclass
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = arguments.given(args, kwargs)
-        kept = {name: given[name] for name in given if name not in (*arguments.OF_THE_CONFIG, "project_dir")}
+        kept: dict[str, Any] = {
+            name: given[name] for name in given if name not in (*arguments.OF_THE_CONFIG, "project_dir")
+        }
         precision = "no" if self.trace.plan.precision == "fp32" else "bf16"
-        nowhere = {"log_with": None, "project_config": ProjectConfiguration(self.trace.folder)}
+        nowhere: dict[str, Any] = {"log_with": None, "project_config": ProjectConfiguration(self.trace.folder)}
         super().__init__(**kept | {"cpu": True, "mixed_precision": precision} | nowhere)
 
-    def prepared_parameters(self):
+    def prepared_parameters(self) -> set[int]:
         return set()  # the ids of the parameters of other prepared models
 
-    def prepare(self, *args, **kwargs):
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
         modules = [argument for argument in args if isinstance(argument, nn.Module)]
         models = list(filter(trains, modules))
         frozen = [module for module in modules if not trains(module)]  # a teacher, or an average of weights
@@ -141,17 +150,17 @@ class Traced(accelerate.Accelerator):
         prepared = tuple(prepared.get(id(argument), argument) for argument in args)
         return prepared if len(prepared) > 1 else prepared[0]
 
-    def frozen(self, model):
+    def frozen(self, model: nn.Module) -> nn.Module:
         """Makes a model that is not trained fake, and counts it."""
         make_fake(model)
         self.trace.frozen += sum(parameter.nbytes for parameter in model.parameters())
         return self.prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def convert(self, model, optimizer):
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Makes the model fake and converts it. Sets `model` and `optimizer` to the prepared ones."""
         trace, fp8 = self.trace, self.trace.backend
         name_blocks(model)
-        names = block_names(model)
+        names = block_names(model) or []
         blocks = [module for module in model.modules() if type(module).__name__ in names]
         dtype = getattr(torch, trace.dtype) if trace.dtype else None
         make_fake(model, optimizer, dtype)
@@ -162,16 +171,18 @@ class Traced(accelerate.Accelerator):
         linear = linear_names(model)
         trace.blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
         if fp8:
-            fp8.convert(self, model, optimizer)
+            fp8.convert(self, model, optimizer)  # pyrefly: ignore[bad-argument-type]
             refuse_unknown(trace.plan.skip, linear)
             if not converted(fp8, model)[0]:
                 raise Refused("none of its Linear layers can be FP8")
         if trace.checkpointed:
             apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in names)
         self.model = self.prepare_model(model, device_placement=False)
-        self.optimizer = self.prepare_optimizer(optimizer, device_placement=False)
+        self.optimizer = self.prepare_optimizer(  # pyrefly: ignore[bad-assignment]
+            optimizer, device_placement=False
+        )
         if fp8:
-            fp8.after_prepare(self, model, self.optimizer)
+            fp8.after_prepare(self, model, self.optimizer)  # pyrefly: ignore[bad-argument-type]
         self.optimizer.optimizer.register_step_pre_hook(self.before_step)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -180,27 +191,29 @@ class Traced(accelerate.Accelerator):
             self.optimizer.optimizer.register_step_post_hook(self.enough)
             trace.watching.enter_context(Watch(trace.memory))
 
-    def load_state(self, *args, **kwargs):
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     @contextlib.contextmanager
-    def accumulate(self, *models):
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
         with super().accumulate(*models), contextlib.nullcontext() if self.trace.script else Watch(self.trace.memory):
             yield
         if self.sync_gradients:
             self.enough()
 
-    def enough(self, *_):
+    def enough(self, *_: object) -> NoReturn:
         self.trace.held = held(self.model, self.optimizer.optimizer) | {"frozen": self.trace.frozen}
         raise Enough
 
-    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
         fp8 = self.trace.backend
         if isinstance(fp8, GradientsElsewhere):
             return fp8.clip_grad_norm_(self, list(parameters), max_norm, 2)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def before_step(self, *_):
+    def before_step(self, *_: object) -> None:
         self.trace.memory.on = False
         self.trace.gradients = gradients(self.model)
         if self.trace.checkpointed:
@@ -214,16 +227,25 @@ class Trace:
     parameters, if not the model's; a recipe that has the option --dtype gets it instead.
     """
 
-    def __init__(self, module, plan, checkpointed=False, split=1, dtype=None):
-        self.module, self.plan, self.checkpointed, self.split, self.dtype = module, plan, checkpointed, split, dtype
-        self.name, self.script = Path(module.__file__).name, isinstance(module, Script)
+    def __init__(
+        self,
+        module: ModuleType | Script,
+        plan: Plan,
+        checkpointed: bool = False,
+        split: int = 1,
+        dtype: str | None = None,
+    ) -> None:
+        self.module: Any = module
+        self.plan, self.checkpointed, self.split, self.dtype = plan, checkpointed, split, dtype
+        self.name, self.script = Path(str(module.__file__)).name, isinstance(module, Script)
         self.backend = backends.of(plan) if plan.backend else None
         self.memory, self.watching = Memory(), contextlib.ExitStack()
-        self.blocks = self.gradients = None  # parameters of each block; bytes, see `gradients`
-        self.held = {}  # see `held`
+        self.blocks: list[int] | None = None  # parameters of each block
+        self.gradients: dict[str, int] | None = None  # bytes, see `gradients`
+        self.held: dict[str, Any] = {}  # see `held`
         self.frozen = 0  # bytes of models that are prepared and not trained
 
-    def run(self, argv):
+    def run(self, argv: list[str]) -> NoReturn:
         """Raises Enough at the end of the first optimizer step, and Refused for a script that has none."""
         accelerator = type("Accelerator", (Traced,), {"trace": self})
         self.watching.enter_context(mock.patch.dict(os.environ))  # `parse` says in it that --dtype is meant
@@ -242,11 +264,20 @@ class Trace:
             if self.script:
                 self.module.run(argv, accelerator)
             else:
-                self.module.main(args)
+                self.module.main(args)  # pyrefly: ignore[unbound-name]
         raise Refused(f"{self.name} came to its end without an optimizer step")
 
 
-def trace(module, argv, precision, backend=None, level=None, fp8_options=None, skip=(), **options):
+def trace(
+    module: ModuleType | Script,
+    argv: list[str],
+    precision: str,
+    backend: str | None = None,
+    level: str | None = None,
+    fp8_options: dict[str, Any] | None = None,
+    skip: Iterable[str] = (),
+    **options: Any,
+) -> dict[str, Any]:
     """Runs the first steps of a recipe on fake tensors in one process and returns what they hold, in bytes. options: of
     Trace."""
     plan = Plan(
@@ -276,12 +307,12 @@ def trace(module, argv, precision, backend=None, level=None, fp8_options=None, s
         reset()
 
 
-def reset():
+def reset() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def gradients(model):
+def gradients(model: nn.Module) -> dict[str, int]:
     """Bytes of the ordinary gradients, and of the FP8 gradients that amp8 keeps beside their parameters."""
     plain = [p for p in model.parameters() if not hasattr(p, "amp8_linear")]
     ordinary = sum(p.grad.nbytes for p in plain if p.grad is not None)
@@ -289,7 +320,7 @@ def gradients(model):
     return {"ordinary": ordinary, "fp8": sum(codes.nbytes for codes in beside if codes is not None)}
 
 
-def held(model, optimizer):
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Bytes that stay in memory between steps. `levels`: the part that belongs to an MS-AMP level's layers."""
     moments = {
         id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
