@@ -3,13 +3,20 @@
 A new backend is a subclass of Backend in a file of its own, and one line of this table.
 """
 
+from typing import TYPE_CHECKING
+
+from faithful.backends.base import Backend
 from faithful.backends.emulated import Emulated
 from faithful.backends.high_precision import FP16OnCPU, Torch
 from faithful.backends.levels import MSAMP
 from faithful.backends.torchao import TorchAO
 from faithful.backends.transformer_engine import TransformerEngine
 
-BACKENDS = {  # backend of the config: (class, name of the code that computes in the record)
+if TYPE_CHECKING:
+    from faithful.plan import Plan
+
+# backend of the config: (class, name of the code that computes in the record)
+BACKENDS: dict[str | None, tuple[type[Backend], str]] = {
     None: (Torch, "torch"),
     "ao": (TorchAO, "torchao"),
     "te": (TransformerEngine, "transformer_engine"),
@@ -17,13 +24,13 @@ BACKENDS = {  # backend of the config: (class, name of the code that computes in
 }
 
 
-def implementation(backend, strategy, rehearsal):
+def implementation(backend: str | None, strategy: str, rehearsal: bool) -> str:
     """The code that computes. On a CPU torchao's layers run only under FSDP2 and ZeRO, TransformerEngine's never."""
     in_software = backend == "te" or (backend == "ao" and strategy in ("single", "ddp"))
     return "emulated" if rehearsal and in_software else BACKENDS[backend][1]
 
 
-def of(plan):
+def of(plan: "Plan") -> Backend:
     """The Backend of a plan."""
     if plan.implementation == "emulated":
         return Emulated(plan)

@@ -1,6 +1,15 @@
 """What a run asks of its backend, with the answers of one that converts nothing."""
 
 import abc
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
+    from faithful.strategies.base import Saved, Strategy
 
 
 class Backend(abc.ABC):
@@ -10,60 +19,68 @@ class Backend(abc.ABC):
     The methods stand in the order in which a run calls them.
     """
 
-    kinds = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
+    kinds: dict[str, tuple[int, int]] = {}  # {"package.Class": (number of Linear, of LayerNorm in it)} of layers in FP8
     eager_in_eval = False  # whether compiled blocks must not be used outside FP8 (linear.in_fp8)
     codes = False  # whether weights are codes, so that the full weights must be computed from them
     in_parts = False  # whether each process holds a part of the model, whatever the strategy
     any_number_of_processes = False  # whether all processes have the same state of their own, or none
 
-    def __init__(self, plan):
+    def __init__(self, plan: "Plan") -> None:
         self.plan = plan
 
     @property
     @abc.abstractmethod
-    def name(self):
+    def name(self) -> str:
         """The backend's name in the summary line."""
 
     @property
-    def eval_precision(self):
+    def eval_precision(self) -> str:
         """The precision of an evaluation."""
         return "bf16" if self.plan.precision == "fp8" else self.plan.precision
 
-    def arguments(self):
+    def arguments(self) -> dict[str, Any]:
         """Arguments that the plan adds to `Accelerator(...)`."""
         return {}
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         """Called after Accelerate's `Accelerator.__init__`."""
 
-    def convert(self, accelerator, model, optimizer):
+    def convert(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> list[tuple[str, str]]:
         """Called before `accelerator.prepare`, to convert layers in place. optimizer: the model's, or None if it comes
         later. Returns [(name, reason)] of the Linear layers not converted."""
         return []
 
-    def after_prepare(self, accelerator, model, optimizer):
+    def after_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[str, str]]:
         """Called with the prepared model and optimizer, to change them. Returns more [(name, reason)] of layers not
         converted."""
         return []
 
-    def another_optimizer(self, model, optimizer):
+    def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Called for a further optimizer of the same model. Raises Refused if the backend does not support it."""
 
-    def after_backward(self, model):
+    def after_backward(self, model: nn.Module) -> None:
         """Called after the backward pass of each micro-batch."""
 
-    def gradients(self, parameters):
+    def gradients(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
         """Gradient tensors that are kept outside `.grad`."""
         return []
 
-    def levels(self, model, optimizer):
+    def levels(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """amp8's report of dtypes and bytes, or None."""
         return None
 
-    def tensors(self, strategy, model, optimizer):
+    def tensors(
+        self, strategy: "Strategy", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, torch.Tensor]:
         """Model and optimizer state for a checkpoint: {name: what this process holds}, live."""
         return strategy.tensors(model, optimizer)
 
-    def restore(self, strategy, model, optimizer, parts):
+    def restore(
+        self, strategy: "Strategy", model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: "Saved"
+    ) -> None:
         """Loads the result of `tensors`, bit for bit."""
         strategy.restore(model, optimizer, parts)

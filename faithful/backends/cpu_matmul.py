@@ -8,9 +8,12 @@ use them. Nothing is replaced where the CPU's own kernels are fast, or outside a
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch import nn
 
 from faithful import patches
 
@@ -21,10 +24,10 @@ OPERATORS = {  # kind: operators of torch's namespace aten
     "attention": ("_scaled_dot_product_flash_attention_for_cpu",
                   "_scaled_dot_product_flash_attention_for_cpu_backward"),
 }  # fmt: skip
-active = {}  # what is replaced now: {kind: [names of dtypes]}
+active: dict[str, list[str]] = {}  # what is replaced now: {kind: [names of dtypes]}
 
 
-def slow():
+def slow() -> dict[str, list[str]]:
     """{kind: [names of dtypes in which it is slow here]}: where oneDNN has no kernels of that dtype for this CPU. Not
     by a measurement, which other work on the machine would change from one run to the next, and with it the numbers."""
     products = list(DTYPES)
@@ -35,7 +38,7 @@ def slow():
     return {"products": products, "attention": [n for n in DTYPES if n in products or not has.get(f"amx_{n}")]}
 
 
-def start():
+def start() -> None:
     """Replaces what is slow here, until the run ends. All processes do as the first one finds."""
     if not active:
         [kinds] = broadcast_object_list([slow()])
@@ -43,18 +46,18 @@ def start():
         patches.undo_with("kernels of torch.ops.aten for CPUs", replace(kinds))
 
 
-def of(model):
+def of(model: nn.Module) -> bool:
     """Whether a model has 16-bit parameters, which a run in fp32 may have too."""
     return any(parameter.dtype in DTYPES.values() for parameter in model.parameters())
 
 
-def through_fp32(precision):
+def through_fp32(precision: str) -> str:
     """What the summary says of 16-bit values of a precision: ` (products in fp32 ...)`, or nothing."""
     kinds = " and ".join(kind for kind, names in active.items() if precision in names)
     return f" ({kinds} in fp32 from {precision} values: this CPU has no fast {precision} kernels)" if kinds else ""
 
 
-def replace(slow_kinds):
+def replace(slow_kinds: dict[str, list[str]]) -> Callable[[], object]:
     """Replaces the kernels of what `slow` returned. Returns a function that restores them."""
     library = torch.library.Library("aten", "IMPL")
     for kind, names in slow_kinds.items():
@@ -66,7 +69,7 @@ def replace(slow_kinds):
     return lambda: (library._destroy(), active.clear())
 
 
-def in_fp32(name, torchs, plain, dtypes, keys, *args, **kwargs):
+def in_fp32(name: str, torchs: Any, plain: Any, dtypes: set[torch.dtype], keys: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel of aten. name: the operator's. torchs: torch's kernel. plain: torch's, which returns a new tensor."""
     dtype = args[0].dtype
     if dtype not in dtypes:
@@ -74,9 +77,9 @@ def in_fp32(name, torchs, plain, dtypes, keys, *args, **kwargs):
     target = kwargs.pop("out", None)
     if name.endswith("_"):
         target = args[0]
-    args = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
+    values = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
     kwargs = {key: x.float() if isinstance(x, torch.Tensor) else x for key, x in kwargs.items()}
-    result = plain.call_boxed(keys, *args, **kwargs)
+    result = plain.call_boxed(keys, *values, **kwargs)
     if target is not None:
         return target.resize_(result.shape).copy_(result)
     if isinstance(result, torch.Tensor):

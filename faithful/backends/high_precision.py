@@ -1,28 +1,34 @@
 """fp32, bf16 and fp16, by torch and Accelerate."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from faithful import patches
 from faithful.backends.base import Backend
 from faithful.launch import machine
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
+
 
 class Torch(Backend):
     any_number_of_processes = True
 
-    def __init__(self, plan):
+    def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
         self.tf32_before = machine.in_tf32()  # as the script has set it: Accelerate may change it
 
     @property
-    def name(self):
+    def name(self) -> str:
         plan = self.plan
         if plan.precision == "fp32" and plan.device == "cuda":
             uses = machine.in_tf32()
             return f"fp32 (TF32 in {' and '.join(uses)})" if uses else "fp32 (IEEE, no TF32)"
         return {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         """In fp32 products and convolutions both use TF32 if the script has switched it on for products, or neither.
         torch's default is TF32 in convolutions alone."""
         if self.plan.precision == "fp32" and self.plan.device == "cuda":
@@ -34,7 +40,7 @@ class Torch(Backend):
 class FP16OnCPU(Torch):
     """fp16 on a CPU, which torch supports. Accelerate would train in fp32 there."""
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         accelerator.native_amp = True
         options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         accelerator.scaler = torch.amp.GradScaler("cpu", **options)

@@ -3,13 +3,23 @@
 import contextlib
 import math
 import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import asked_to_skip, in_bf16, in_fp8, ours
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
-from faithful.strategies.base import GradientsElsewhere, parameter_ids, torch_optimizer
+from faithful.strategies.base import GradientsElsewhere, Saved, Strategy, parameter_ids, torch_optimizer
 from faithful.tensors.names import named
+
+if TYPE_CHECKING:
+    from amp8 import FP8Linear
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
 
 
 class MSAMP(GradientsElsewhere, Backend):
@@ -17,36 +27,38 @@ class MSAMP(GradientsElsewhere, Backend):
     gradients_elsewhere = "MS-AMP's FP8 gradients"
     codes = True
 
-    def __init__(self, plan):
+    def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
         self.in_parts = plan.level == "o3"
         self.fully_sharded = STRATEGIES[plan.strategy].fully_shards
         self.any_number_of_processes = self.fully_sharded  # all have the same scales, so rows can be sharded again
 
     @property
-    def name(self):
+    def name(self) -> str:
         scaling = " with TE's delayed scaling" if self.plan.fp8_options.get("recipe") else ""
-        return f"MS-AMP {self.plan.level.upper()} (amp8, not Microsoft's package){scaling}"
+        return f"MS-AMP {str(self.plan.level).upper()} (amp8, not Microsoft's package){scaling}"
 
-    def arguments(self):
+    def arguments(self) -> dict[str, Any]:
         return in_bf16()
 
-    def convert(self, accelerator, model, optimizer):
+    def convert(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> list[tuple[str, str]]:
         """Converts the layers before DDP wraps the model. Under FSDP2 `after_prepare` converts the shards."""
         return [] if self.fully_sharded else self.initialize(model, optimizer)
 
-    def initialize(self, model, optimizer):
+    def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the model. Returns [(name, reason)] of the Linear layers not converted. optimizer: read only."""
         amp8, plan = ours("amp8"), self.plan
         options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
         recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
         listed = asked_to_skip(model, plan.skip)
 
-        def skip(name, module):
+        def skip(name: str, module: nn.Module) -> bool:
             return name in listed
 
         with refusals():
-            amp8.initialize(model, optimizer, plan.level.upper(), skip=skip, **recipe)
+            amp8.initialize(model, optimizer, str(plan.level).upper(), skip=skip, **recipe)
         if STRATEGIES[plan.strategy].replicates and plan.num_processes > 1:
             refuse_nothing_for_ddp(model)
         for module in model.modules():
@@ -54,50 +66,59 @@ class MSAMP(GradientsElsewhere, Backend):
                 module.register_forward_pre_hook(in_fp8_or_not)
         return [(name, listed.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
 
-    def after_prepare(self, accelerator, model, optimizer):
+    def after_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[str, str]]:
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
         its_own = set(map(id, model.parameters()))
         if (parameter_ids(optimizer) - its_own) & accelerator.prepared_parameters():
             raise Refused(
-                f"one optimizer updates two models, and MS-AMP's {self.plan.level.upper()} needs one for "
+                f"one optimizer updates two models, and MS-AMP's {str(self.plan.level).upper()} needs one for "
                 "each: make an optimizer for each, or use a config without a level"
             )
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
         with refusals():
+            # pyrefly: ignore[missing-attribute]
             optimizer.optimizer = ours("amp8").optimizer_of(model, torch_optimizer(optimizer))
         run = weakref.ref(accelerator)  # amp8 keeps what it calls as long as the model
-        ours("amp8").attach(model, last_micro_batch=lambda: run() is None or run().sync_gradients)
+        ours("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
         return skipped
 
-    def another_optimizer(self, model, optimizer):
+    def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> NoReturn:
         raise Refused(
             "MS-AMP's levels take one optimizer for a model, the script has several: use one "
             "torch.optim.AdamW with parameter groups"
         )
 
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad_norm_(
+        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         """Clips FP8 gradients and `.grad` by one norm, and returns it."""
         return ours("amp8").clip_grad_norm_(parameters, max_norm)
 
-    def norm_of(self, optimizer):
+    def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return ours("amp8").clip_grad_norm_(parameters, math.inf)
 
-    def gradients(self, parameters):
+    def gradients(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
         """The FP8 gradients, which amp8 keeps outside `.grad`."""
         layers = [layer for layer in map(ours("amp8.comm").linear_of, parameters.values()) if layer is not None]
         return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
-    def levels(self, model, optimizer):
+    def levels(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         return ours("amp8").report(model, torch_optimizer(optimizer))
 
-    def tensors(self, strategy, model, optimizer):
+    def tensors(
+        self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, torch.Tensor]:
         """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
         if not converted(model):
             return super().tensors(strategy, model, optimizer)
         return ours("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
 
-    def restore(self, strategy, model, optimizer, parts):
+    def restore(
+        self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved
+    ) -> None:
         if not converted(model):
             return super().restore(strategy, model, optimizer, parts)
         if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
@@ -109,7 +130,7 @@ class MSAMP(GradientsElsewhere, Backend):
 
 
 @contextlib.contextmanager
-def refusals():
+def refusals() -> Iterator[None]:
     """Turns amp8's errors into Refused."""
     try:
         yield
@@ -117,13 +138,13 @@ def refusals():
         raise Refused(f"asked for fp8: {error}") from None
 
 
-def in_fp8_or_not(module, inputs):
+def in_fp8_or_not(module: "FP8Linear", inputs: tuple[Any, ...]) -> None:
     module.high_precision = not in_fp8(module, *inputs)
 
 
-def refuse_nothing_for_ddp(model):
+def refuse_nothing_for_ddp(model: nn.Module) -> None:
     """Raises Refused if all that is trained are converted weights: DDP needs a gradient that it averages itself."""
-    ours = set(model._ddp_params_and_buffers_to_ignore)
+    ours = set(model._ddp_params_and_buffers_to_ignore)  # pyrefly: ignore[bad-argument-type]
     if all(name in ours for name, parameter in model.named_parameters() if parameter.requires_grad):
         name = sorted(ours)[0].rpartition(".")[0]
         raise Refused(
@@ -132,5 +153,5 @@ def refuse_nothing_for_ddp(model):
         )
 
 
-def converted(model):
+def converted(model: nn.Module) -> bool:
     return any(getattr(module, "amp8_state", None) is not None for module in model.modules())

@@ -3,6 +3,9 @@
 import difflib
 import fnmatch
 import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,7 +16,7 @@ from faithful.errors import Refused
 ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
 
 
-def in_bf16():
+def in_bf16() -> dict[str, Any]:
     """Makes Accelerate run in bf16, without its own FP8 code. That would take torchao's weights out of the optimizer
     outside FSDP2, stop TransformerEngine's conversion at the first shape that does not fit and drop its options, and
     scale MS-AMP's loss without unscaling the gradients."""
@@ -21,22 +24,22 @@ def in_bf16():
     return {"mixed_precision": "bf16"}
 
 
-def kind(module):
+def kind(module: nn.Module) -> str:
     """`<package>.<class>` of a module, such as torchao.Float8Linear. Skips the class FSDP<Name> that FSDP2 adds."""
     cls = next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
     return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
 
 
-def is_linear(module):
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is torch's Linear or transformers' Conv1D (GPT-2), a Linear with transposed weight."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
-def linear_names(model):
+def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if is_linear(module)]
 
 
-def asked_to_skip(model, skip):
+def asked_to_skip(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:
     """{name: reason} of the Linear layers that the config's `skip` excludes, and of peft's adapters: FP8 makes products
     of so low a rank no faster, and they are all that is trained. skip: patterns of their names (fnmatch's `*`, `?` and
     `[...]`), and the words `first` and `last`."""
@@ -50,11 +53,11 @@ def asked_to_skip(model, skip):
     )
 
 
-def matches(name, pattern):
+def matches(name: str, pattern: str) -> bool:
     return pattern not in ENDS and fnmatch.fnmatchcase(name, pattern)
 
 
-def refuse_unknown(skip, names):
+def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
     """Raises Refused if a pattern of `skip` matches none of the Linear layers `names`."""
     lines = []
     for pattern in skip:
@@ -68,7 +71,7 @@ def refuse_unknown(skip, names):
         raise Refused("\n".join(lines))
 
 
-def in_fp8(module, *inputs):
+def in_fp8(module: nn.Module, *inputs: object) -> bool:
     """Whether a layer, or a block of layers, computes in FP8 in this forward pass: in train(), and in eval() too where
     a gradient goes through it, to its parameters or its inputs. An evaluation, in eval() without gradients, does not.
     The rule for all backends; amp8's EmulatedLinear has the same of its own."""
@@ -81,7 +84,7 @@ def in_fp8(module, *inputs):
     return trains or any(x.requires_grad for x in inputs if isinstance(x, torch.Tensor))
 
 
-def once_differentiable(output):
+def once_differentiable(output: torch.Tensor) -> torch.Tensor:
     """The output of a layer of another package that has computed in FP8, whose backward pass raises Refused if its
     gradients are to be differentiated. amp8's layers raise an error of their own."""
     if output.requires_grad and not torch.compiler.is_compiling():
@@ -89,7 +92,7 @@ def once_differentiable(output):
     return output
 
 
-def refuse_a_derivative(gradient):
+def refuse_a_derivative(gradient: torch.Tensor) -> None:
     if torch.is_grad_enabled():
         raise Refused(
             "a gradient of FP8 products has no derivative (create_graph=True, a gradient penalty or a Hessian): leave "
@@ -97,7 +100,7 @@ def refuse_a_derivative(gradient):
         )
 
 
-def left_alone(model, skip=(), multiple=16):
+def left_alone(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -> list[tuple[str, str]]:
     """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
     cannot convert: wrong size, a subclass, a weight that is shared or computed. multiple: of the sizes."""
     users, listed = {}, asked_to_skip(model, skip)
@@ -124,12 +127,12 @@ def left_alone(model, skip=(), multiple=16):
     return skipped + [(name, reason) for name, reason in listed.items() if name not in dict(skipped)]
 
 
-def wanted(model, skipped):
+def wanted(model: nn.Module, skipped: list[tuple[str, str]]) -> set[str]:
     """The names of the Linear layers that are not skipped."""
     return set(linear_names(model)) - dict(skipped).keys()
 
 
-def ours(name):
+def ours(name: str) -> ModuleType:
     """Imports a module of amp8. Raises Refused if the folder is missing: a copied project may not have it."""
     try:
         return importlib.import_module(name)

@@ -1,16 +1,24 @@
 """torchao's Float8Linear: dynamic scales, e4m3 forward, e5m2 gradients (tensorwise) or e4m3 (rowwise)."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import AORecipeKwargs
+from torch import nn
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, in_fp8, kind, left_alone, once_differentiable, wanted
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
-from faithful.strategies.base import torch_optimizer
+from faithful.strategies.base import Saved, Strategy, torch_optimizer
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
 
 
 class TorchAO(Backend):
@@ -20,61 +28,67 @@ class TorchAO(Backend):
     eager_in_eval = True
     any_number_of_processes = True
 
-    def __init__(self, plan):
+    def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
         self.by_accelerate = STRATEGIES[plan.strategy].fully_shards
         self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 
     @property
-    def name(self):
+    def name(self) -> str:
         return f"torchao {self.plan.level}"
 
     @property
-    def eval_precision(self):
+    def eval_precision(self) -> str:
         return "bf16, weights gathered as e4m3" if self.gathered_in_fp8 else "bf16"
 
-    def arguments(self):
+    def arguments(self) -> dict[str, Any]:
         handlers = [AORecipeKwargs(config=config(self.plan))] if self.by_accelerate else []
         return in_bf16() | {"kwargs_handlers": handlers}
 
-    def convert(self, accelerator, model, optimizer):
+    def convert(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> list[tuple[str, str]]:
         skipped = left_alone(model, self.plan.skip)
         names = wanted(model, skipped)
         if self.gathered_in_fp8:
             refuse_uneven(model, sorted(names), self.plan.num_processes // self.plan.replicas)
 
-        def chosen(module, name):
+        def chosen(module: nn.Module, name: str) -> bool:
             return name in names
 
         if self.by_accelerate:
-            accelerator.ao_recipe_handler.module_filter_func = chosen
+            accelerator.ao_recipe_handler.module_filter_func = chosen  # pyrefly: ignore[missing-attribute]
         elif names:
             from torchao.float8 import convert_to_float8_training
 
             convert_to_float8_training(model, config=config(self.plan), module_filter_fn=chosen)
         return skipped
 
-    def after_prepare(self, accelerator, model, optimizer):
+    def after_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[str, str]]:
         for module in model.modules():
             if kind(module) == "torchao.Float8Linear":
                 module.__class__ = evaluating(type(module))
         self.another_optimizer(model, optimizer)
         return []
 
-    def another_optimizer(self, model, optimizer):
+    def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Computes the scales of weights gathered in FP8 after each step, in one all-reduce; else each weight needs its
         own in the forward pass. Accelerate does this only for the optimizer that it gets, see strategies/fsdp.py."""
         if self.gathered_in_fp8:
             torch_optimizer(optimizer).register_step_post_hook(lambda *_: scale(model))
 
-    def restore(self, strategy, model, optimizer, parts):
+    def restore(
+        self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved
+    ) -> None:
         super().restore(strategy, model, optimizer, parts)
         scale(model)  # changes only weights that are gathered in FP8
 
 
-def refuse_uneven(model, names, processes):
+def refuse_uneven(model: nn.Module, names: list[str], processes: int) -> None:
     """Raises Refused if FP8 shards of these layers differ in size: torchao does not fill them up, as FSDP2 does."""
-    rows = {name: model.get_submodule(name).weight.shape[0] for name in names}
+    rows = {name: model.get_submodule(name).weight.shape[0] for name in names}  # pyrefly: ignore[bad-index]
     uneven = next((name for name in names if rows[name] % processes), None)
     if uneven:
         raise Refused(
@@ -83,25 +97,25 @@ def refuse_uneven(model, names, processes):
         )
 
 
-def config(plan):
+def config(plan: "Plan") -> "Float8LinearConfig":
     from torchao.float8 import Float8LinearConfig
 
     options = {key: plan.fp8_options[key] for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim")}
-    return replace(Float8LinearConfig.from_recipe_name(plan.level), emulate=plan.emulated, **options)
+    return replace(Float8LinearConfig.from_recipe_name(str(plan.level)), emulate=plan.emulated, **options)
 
 
-def evaluating(cls):
+def evaluating(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of torchao's layer `cls` that computes an evaluation without FP8, and no rows at all, which an expert
     gets that no token is sent to: torchao takes no amax of them."""
 
-    def forward(self, x):
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         plain = not x.numel() or not in_fp8(self, x)
         return plain_linear(self, x) if plain else once_differentiable(cls.forward(self, x))
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})
 
 
-def plain_linear(module, x):
+def plain_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     weight = module.weight
     for name in ("to_original_precision", "_tensor"):  # a weight gathered in FP8; a wrapped weight
         if hasattr(weight, name):
@@ -110,7 +124,7 @@ def plain_linear(module, x):
     return F.linear(x, weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype), module.bias)
 
 
-def scale(model):
+def scale(model: nn.Module) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

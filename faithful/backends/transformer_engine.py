@@ -8,6 +8,9 @@ modules. TransformerEngine saves them as a pickle; this file saves them as tenso
 import functools
 import importlib
 import types
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,11 @@ from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.models.blocks import block_names
 from faithful.tensors.names import named, unwrapped
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
+    from faithful.strategies.base import Saved, Strategy
 
 ROWS = 16  # TransformerEngine needs multiples of 8, or of 16 where cuBLASLt sums over the rows
 
@@ -32,13 +40,15 @@ class TransformerEngine(Backend):
     }
 
     @property
-    def name(self):
+    def name(self) -> str:
         return f"TransformerEngine {self.plan.level}"
 
-    def arguments(self):
+    def arguments(self) -> dict[str, Any]:
         return in_bf16()
 
-    def convert(self, accelerator, model, optimizer):
+    def convert(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> list[tuple[str, str]]:
         plan = self.plan
         te, skipped = package(), left_alone(model, plan.skip, multiple(plan))
         for parent_name, parent in list(model.named_modules()):
@@ -65,21 +75,26 @@ class TransformerEngine(Backend):
         compute_in_fp8(te, plan, model)
         return skipped
 
-    def tensors(self, strategy, model, optimizer):
+    def tensors(
+        self, strategy: "Strategy", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, torch.Tensor]:
         scales = {tensor_keys.scales(name): tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
         return super().tensors(strategy, model, optimizer) | scales
 
     @torch.no_grad()
-    def restore(self, strategy, model, optimizer, parts):
-        rest = {place: part for place, part in parts.items() if tensor_keys.kind(place) != tensor_keys.SCALES}
+    def restore(
+        self, strategy: "Strategy", model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: "Saved"
+    ) -> None:
+        saved = cast("Mapping[str, torch.Tensor]", parts)
+        rest = {place: part for place, part in saved.items() if tensor_keys.kind(place) != tensor_keys.SCALES}
         super().restore(strategy, model, optimizer, rest)
         for name, tensor in named(state(unwrapped(model)).items()):
-            if tensor_keys.scales(name) not in parts:
+            if tensor_keys.scales(name) not in saved:
                 raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
-            tensor.copy_(parts[tensor_keys.scales(name)])
+            tensor.copy_(saved[tensor_keys.scales(name)])
 
 
-def package():
+def package() -> ModuleType:
     """The module `transformer_engine.pytorch`. Raises Refused if it cannot be imported."""
     try:
         return importlib.import_module("transformer_engine.pytorch")
@@ -89,12 +104,12 @@ def package():
         ) from None
 
 
-def multiple(plan):
+def multiple(plan: "Plan") -> int:
     """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions."""
     return 32 if plan.level == "mxfp8" else 16
 
 
-def in_whole_rows(layer, rows, x):
+def in_whole_rows(layer: nn.Module, rows: int, x: torch.Tensor) -> torch.Tensor:
     """`layer(x)` for any number of rows (samples times tokens). FP8 products need multiples of `rows`, so rows of zeros
     are appended and removed again. They change no amax, no other row and no gradient. A layer that computes outside FP8
     leaves the model's autocast for it: a frozen part in eval() of a model in train()."""
@@ -110,14 +125,14 @@ def in_whole_rows(layer, rows, x):
     return out[:-missing].view(*x.shape[:-1], out.shape[-1])
 
 
-def last_dimension_norm(module):
+def last_dimension_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
     """Whether a module is torch's LayerNorm, or timm's of that name, with weight and bias over the last dimension, as
     te.LayerNorm is. Other subclasses (LayerNorm2d) normalize other dimensions."""
     named = isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm"
     return named and module.bias is not None and len(module.normalized_shape) == 1
 
 
-def adopt(parent, name, old, new):
+def adopt(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
     """Puts `new` in the place of `old`, with its parameters, its hooks and its mode."""
     for key, parameter in old.named_parameters():
         setattr(new, key, parameter)
@@ -128,14 +143,14 @@ def adopt(parent, name, old, new):
     setattr(parent, name, new.train(old.training))
 
 
-def recipe(plan):
+def recipe(plan: "Plan") -> Any:
     """TransformerEngine's recipe object, with every option of the config, unchanged."""
     from transformer_engine.common import recipe
 
     options = dict(plan.fp8_options)
     if "fp8_format" in options:
         options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
-    kinds = {
+    kinds: dict[str | None, str] = {
         "delayed": "DelayedScaling",
         "current": "Float8CurrentScaling",
         "block": "Float8BlockScaling",
@@ -144,7 +159,7 @@ def recipe(plan):
     return getattr(recipe, kinds[plan.level])(**options)
 
 
-def compute_in_fp8(te, plan, model):
+def compute_in_fp8(te: ModuleType, plan: "Plan", model: nn.Module) -> None:
     """Wraps `model.forward` in TransformerEngine's autocast, with FP8 if any part of the model computes in FP8.
 
     Activation checkpointing computes activations again outside of it. TransformerEngine's own checkpointing enters the
@@ -155,15 +170,16 @@ def compute_in_fp8(te, plan, model):
     if plan.level == "delayed":
         for module in model.modules():
             if type(module) in products:  # as TransformerEngine does in the first forward pass
+                # pyrefly: ignore[bad-argument-type, unsupported-operation]
                 module.fp8_meta |= {"recipe": fp8_recipe, "num_gemms": products[type(module)]}
-                module.init_fp8_meta_tensors(fp8_recipe)
+                module.init_fp8_meta_tensors(fp8_recipe)  # pyrefly: ignore[not-callable]
     if plan.ckpt:
         for block in model.modules():
             if type(block).__name__ in block_names(model):
                 block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
-    forward = model.forward.__func__
+    forward = model.forward.__func__  # pyrefly: ignore[missing-attribute]
 
-    def in_fp8(self, *args, **kwargs):
+    def in_fp8(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             with te.autocast(enabled=any_in_fp8(self, *args, *kwargs.values()), recipe=fp8_recipe):
                 return forward(self, *args, **kwargs)
@@ -178,15 +194,15 @@ def compute_in_fp8(te, plan, model):
     model.forward = types.MethodType(in_fp8, model)  # a method, so that it is bound anew in a copy of the model
 
 
-def any_in_fp8(model, *inputs):
+def any_in_fp8(model: nn.Module, *inputs: object) -> bool:
     """Whether any part of the model computes in FP8. A part in train() does in a model in eval(), too."""
     return in_fp8(model, *inputs) or any(part.training for part in model.modules())
 
 
-def state(model):
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: live tensor} of delayed scaling: the scales of the next step and the amax histories behind them."""
     return {
-        f"{name}.{way}.{kind}": getattr(module.fp8_meta[way], kind)
+        f"{name}.{way}.{kind}": getattr(module.fp8_meta[way], kind)  # pyrefly: ignore[bad-index]
         for name, module in model.named_modules()
         for way in ("scaling_fwd", "scaling_bwd")
         for kind in ("scale", "amax_history")

@@ -3,12 +3,18 @@
 A new strategy is a subclass of Strategy in a file of its own, and one line of this table.
 """
 
+from typing import TYPE_CHECKING
+
+from faithful.strategies.base import Strategy
 from faithful.strategies.deepspeed.zero import ZeRO
 from faithful.strategies.fsdp import FSDP, HSDP
 from faithful.strategies.replicated import DDP, SingleDevice
 from faithful.strategies.tp import TensorParallel
 
-STRATEGIES = {
+if TYPE_CHECKING:
+    from faithful.plan import Plan
+
+STRATEGIES: dict[str, type[Strategy]] = {
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": FSDP,
@@ -20,6 +26,6 @@ STRATEGIES = {
 }
 
 
-def of(plan):
+def of(plan: "Plan") -> Strategy:
     """The Strategy of a plan."""
     return STRATEGIES[plan.strategy](plan)

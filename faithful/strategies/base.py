@@ -1,15 +1,28 @@
 """What a run asks of its strategy, with the answers of plain torch: every process holds whole tensors."""
 
 import abc
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.tensors import low_bit
 from faithful.tensors.names import elements, local, named, parameters_of, unwrapped
+
+if TYPE_CHECKING:
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import GradScalerKwargs
+
+    from faithful.accelerator import Accelerator
+    from faithful.disk.tensor_files import TensorFile
+    from faithful.plan import Plan
+
+Saved = Mapping[str, torch.Tensor] | list["TensorFile"]  # what `restore` loads
+Pieces = dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]  # see Strategy.pieces
 
 
 class Shard(NamedTuple):
@@ -27,7 +40,7 @@ class Shard(NamedTuple):
     tensor: torch.Tensor
 
     @property
-    def place(self):
+    def place(self) -> str:
         """The name in a checkpoint of what the optimizer updates, and of its state."""
         return tensor_keys.state(self.name, self.key) if self.key else tensor_keys.weight(self.name)
 
@@ -40,12 +53,14 @@ class Strategy:
     prepared one afterwards.
     """
 
-    distributed_types = ()  # names of the DistributedTypes that Accelerate may use
-    rehearsed_as = None  # the DistributedType that Accelerate is started with on a machine without an accelerator
+    distributed_types: tuple[str, ...] = ()  # names of the DistributedTypes that Accelerate may use
+    # the DistributedType that Accelerate is started with on a machine without an accelerator
+    rehearsed_as: str | None = None
     replicates = False  # whether each process holds the whole model in plain torch, as one device and DDP do
     fully_shards = False  # whether each process holds a shard of every parameter, as FSDP2's `fully_shard` makes them
     must_shard = False  # whether a run in which nothing is sharded is refused
-    sharded_kinds = ("weight", "gradient", "gathered", "master", "optimizer")  # keys of bytes_per_parameter
+    # keys of bytes_per_parameter
+    sharded_kinds: tuple[str, ...] = ("weight", "gradient", "gathered", "master", "optimizer")
     gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
     same_batch = False  # whether all processes compute the same batch
     exchanges_in_passes = False  # whether processes exchange in each pass, so that all need the same number of them
@@ -53,47 +68,56 @@ class Strategy:
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
     any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
 
-    def __init__(self, plan):
+    def __init__(self, plan: "Plan") -> None:
         self.plan = plan
 
     # ---- the launch ----
 
-    def before_rehearsal(self):
+    def before_rehearsal(self) -> None:
         """Called once on a machine without an accelerator, before Accelerate starts."""
 
-    def arguments(self, scaling):
-        """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's GradScalerKwargs, or None."""
+    def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
+        """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's."""
         return {}
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         """Called when Accelerate has started."""
 
     # ---- preparing ----
 
-    def real(self, accelerator, args):
+    def real(self, accelerator: "Accelerator", args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of `accelerator.prepare`, with real objects in place of those that only a config describes."""
         return args
 
-    def before_prepare(self, accelerator, model, optimizer):
+    def before_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         """Called before `accelerator.prepare`, to change the model. optimizer: its, or None if it comes later."""
 
-    def prepare(self, accelerator, accelerates, args, device_placement):
+    def prepare(
+        self,
+        accelerator: "Accelerator",
+        accelerates: Callable[..., Any],
+        args: tuple[Any, ...],
+        device_placement: list[bool] | None,
+    ) -> tuple[Any, ...]:
         """Calls Accelerate's `prepare`, here once for all `args`. Returns a tuple as long as `args`."""
         prepared = accelerates(*args, device_placement=device_placement)
         return prepared if len(args) > 1 else (prepared,)
 
-    def after_prepare(self, accelerator, model, optimizer):
+    def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Called with the prepared model and optimizer, to change them."""
 
-    def need_both(self, optimizer):
-        """Raises Refused if a model is prepared without its optimizer, for strategies that need both in one call."""
+    def need_both(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        """The optimizer, for strategies that need it and its model in one call. Raises Refused if there is none."""
         if optimizer is None:
             raise Refused(
                 f"{self.plan.strategy} {self.plan.precision} needs a model and its optimizer in one call: "
                 "accelerator.prepare(model, optimizer, ...)"
             )
+        return optimizer
 
-    def refuse_state(self, optimizers):
+    def refuse_state(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Raises Refused if one of the script's optimizers has state already, and its parameters are to be sharded."""
         fresh = [optimizer for optimizer in optimizers if not getattr(optimizer, "_is_accelerate_prepared", False)]
         for optimizer in fresh:
@@ -103,80 +127,84 @@ class Strategy:
                     "shard: prepare it first, then load its state, or, if it has it from the start, use a ddp config"
                 )
 
-    def free(self, accelerator):
+    def free(self, accelerator: "Accelerator") -> None:
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
 
-    def held_by_model(self, accelerator):
+    def held_by_model(self, accelerator: "Accelerator") -> "Accelerator":
         """What hooks of a model hold as their Accelerator: it, as a script may drop it and train on."""
         return accelerator
 
-    def dropped(self, accelerator):
+    def dropped(self, accelerator: "Accelerator") -> None:
         """Called when the script has dropped its Accelerator, and with it the optimizer."""
 
     # ---- steps ----
 
-    def requires_grad_changed(self, accelerator, model):
+    def requires_grad_changed(self, accelerator: "Accelerator", model: nn.Module) -> None:
         """Called before a training forward pass of a prepared model, if the script has changed `requires_grad` of its
         parameters since the one before."""
 
-    def take_written(self, accelerator, model, optimizer):
+    def take_written(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Called before each update, before the norm of the gradients is computed. Takes what the script has written
         into the parameters and `.grad`, where the optimizer updates other tensors."""
 
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad_norm_(
+        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         """Clips the gradients, and returns their norm before. The gradients are in `.grad`, and unscaled."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def schedulers(self, accelerator):
+    def schedulers(self, accelerator: "Accelerator") -> list["AcceleratedScheduler"]:
         """The prepared schedulers that Accelerate steps, once for each process."""
         return accelerator._schedulers
 
     # ---- what is held ----
 
-    def torch_optimizer(self, optimizer):
+    def torch_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The torch optimizer inside a prepared one."""
         return torch_optimizer(optimizer)
 
-    def parameter_ids(self, optimizer):
+    def parameter_ids(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """The ids of the parameters that the optimizer updates, on any process."""
         return parameter_ids(optimizer)
 
-    def not_averaged(self, optimizer, prepared):
+    def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         """Those of `parameter_ids` whose gradients are not averaged over the processes. prepared: the ids of the
         parameters of all prepared models."""
         return self.parameter_ids(optimizer) - prepared
 
-    def shape_of(self, parameter):
-        """The shape of the whole parameter, a torch.Size."""
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+        """The shape of the whole parameter."""
         return parameter.shape
 
-    def sharded(self, parameters):
+    def sharded(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this process holds only shards of `parameters`."""
         return any(isinstance(p, DTensor) and local(p).numel() < p.numel() for p in parameters)
 
-    def units(self, model):
+    def units(self, model: nn.Module) -> int | None:
         """How many units of parameters are gathered one by one, or None if none are."""
         return None
 
-    def how_sharded(self, model, record):
+    def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         """The words of the summary line for a sharded model. record: the evidence, counted."""
         return ", sharded"
 
-    def counted(self, parameters, accelerator):
+    def counted(self, parameters: dict[str, nn.Parameter], accelerator: "Accelerator") -> dict[str, nn.Parameter]:
         """The {name: parameter} that this process counts. One process counts a parameter that several hold whole."""
         return parameters
 
-    def gradients(self, parameters, optimizer):
+    def gradients(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The gradient tensors that this process holds before the first update. The backend counts amp8's layers."""
         shards = {name: getattr(parameter, "_local_tensor", parameter) for name, parameter in parameters.items()}
         plain = [parameters[name] for name, shard in shards.items() if not hasattr(shard, "amp8_linear")]
         return [local(parameter.grad) for parameter in plain if parameter.grad is not None]
 
-    def gradient_elements(self, parameters, optimizer):
+    def gradient_elements(
+        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, int]:
         """{dtype: elements} of the gradients."""
         return elements(self.gradients(parameters, optimizer))
 
-    def shards(self, parameters, optimizer):
+    def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, and of their state
         in `optimizer`, which may be None. Evidence adds them up, a checkpoint is made of them."""
         states = self.torch_optimizer(optimizer).state if optimizer else {}
@@ -191,7 +219,7 @@ class Strategy:
 
     # ---- checkpoints and weights ----
 
-    def tensors(self, model, optimizer):
+    def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
         """{place in a checkpoint: what this process holds}, live: weights, buffers, the state of the optimizer, if it
         has one."""
         parts = buffers_by_place(model)
@@ -199,30 +227,30 @@ class Strategy:
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
-    def restore(self, model, optimizer, parts):
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved) -> None:
         """Loads the result of `tensors`, bit for bit. Raises Refused if names or shapes differ from the model's."""
-        live = self.tensors(model, None)
-        refuse_other_model(live, parts)
+        live, saved = self.tensors(model, None), cast(Mapping[str, torch.Tensor], parts)
+        refuse_other_model(live, saved)
         for place, tensor in live.items():
-            tensor.copy_(parts[place])
+            tensor.copy_(saved[place])
         if optimizer is not None:
-            load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), parts)
+            load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
 
-    def full_state(self, accelerator, model):
+    def full_state(self, accelerator: "Accelerator", model: nn.Module) -> dict[str, torch.Tensor] | None:
         """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
         return None
 
-    def pieces(self, accelerator, model):
+    def pieces(self, accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
         """{name: (a tensor of its shape and dtype, function that returns the whole tensor on process 0)}, of parameters
         and persistent buffers, for `save_model` of a model that no process holds whole. Every rank calls the functions,
         in one order. None if `full_state`, or Accelerate's `get_state_dict`, is to be used."""
         return None
 
-    def tp_dims(self, model):
+    def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
         """{name: dimension along which tensor parallel splits it, or None}, for readers of a checkpoint."""
         return {}
 
-    def explain(self, error):
+    def explain(self, error: str) -> Refused | None:
         """A Refused, if a library's error means that the script needs what this strategy does not have; else None."""
         return None
 
@@ -233,15 +261,17 @@ class GradientsElsewhere(abc.ABC):
     gradients_elsewhere = "gradients"  # what to call them
 
     @abc.abstractmethod
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad_norm_(
+        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         """Clips the gradients, and returns their norm before. norm_type: 2."""
 
     @abc.abstractmethod
-    def norm_of(self, optimizer):
+    def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The norm of the gradients of a prepared optimizer in a step in which they are not clipped."""
 
 
-def needs_whole_model(error):
+def needs_whole_model(error: str) -> Refused | None:
     """A Refused for Accelerate's LocalSGD, which takes no shards; else None."""
     if "LocalSGD is supported only" not in error:
         return None
@@ -251,7 +281,7 @@ def needs_whole_model(error):
     )
 
 
-def mixes_shards(error):
+def mixes_shards(error: str) -> Refused | None:
     """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
     place would have to put the shards together; else None."""
     if "unbind along the sharded dimension" in error or "not supported with DTensor" in error:
@@ -273,12 +303,12 @@ def mixes_shards(error):
     )
 
 
-def torch_optimizer(optimizer):
+def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The torch optimizer inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def compile_for_this_rank(accelerator):
+def compile_for_this_rank(accelerator: "Accelerator") -> None:
     """Keeps compiled code of other ranks out of this one. torch's cache on disk knows a DTensor by its whole shape, not
     by the process's shard: where shards are uneven, another rank's code would crash, or leave weights as they are."""
     config, rank = torch.compiler.config, f"rank {accelerator.process_index} of {accelerator.num_processes}"
@@ -286,11 +316,11 @@ def compile_for_this_rank(accelerator):
         config.cache_key_tag = f"{config.cache_key_tag} {rank}".lstrip()
 
 
-def parameter_ids(optimizer):
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def buffers_by_place(model):
+def buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
     """{place: this process's part} of the persistent buffers."""
     model = unwrapped(model)
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
@@ -298,7 +328,7 @@ def buffers_by_place(model):
     return {tensor_keys.buffer(name): local(buffer) for name, buffer in named(kept)}
 
 
-def refuse_other_model(live, parts):
+def refuse_other_model(live: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
     """Raises Refused unless the checkpoint's tensors have the names, shapes and dtypes of this model's tensors."""
     saved = {place for place in parts if tensor_keys.kind(place) != tensor_keys.OPTIMIZER}
     wrong = sorted(live.keys() ^ saved) or [place for place in live if kind_of(live[place]) != kind_of(parts[place])]
@@ -308,11 +338,13 @@ def refuse_other_model(live, parts):
         )
 
 
-def kind_of(tensor):
+def kind_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def load_state(optimizer, parameters, parts):
+def load_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], parts: Mapping[str, torch.Tensor]
+) -> None:
     """Loads the optimizer state of `parameters`, {name: parameter}, from a checkpoint. State of others stays. Tensors
     that are there already are filled, because a second copy of them may not fit in memory."""
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -333,7 +365,7 @@ def load_state(optimizer, parameters, parts):
     optimizer.load_state_dict({"state": before["state"] | state, "param_groups": before["param_groups"]})
 
 
-def filled(held, value):
+def filled(held: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
     """`value`, in the memory of `held` if that is a plain tensor of its kind, else in memory of its own."""
     shard = held.to_local() if isinstance(held, DTensor) else held
     if type(shard) is torch.Tensor and (shard.shape, shard.dtype) == (value.shape, value.dtype):
@@ -341,7 +373,7 @@ def filled(held, value):
     return value.clone()
 
 
-def like(parameter, shard):
+def like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
     """A DTensor with the mesh and shape of `parameter`, of which this process holds `shard`."""
     return DTensor.from_local(
         shard.to(local(parameter).device),

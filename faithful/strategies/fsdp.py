@@ -5,10 +5,13 @@ import functools
 import re
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
@@ -19,9 +22,16 @@ from faithful.loading import meta_init
 from faithful.models import averages, batch_norm, elementwise, shards
 from faithful.models.blocks import CONTAINERS, block_names, name_blocks
 from faithful.strategies import gathered
-from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
+from faithful.strategies.base import Pieces, Saved, Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
 from faithful.tensors import low_bit
 from faithful.tensors.names import fingerprint, named, parameters_of
+
+if TYPE_CHECKING:
+    from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
+    from torch.distributed.fsdp import FSDPModule
+
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
 
 
 class FSDP(Strategy):
@@ -35,7 +45,7 @@ class FSDP(Strategy):
     any_number_of_processes = True
     mixes_dtensors = True  # parameters without dimensions are tensors
 
-    def arguments(self, scaling):
+    def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         from accelerate.utils import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -46,16 +56,20 @@ class FSDP(Strategy):
         offload = CPUOffloadPolicy(pin_memory=not plan.rehearsal) if plan.offload else None
         by_torch = plan.ckpt and plan.implementation != "transformer_engine"  # which has its own checkpointing
         plugin = FullyShardedDataParallelPlugin(
-            mixed_precision_policy=policy, cpu_offload=offload, activation_checkpointing=by_torch
+            mixed_precision_policy=policy,
+            cpu_offload=offload,  # pyrefly: ignore[bad-argument-type]
+            activation_checkpointing=by_torch,
         )
         return {"fsdp_plugin": plugin}
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         compile_for_this_rank(accelerator)
         if self.plan.ram_efficient:
             meta_init.start(accelerator.is_main_process)
 
-    def before_prepare(self, accelerator, model, optimizer):
+    def before_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
         those of process 0 are sent to all where the config says it and they differ."""
         plan = self.plan
@@ -75,7 +89,13 @@ class FSDP(Strategy):
         name_blocks(model)
         batch_norm.in_fp32(model)
 
-    def prepare(self, accelerator, accelerates, args, device_placement):
+    def prepare(
+        self,
+        accelerator: "Accelerator",
+        accelerates: Callable[..., Any],
+        args: tuple[Any, ...],
+        device_placement: list[bool] | None,
+    ) -> tuple[Any, ...]:
         """Accelerate's FSDP2 takes one model and its optimizer per call, but scripts may prepare several. So each model
         is prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters.
         """
@@ -101,28 +121,30 @@ class FSDP(Strategy):
                 prepared[at] = other
         return tuple(prepared)
 
-    def take_written(self, accelerator, model, optimizer):
+    def take_written(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
         reshard(model)
 
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad_norm_(
+        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
 
-    def units(self, model):
+    def units(self, model: nn.Module) -> int | None:
         """How many units FSDP2 gathers: groups of parameters."""
         from torch.distributed.fsdp import FSDPModule
 
         states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
         return sum(len(state._fsdp_param_groups) for state in states)
 
-    def how_sharded(self, model, record):
+    def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         plan = self.plan
         if plan.wrap_policy == "SIZE_BASED_WRAP":
             return f", sharded in {record['units']} units by their size"
         names = plan.wrap_classes or ([] if plan.wrap_policy == "NO_WRAP" else block_names(model))
         return f", sharded by {', '.join(names)}" if names else ", sharded as one piece"
 
-    def pieces(self, accelerator, model):
+    def pieces(self, accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
         reshard(model)
         pieces = {}
         for at, module in model.named_modules():  # one after the other: an MS-AMP layer decodes its shard for it
@@ -134,23 +156,24 @@ class FSDP(Strategy):
                     pieces[name] = like, functools.partial(self.whole, accelerator.device, module, at, name)
         return dict(named(pieces.items()))
 
-    def whole(self, device, module, at, name):
+    def whole(self, device: torch.device, module: nn.Module, at: str, name: str) -> torch.Tensor:
         """The whole tensor of this name that the module saves, which is called `at`."""
         tensor = saved_by(module, at)[name]
+        # pyrefly: ignore[missing-attribute]
         return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def tensors(self, model, optimizer):
+    def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
         reshard(model)
         return super().tensors(model, optimizer)
 
-    def restore(self, model, optimizer, parts):
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved) -> None:
         reshard(model)
         if isinstance(parts, list):
             low_bit.refuse_other_rows(parts)
             parts = rows.Rows(parts, rows.of_dtensors(dict(parameters_of(model))))
         super().restore(model, optimizer, parts)
 
-    def explain(self, error):
+    def explain(self, error: str) -> Refused | None:
         if said := needs_whole_model(error) or mixes_shards(error):
             return said
         if "setStorage" in error and "storage of size 0" in error:
@@ -177,7 +200,7 @@ class FSDP(Strategy):
         return meta_init.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
 
 
-def saved_by(module, at):
+def saved_by(module: nn.Module, at: str) -> dict[str, torch.Tensor]:
     """{name: tensor} that a module, called `at`, has in the model's state_dict, without those of its children."""
     own = {}
     module._save_to_state_dict(own, f"{at}." if at else "", keep_vars=False)
@@ -187,12 +210,12 @@ def saved_by(module, at):
 class HSDP(FSDP):
     """Groups of processes that each hold the model once, and average their gradients."""
 
-    def arguments(self, scaling):
+    def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         patches.ignore_warning("Slicing a flattened dim from root mesh")  # as Accelerate makes its mesh
         return super().arguments(scaling)
 
 
-def ignored_and_trained(plan, model):
+def ignored_and_trained(plan: "Plan", model: nn.Module) -> list[str]:
     """The names of trainable parameters of modules that the config does not shard."""
     modules = [
         name for name, _ in model.named_modules() if plan.ignored_modules and re.fullmatch(plan.ignored_modules, name)
@@ -206,7 +229,7 @@ def ignored_and_trained(plan, model):
 
 
 @torch.no_grad()
-def broadcast(tensors, device):
+def broadcast(tensors: list[torch.Tensor], device: torch.device) -> None:
     """Sends the tensors of process 0 to all, one at a time."""
     for tensor in tensors:
         sent = tensor.to(device)
@@ -214,19 +237,25 @@ def broadcast(tensors, device):
         tensor.copy_(sent)
 
 
-SHARDS = {}  # {id of an original parameter: weak references to it and to its sharded parameter}
+# {id of an original parameter: weak references to it and to its sharded parameter}
+SHARDS: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 
-def shard(accelerator, accelerates, model, optimizers):
+def shard(
+    accelerator: "Accelerator",
+    accelerates: Callable[..., Any],
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+) -> nn.Module:
     """Lets Accelerate shard `model` in the units that the config says, and gives the script's `optimizers` the sharded
     parameters. accelerates: Accelerate's own `prepare`. Returns the model, which Accelerate changes in place."""
-    plan, plugin = accelerator.plan, accelerator.state.fsdp_plugin
+    plan, plugin = accelerator.plan, cast("FullyShardedDataParallelPlugin", accelerator.state.fsdp_plugin)
     policy, checkpointing = plugin.auto_wrap_policy, plugin.activation_checkpointing
     if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
         name_blocks(model)
         plugin.activation_checkpointing = False  # it has no backward pass
     if plan.wrap_policy == "SIZE_BASED_WRAP":
-        policy_of = functools.partial(by_size, least=plan.min_num_params)
+        policy_of = functools.partial(by_size, least=cast(int, plan.min_num_params))
         patches.replace("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", policy_of)
     elif plan.wrap_policy != "NO_WRAP":
         plugin.transformer_cls_names_to_wrap = named_layers(plan, model) or block_names(model) or None
@@ -272,7 +301,9 @@ def shard(accelerator, accelerates, model, optimizers):
     return model
 
 
-def taken_out(optimizers, name_of):
+def taken_out(
+    optimizers: list[torch.optim.Optimizer], name_of: dict[int, str]
+) -> list[tuple[list[torch.Tensor], int, str]]:
     """Replaces parameters in the groups of `optimizers` by empty ones. Returns their places: [(list, index, name)].
     name_of: {id of a parameter: its name}, of those to replace."""
     places = []
@@ -285,7 +316,7 @@ def taken_out(optimizers, name_of):
     return places
 
 
-def named_layers(plan, model):
+def named_layers(plan: "Plan", model: nn.Module) -> list[str]:
     """The classes of `model` that the config names, all of them."""
     classes = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in plan.wrap_classes if name not in classes]:
@@ -297,13 +328,13 @@ def named_layers(plan, model):
     return plan.wrap_classes
 
 
-def by_size(plugin, model, least):
+def by_size(plugin: "FullyShardedDataParallelPlugin", model: nn.Module, least: int) -> Callable[[nn.Module], bool]:
     """Accelerate's policy for SIZE_BASED_WRAP, by FSDP version 1's rule: a module is a unit if it has `least`
     parameters that are in no unit inside it. Lists of modules are none, because nothing calls them."""
     held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     units = set()
 
-    def look(module):
+    def look(module: nn.Module) -> int:
         sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
         if sum(sizes.values()) < least:
             return 0
@@ -320,7 +351,7 @@ def by_size(plugin, model, least):
 
 
 @contextlib.contextmanager
-def embedding_in_the_root(model, always):
+def embedding_in_the_root(model: nn.Module, always: bool) -> Iterator[None]:
     """Accelerate shards the embedding, and the head with the last norm, as units; if they are tied, all as one. FSDP2
     refuses that if a third module has the same weight, as in T5. Then Accelerate is told of no embedding, and the
     weight belongs to the root's unit. always: the config says the units, and these are not among them."""
@@ -332,7 +363,7 @@ def embedding_in_the_root(model, always):
         setattr(model, name, lambda: None)
     if always:  # Accelerate looks for the last norm in this attribute
         hidden += ("base_model_prefix",)
-        model.base_model_prefix = "no base model"
+        model.base_model_prefix = "no base model"  # pyrefly: ignore[bad-argument-type]
     try:
         yield
     finally:
@@ -341,7 +372,7 @@ def embedding_in_the_root(model, always):
 
 
 @contextlib.contextmanager
-def no_sync(model):
+def no_sync(model: "FSDPModule") -> Iterator[None]:
     """DDP's method, which some scripts call themselves. FSDP2 has it under another name."""
     model.set_requires_gradient_sync(False)
     try:
@@ -350,11 +381,11 @@ def no_sync(model):
         model.set_requires_gradient_sync(True)
 
 
-def none():
+def none() -> None:
     """A reference to nothing."""
 
 
-def follow(optimizer):
+def follow(optimizer: torch.optim.Optimizer) -> None:
     """Replaces parameters that were sharded before this optimizer was prepared by their sharded parameters."""
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
@@ -363,18 +394,18 @@ def follow(optimizer):
                 group["params"][i] = now
 
 
-def of_others(optimizer):
+def of_others(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is none of torch's own, torchao's and ours, which keep no such numbers."""
     return type(optimizer).__module__.split(".")[0] not in ("torch", "torchao", "amp8")
 
 
-def other_rate(accelerator, optimizer):
+def other_rate(accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> bool:
     """Whether any process finds that the optimizer computes other numbers from shards."""
     world, rank = accelerator.num_processes, accelerator.process_index
     return any(gather_object([elementwise.numbers_differ(optimizer, accelerator.device, world, rank)]))
 
 
-def reshard(model):
+def reshard(model: nn.Module) -> None:
     """Frees the gathered root, which FSDP2 keeps in 16 bit after a forward pass without a backward pass."""
     from torch.distributed.fsdp import FSDPModule
 

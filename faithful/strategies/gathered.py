@@ -9,6 +9,8 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from faithful.errors import Refused
 
+Places = list[tuple[nn.Module, str, nn.Parameter]]  # (module, name in it, parameter)
 
-def watch(model, scalars):
+
+def watch(model: nn.Module, scalars: Places) -> None:
     """Makes hooks and writes of the script count, in a model that has just been sharded. scalars: `taken_out` of it."""
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     for state in states:
@@ -30,10 +34,12 @@ def watch(model, scalars):
             group.__class__ = Group
             for fsdp_param in group.fsdp_params:
                 fsdp_param.__class__ = Param
-        state._state_ctx.scalars = list({id(p): p for _, _, p in scalars}.values())  # one for the whole model
+        # one for the whole model
+        # pyrefly: ignore[missing-attribute]
+        state._state_ctx.scalars = list({id(p): p for _, _, p in scalars}.values())
 
 
-def taken_out(model):
+def taken_out(model: nn.Module) -> Places:
     """Takes the parameters without dimensions out of the model, as FSDP2 cannot shard them. Returns their places:
     [(module, name, parameter)]."""
     parameters = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
@@ -44,7 +50,7 @@ def taken_out(model):
 
 
 @torch.no_grad()
-def put_back(places, device, sent):
+def put_back(places: Places, device: torch.device, sent: bool) -> None:
     """Puts them back on `device`. sent: by process 0, as the others have no values."""
     moved = {}
     for at, (module, name, parameter) in enumerate(places):
@@ -62,7 +68,7 @@ def put_back(places, device, sent):
 
 
 @torch.no_grad()
-def average(scalars):
+def average(scalars: list[nn.Parameter]) -> None:
     """Averages their gradients over all processes. One that a process has not is zero there."""
     trained = [parameter for parameter in scalars if parameter.requires_grad]
     if not trained:
@@ -76,39 +82,39 @@ def average(scalars):
 class State(FSDPState):
     """A module that FSDP2 gathers as one. The first one that a backward pass reaches is called at its end."""
 
-    def _root_post_backward_final_callback(self):
+    def _root_post_backward_final_callback(self) -> None:
         super()._root_post_backward_final_callback()
         if any(group.reduce_grads for state in self._state_ctx.all_states for group in state._fsdp_param_groups):
-            average(self._state_ctx.scalars)
+            average(self._state_ctx.scalars)  # pyrefly: ignore[missing-attribute]
 
 
 class Group(FSDPParamGroup):
     """What an evaluation under torch.inference_mode() gathers first, training uses later: it must be no inference
     tensor."""
 
-    def lazy_init(self):
+    def lazy_init(self) -> None:
         with outside_inference_mode():
             return super().lazy_init()
 
-    def unshard(self, async_op=False):
+    def unshard(self, async_op: bool = False) -> None:
         with outside_inference_mode():
             return super().unshard(async_op)
 
-    def wait_for_unshard(self):
+    def wait_for_unshard(self) -> None:
         with outside_inference_mode():
             return super().wait_for_unshard()
 
 
-def outside_inference_mode():
+def outside_inference_mode() -> contextlib.AbstractContextManager[None]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 class Param(FSDPParam):
     """One parameter: its shard, and its gathered weight."""
 
-    version = None  # of the gathered weight, when it was gathered
+    version: int | None = None  # of the gathered weight, when it was gathered
 
-    def init_unsharded_param(self):
+    def init_unsharded_param(self) -> None:
         first = not hasattr(self, "_unsharded_param")
         super().init_unsharded_param()
         if first:
@@ -120,20 +126,20 @@ class Param(FSDPParam):
             self.version = self._unsharded_param._version
 
     @property
-    def encoded(self):
+    def encoded(self) -> bool:
         """Whether the shards are gathered as something else than values, such as FP8 codes."""
         return hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
 
-    def to_sharded(self):
+    def to_sharded(self) -> None:
         self.take_written()
         super().to_sharded()
 
-    def to_sharded_post_forward(self):
+    def to_sharded_post_forward(self) -> None:
         self.take_written()
         super().to_sharded_post_forward()
 
     @torch.no_grad()
-    def take_written(self):
+    def take_written(self) -> None:
         """Copies what the script has written to the gathered weight into the shard. Where it has written nothing the
         shard keeps its value, which may have more digits."""
         weight = getattr(self, "_unsharded_param", None)
@@ -150,27 +156,27 @@ class Param(FSDPParam):
         part = self.all_gather_outputs[0].narrow(0, rank * shard.numel(), shard.numel()).to(shard.device)
         shard.copy_(torch.where(shard.to(part.dtype) == part, shard, part.to(shard.dtype)))
 
-    def may_be_written(self, weight):
+    def may_be_written(self, weight: torch.Tensor) -> bool:
         return weight._version != self.version or getattr(weight, "handed_out", False)
 
 
 class Gathered(nn.Parameter):
     """A gathered weight. `.data` is a tensor with versions of its own, so it is noted that the script has got it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
     handed_out = False
 
     @property
-    def data(self):
+    def data(self) -> torch.Tensor:
         self.handed_out = True
-        return torch.Tensor.data.__get__(self)
+        return torch.Tensor.data.__get__(self)  # pyrefly: ignore[missing-attribute]
 
     @data.setter
-    def data(self, value):
+    def data(self, value: torch.Tensor) -> None:
         self.data.copy_(value)
 
 
-def call_hooks(reference, gradient):
+def call_hooks(reference: Callable[[], Any], gradient: torch.Tensor) -> torch.Tensor | None:
     """Calls the hooks of the sharded parameter with the whole gradient of this process, in the dtype of the shards, as
     DDP does. Returns what becomes of the gradient. reference: a weak one to the Param."""
     hooks = reference().sharded_param._backward_hooks

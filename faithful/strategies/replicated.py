@@ -1,20 +1,28 @@
 """One device, and DDP: every process holds the whole model."""
 
 import sys
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from faithful import patches
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
 
+if TYPE_CHECKING:
+    from accelerate.utils import GradScalerKwargs
+
+    from faithful.accelerator import Accelerator
+
 
 class SingleDevice(Strategy):
     distributed_types = ("NO",)
     replicates = True
 
-    def arguments(self, scaling):
+    def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """None. Makes transformers' Trainer count one GPU: with several it would put the model into nn.DataParallel."""
         if "transformers.training_args" in sys.modules:
             count = sys.modules["transformers.training_args"].TrainingArguments.n_gpu.fget
@@ -28,18 +36,18 @@ class DDP(Strategy):
     rehearsed_as = "MULTI_CPU"
     replicates = True
 
-    def after_prepare(self, accelerator, model, optimizer):
-        model.averaged = trainable(model)
+    def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.averaged = trainable(model)  # pyrefly: ignore[bad-argument-type]
 
-    def requires_grad_changed(self, accelerator, model):
+    def requires_grad_changed(self, accelerator: "Accelerator", model: nn.Module) -> None:
         """DDP averages the gradients of the parameters that were trainable when it was built, and waits for all of
         them. A model that is frozen altogether, as a discriminator is in a generator's step, keeps what it has."""
         now = trainable(model)
         if isinstance(model, DistributedDataParallel) and now not in (set(), model.averaged):
             build_reducer(model)
-            model.averaged = now
+            model.averaged = now  # pyrefly: ignore[bad-argument-type]
 
-    def explain(self, error):
+    def explain(self, error: str) -> Refused | None:
         if "Expected to have finished reduction in the prior iteration" not in error:
             return None
         return Refused(
@@ -49,11 +57,11 @@ class DDP(Strategy):
         )
 
 
-def trainable(model):
+def trainable(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if parameter.requires_grad}
 
 
-def build_reducer(model):
+def build_reducer(model: DistributedDataParallel) -> None:
     """Builds DDP's reducer for the parameters that are trainable now, as DDP does for a model from a pickle. Every
     process calls it before the same forward pass, as each of them has to average the same gradients."""
     model.reducer._remove_autograd_hooks()
@@ -65,4 +73,4 @@ def build_reducer(model):
     if model.static_graph:
         model._static_graph_delay_allreduce_enqueued = False
         model.reducer._set_static_graph()
-        model.logger._set_static_graph()
+        model.logger._set_static_graph()  # pyrefly: ignore[missing-attribute]

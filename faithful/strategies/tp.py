@@ -5,14 +5,23 @@ that it starts with the same weights as any other run of the seed. Parameters th
 all processes, because outputs and gradients of split layers are summed over all of them.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 from faithful.models import shards
 from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards
 from faithful.tensors.names import fingerprint, parameters_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from faithful.accelerator import Accelerator
 
 # The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
@@ -26,13 +35,15 @@ class TensorParallel(Strategy):
     mixes_dtensors = True
     exchanges_in_passes = True
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         compile_for_this_rank(accelerator)
 
-    def before_prepare(self, accelerator, model, optimizer):
+    def before_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         """Splits the model, and gives the optimizer the split parameters."""
-        self.need_both(optimizer)
-        mesh = accelerator.torch_device_mesh["tp"]
+        optimizer = self.need_both(optimizer)
+        mesh = accelerator.torch_device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
         check(model, mesh.size())
         if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
             raise Refused(
@@ -44,31 +55,35 @@ class TensorParallel(Strategy):
         [seed] = broadcast_object_list([torch.initial_seed()])
         torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
 
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad_norm_(
+        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
 
-    def not_averaged(self, optimizer, prepared):
+    def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         return set()  # all compute the same batch, and so the same gradients
 
-    def counted(self, parameters, accelerator):
-        mesh = accelerator.torch_device_mesh["tp"]
+    def counted(self, parameters: dict[str, nn.Parameter], accelerator: "Accelerator") -> dict[str, nn.Parameter]:
+        mesh = accelerator.torch_device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
         if mesh.get_local_rank() == 0:
             return parameters
         return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
 
-    def full_state(self, accelerator, model):
+    def full_state(self, accelerator: "Accelerator", model: nn.Module) -> dict[str, torch.Tensor]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))
 
-    def tp_dims(self, model):
+    def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
+        # pyrefly: ignore[missing-attribute]
         return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters_of(model)}
 
-    def explain(self, error):
+    def explain(self, error: str) -> Refused | None:
         return mixes_shards(error)
 
 
-def split(model, optimizer, mesh, device):
+def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", device: torch.device) -> None:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -92,7 +107,7 @@ def split(model, optimizer, mesh, device):
         shards.step_in_turn(optimizer)
 
 
-def check(model, size):
+def check(model: Any, size: int) -> None:
     """Raises Refused if `model` cannot be split over `size` processes."""
     name, plan = type(model).__name__, getattr(model, "tp_plan", None)
     if not plan:

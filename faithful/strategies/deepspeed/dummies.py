@@ -5,6 +5,8 @@ same as if the script had made them. An `auto` value is the dummy's.
 """
 
 import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # accelerate.utils has them only with DeepSpeed
@@ -13,8 +15,11 @@ from faithful import patches
 from faithful.config import deepspeed
 from faithful.errors import Refused
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
-def real(config, accelerator, args):
+
+def real(config: dict[str, Any], accelerator: "Accelerator", args: Iterable[Any]) -> tuple[Any, ...]:
     """`args` with the optimizer and the scheduler that deepspeed_config_file describes, in place of the script's
     DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out."""
     args = list(args)
@@ -48,14 +53,14 @@ def real(config, accelerator, args):
     return tuple(args)
 
 
-def callable_of(dummy):
+def callable_of(dummy: object) -> Callable[..., Any] | None:
     """The function with which a DummyScheduler makes the scheduler itself, or None."""
     return dummy.lr_scheduler_callable if isinstance(dummy, DummyScheduler) else None
 
 
-def optimizer_of(section, dummy):
-    kind, values = section["type"], dict(section.get("params", {}))
-    decoupled = values.pop("adam_w_mode", True) or kind == "AdamW"
+def optimizer_of(section: dict[str, Any], dummy: DummyOptim) -> torch.optim.Optimizer:
+    kind, said = section["type"], dict(section.get("params", {}))
+    decoupled = said.pop("adam_w_mode", True) or kind == "AdamW"
     makes = {
         "AdamW": torch.optim.AdamW,
         "Adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
@@ -65,18 +70,24 @@ def optimizer_of(section, dummy):
         raise Refused(
             f"optimizer {kind} of deepspeed_config_file is not one of {', '.join(makes)}: make it in the script"
         )
-    values = {"lr": dummy.lr, "weight_decay": dummy.weight_decay} | deepspeed.explicit(values)
+    values: dict[str, Any] = {"lr": dummy.lr, "weight_decay": dummy.weight_decay} | deepspeed.explicit(said)
     values = {key: value for key, value in values.items() if key not in ("torch_adam", "bias_correction")}
     return makes[kind](list(dummy.params), **values)
 
 
-def scheduler_of(section, dummy, dummy_optimizer, optimizer, accelerator):
+def scheduler_of(
+    section: dict[str, Any],
+    dummy: DummyScheduler,
+    dummy_optimizer: DummyOptim,
+    optimizer: torch.optim.Optimizer,
+    accelerator: "Accelerator",
+) -> Any:
     """The scheduler, which DeepSpeed's engine steps once in each optimizer step: that of the script's function, which
     comes before the file's, as in DeepSpeed, or the file's."""
     from deepspeed.runtime import lr_schedules
 
-    if callable_of(dummy):
-        scheduler = callable_of(dummy)(optimizer)
+    if makes := callable_of(dummy):
+        scheduler = makes(optimizer)
         # Accelerate hands the engine only schedulers of these names.
         names = [*lr_schedules.VALID_LR_SCHEDULES, type(scheduler).__name__]
         patches.replace("deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES", names)

@@ -8,6 +8,8 @@ DeepSpeed's ZeRO optimizer (`zero_of`).
 import collections
 import contextlib
 import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,27 +18,32 @@ from torch import nn
 from faithful.checkpoint import tensor_keys
 from faithful.strategies.base import filled
 
+if TYPE_CHECKING:
+    from faithful.strategies.deepspeed.seen import Held
+
+Zero = Any  # DeepSpeed's ZeRO optimizer
+Partitioned = Any  # an nn.Parameter with what DeepSpeed adds to it: ds_tensor, _hp_mapping
 PIECE = 1 << 25  # elements that `take_weights` compares at once, to save memory
 
 
-def zero_of(optimizer):
+def zero_of(optimizer: torch.optim.Optimizer) -> Zero:
     """DeepSpeed's ZeRO optimizer inside Accelerate's, or None."""
     zero = getattr(optimizer, "optimizer", optimizer)
     return zero if type(zero).__name__.startswith("DeepSpeedZeroOptimizer") else None
 
 
-def count_gradients(zero, model):
+def count_gradients(zero: Zero, model: nn.Module) -> None:
     """Counts the elements of the gradients by dtype, in `zero.seen_gradients`, until `zero.forget()` is called. In
     hooks, because the engine frees `.grad` at once."""
     zero.seen_gradients = {}
 
-    def count(gradient):
+    def count(gradient: torch.Tensor) -> None:
         dtype = str(gradient.dtype)[6:]
         zero.seen_gradients[dtype] = zero.seen_gradients.get(dtype, 0) + gradient.numel()
 
     hooks = [parameter.register_hook(count) for parameter in model.parameters() if parameter.requires_grad]
 
-    def forget():
+    def forget() -> None:
         while hooks:
             hooks.pop().remove()
 
@@ -46,28 +53,28 @@ def count_gradients(zero, model):
 class Scaler:
     """The engine's dynamic loss scale with the interface of torch's GradScaler."""
 
-    def __init__(self, zero):
+    def __init__(self, zero: Zero) -> None:
         self.zero = zero
 
-    def get_scale(self):
+    def get_scale(self) -> float:
         return float(self.zero.loss_scale)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, float]:
         values = vars(self.zero.loss_scaler)
         return {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, float]) -> None:
         vars(self.zero.loss_scaler).update(state)
 
 
-def stage(zero):
+def stage(zero: Zero) -> int:
     """The stage. Stage 3 has an optimizer class of its own, stages 1 and 2 share one that has a flag."""
     if hasattr(zero, "fp16_partitioned_groups_flat"):
         return 3
     return 2 if zero.partition_gradients else 1
 
 
-def gradient_norm(zero):
+def gradient_norm(zero: Zero) -> torch.Tensor:
     """L2 norm of the unscaled gradients over all processes, as a tensor; infinite if any gradient is not finite."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -77,22 +84,22 @@ def gradient_norm(zero):
     return torch.where(norm < 0, math.inf, norm / float(zero.loss_scale))  # the engine returns -1 for inf and nan
 
 
-def masters(zero):
+def masters(zero: Zero) -> list[torch.Tensor]:
     """This process's flat fp32 master weights, which torch's optimizer updates."""
     return zero.fp32_partitioned_groups_flat if stage(zero) == 3 else zero.single_partition_of_fp32_groups
 
 
-def groups(zero):
+def groups(zero: Zero) -> list[list[Partitioned]]:
     """The optimizer's parameter groups, [[16-bit parameter]]."""
     return zero.fp16_groups if stage(zero) == 3 else zero.bit16_groups
 
 
-def shape(parameter):
+def shape(parameter: Partitioned) -> torch.Size:
     """The shape of the full parameter, also while stage 3 has released it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def position(zero, parameter):
+def position(zero: Zero, parameter: Partitioned) -> tuple[int, int, int]:
     """(the number of the flat master, where this process's fragment of a parameter begins in it, its elements or 0)"""
     # Stage 3 splits every parameter over all processes. Stages 1 and 2 split the flattened group, so a parameter may be
     # on one process, on several, or not on this one.
@@ -106,7 +113,7 @@ def position(zero, parameter):
     return mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
 
 
-def fragment(zero, parameter, flats):
+def fragment(zero: Zero, parameter: Partitioned, flats: list[torch.Tensor]) -> torch.Tensor:
     """This process's fragment of a parameter in `flats`, laid out like `masters`: a 1-D view, which may be empty.
 
     The fragments of all processes, concatenated by rank, are the flattened parameter.
@@ -115,7 +122,7 @@ def fragment(zero, parameter, flats):
     return flats[flat].narrow(0, start, length)
 
 
-def cut(zero, parameter, whole):
+def cut(zero: Zero, parameter: Partitioned, whole: torch.Tensor) -> torch.Tensor:
     """This process's fragment of `whole`, which has the parameter's shape: a 1-D view of a contiguous tensor."""
     length = position(zero, parameter)[2]
     if stage(zero) == 3:
@@ -129,7 +136,7 @@ def cut(zero, parameter, whole):
 
 
 @torch.no_grad()
-def take_weights(zero):
+def take_weights(zero: Zero) -> None:
     """Makes this process's masters what the script sees: where the model's weight is not its master, rounded, the
     script has written it. Three kernels over 1/N of the weights, for each PIECE of them; nothing waits."""
     for live, master in zip(live_parts(zero), masters(zero), strict=True):
@@ -140,7 +147,7 @@ def take_weights(zero):
             kept.copy_(seen if seen.dtype == kept.dtype else torch.where(seen == kept.to(seen.dtype), kept, seen))
 
 
-def live_parts(zero):
+def live_parts(zero: Zero) -> list[torch.Tensor | None]:
     """This process's flat parts of the model's weights, laid out like `masters`; None where they are on a disk."""
     if stage(zero) == 3:
         return zero.fp16_partitioned_groups_flat
@@ -149,7 +156,7 @@ def live_parts(zero):
 
 
 @torch.no_grad()
-def write_shards(parameters):
+def write_shards(parameters: list[Partitioned]) -> None:
     """Writes whole parameters of stage 3 into this process's shards of them."""
     shards, parts = [], []
     for parameter in parameters:
@@ -161,10 +168,10 @@ def write_shards(parameters):
         torch._foreach_copy_(shards, parts)
 
 
-def gradient_part(zero, parameter):
+def gradient_part(zero: Zero, parameter: Partitioned) -> torch.Tensor:
     """This process's fragment of the averaged gradient, a view of what the engine's step uses. It is not empty."""
     if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
-        return fragment(zero, parameter, [flat.grad for flat in masters(zero)])
+        return fragment(zero, parameter, [flat.grad for flat in masters(zero)])  # pyrefly: ignore[bad-argument-type]
     if stage(zero) == 3:
         group = zero.grad_position[zero.get_param_id(parameter)][0]
         [at] = [at for at, each in enumerate(zero.fp16_groups[group]) if each is parameter]
@@ -176,7 +183,7 @@ def gradient_part(zero, parameter):
 
 
 @torch.no_grad()
-def put_together(zero, parameter, part):
+def put_together(zero: Zero, parameter: Partitioned, part: torch.Tensor) -> torch.Tensor:
     """The whole fp32 tensor of the fragments of all processes. Every process calls it."""
     whole = torch.zeros(shape(parameter), dtype=torch.float32, device=parameter.device)
     mine = cut(zero, parameter, whole)
@@ -185,19 +192,19 @@ def put_together(zero, parameter, part):
     return whole
 
 
-def whole_gradient(zero, parameter):
+def whole_gradient(zero: Zero, parameter: Partitioned) -> torch.Tensor:
     """The averaged gradient in fp32. Every process calls it."""
     empty = not position(zero, parameter)[2]
     return put_together(zero, parameter, torch.zeros(0) if empty else gradient_part(zero, parameter))
 
 
-def whole_master(zero, parameter):
+def whole_master(zero: Zero, parameter: Partitioned) -> torch.Tensor:
     """The fp32 weight. Every process calls it."""
     return put_together(zero, parameter, fragment(zero, parameter, masters(zero)))
 
 
 @torch.no_grad()
-def set_gradient(zero, parameter, whole):
+def set_gradient(zero: Zero, parameter: Partitioned, whole: torch.Tensor | None) -> None:
     """Makes the averaged gradient `whole`, or zero if that is None."""
     if not position(zero, parameter)[2]:
         return
@@ -220,24 +227,24 @@ class Fragments:
     masters}, some of which are empty. `apart`: the numbers of the masters whose fragments are updated.
     """
 
-    def __init__(self, zero, held):
+    def __init__(self, zero: Zero, held: "Held") -> None:
         self.zero, self.held, self.optimizer, self.flats, self.apart = zero, held, zero.optimizer, [], set()
         self.places = {id(p): (at, *position(zero, p)[1:]) for at, group in enumerate(groups(zero)) for p in group}
         self.views = {id(p): nn.Parameter(self.cut(p, masters(zero)).detach()) for group in groups(zero) for p in group}
         self.optimizer.register_step_pre_hook(self.choose)
         self.optimizer.register_step_post_hook(self.done)
 
-    def cut(self, parameter, flats):
+    def cut(self, parameter: Partitioned, flats: list[torch.Tensor]) -> torch.Tensor:
         at, start, length = self.places[id(parameter)]
         return flats[at].narrow(0, start, length)
 
-    def choose(self, *_):
+    def choose(self, *_: object) -> None:
         """Before a step of torch's optimizer, which DeepSpeed calls for each flat master."""
         self.flats = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["params"] = [part for flat in group["params"] for part in self.with_gradients(flat)]
 
-    def with_gradients(self, flat):
+    def with_gradients(self, flat: torch.Tensor) -> list[torch.Tensor]:
         [at] = [at for at, master in enumerate(masters(self.zero)) if master is flat]
         reached = [parameter for parameter in groups(self.zero)[at] if id(parameter) in self.held.reached]
         if len(reached) == len(groups(self.zero)[at]) and at not in self.apart:
@@ -246,17 +253,18 @@ class Fragments:
         grads = [master.grad for master in masters(self.zero)]
         for parameter in reached:
             view = self.views[id(parameter)]
+            # pyrefly: ignore[bad-argument-type]
             view.grad = self.cut(parameter, grads) if len(view) else torch.zeros_like(view)
         return [self.views[id(parameter)] for parameter in reached]
 
-    def done(self, *_):
+    def done(self, *_: object) -> None:
         for group, flats in zip(self.optimizer.param_groups, self.flats, strict=True):
             group["params"] = flats
         for at in self.apart:
             for parameter in groups(self.zero)[at]:
                 self.views[id(parameter)].grad = None
 
-    def split(self, at):
+    def split(self, at: int) -> None:
         """Updates the fragments of this flat master from now on. Each takes its part of the state."""
         if at in self.apart:
             return
@@ -266,7 +274,7 @@ class Fragments:
         self.optimizer.state.pop(masters(self.zero)[at], None)
         self.apart.add(at)
 
-    def join(self, at, held=()):
+    def join(self, at: int, held: Mapping[str, torch.Tensor]) -> None:
         """The state of the flat master, made of those of its fragments, whose largest step counter it takes. held: the
         tensors of an earlier state of it, which are filled."""
         flat, joined = masters(self.zero)[at], {}
@@ -283,11 +291,11 @@ class Fragments:
             self.optimizer.state[flat] = joined
 
     @contextlib.contextmanager
-    def joined(self):
+    def joined(self) -> Iterator[None]:
         """States of the flat masters, for DeepSpeed's own checkpoints."""
         kept = {key: self.optimizer.state[view] for key, view in self.views.items() if view in self.optimizer.state}
         for at in self.apart:
-            self.join(at)
+            self.join(at, {})
         try:
             yield
         finally:
@@ -295,7 +303,7 @@ class Fragments:
                 self.optimizer.state.pop(masters(self.zero)[at], None)
             self.optimizer.state.update({self.views[key]: state for key, state in kept.items()})
 
-    def state(self, parameter):
+    def state(self, parameter: Partitioned) -> dict[str, torch.Tensor]:
         """{key: tensor} of this process's fragment of the parameter."""
         at, start, length = self.places[id(parameter)]
         flat = masters(self.zero)[at]
@@ -306,13 +314,13 @@ class Fragments:
             if torch.is_tensor(value)
         }
 
-    def loaded(self):
+    def loaded(self) -> None:
         """After DeepSpeed has loaded states of the flat masters."""
         for view in self.views.values():
             self.optimizer.state.pop(view, None)
         self.apart.clear()
 
-    def restore(self, names, parts):
+    def restore(self, names: dict[int, str], parts: Mapping[str, torch.Tensor]) -> None:
         """Fills the states with those of a checkpoint, and deletes others. names: {id of a parameter: name}."""
         saved = collections.defaultdict(dict)
         for place in parts:
@@ -338,14 +346,16 @@ class Fragments:
                 self.join(at, tensors)
                 self.apart.discard(at)
 
-    def alike(self, group):
+    def alike(self, group: list[Partitioned]) -> bool:
         """Whether the parameters have the same counters, as after steps in which all had a gradient."""
         states = [self.optimizer.state.get(self.views[id(parameter)], {}) for parameter in group]
         counters = [{key: float(value) for key, value in state.items() if not value.dim()} for state in states]
         return all(map(counters[0].__eq__, counters)) and all(state.keys() == states[0].keys() for state in states)
 
 
-def restore_engine(zero, held, parameters, parts):
+def restore_engine(
+    zero: Zero, held: "Held", parameters: list[tuple[str, nn.Parameter]], parts: Mapping[str, torch.Tensor]
+) -> None:
     from deepspeed.runtime.zero import GatheredParameters
 
     held.give_back()
@@ -375,7 +385,7 @@ def restore_engine(zero, held, parameters, parts):
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def gathered(parameter):
+def gathered(parameter: Partitioned) -> torch.Tensor:
     """The full 16-bit parameter. Under stage 3 every process must call it."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()

@@ -14,12 +14,15 @@ import os
 import re
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from faithful import patches
@@ -30,6 +33,8 @@ from faithful.loading import meta_init
 from faithful.models import batch_norm, elementwise
 from faithful.strategies.base import (
     GradientsElsewhere,
+    Pieces,
+    Saved,
     Shard,
     Strategy,
     buffers_by_place,
@@ -40,6 +45,7 @@ from faithful.strategies.deepspeed import dummies
 from faithful.strategies.deepspeed.engine import (
     Fragments,
     Scaler,
+    Zero,
     count_gradients,
     fragment,
     gathered,
@@ -55,6 +61,14 @@ from faithful.strategies.deepspeed.engine import (
 from faithful.strategies.deepspeed.seen import Held
 from faithful.tensors.names import parameters_of, unwrapped
 
+if TYPE_CHECKING:
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import GradScalerKwargs
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from faithful.accelerator import Accelerator
+    from faithful.plan import Plan
+
 BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of torch.optim.Optimizer
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
@@ -69,20 +83,20 @@ class ZeRO(GradientsElsewhere, Strategy):
     gradients_elsewhere = "DeepSpeed's gradients"
     any_number_of_processes = True
 
-    def __init__(self, plan):
+    def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
         self.keeps_masters = plan.precision != "fp32"
         self.exchanges_in_passes = plan.strategy != "zero1"
         self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if plan.strategy == "zero3" else ())
 
-    def before_rehearsal(self):
+    def before_rehearsal(self) -> None:
         """Turns off DeepSpeed's compiled all-reduce for processes of one host: it needs a compiler and a minute."""
         quiet()
         import deepspeed  # noqa: F401  patches needs it imported
 
         patches.replace("deepspeed.ops:__compatible_ops__", {})
 
-    def arguments(self, scaling):
+    def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """Accelerate's DeepSpeedPlugin from the launcher's environment, with settings that the YAML lacks. It leaves no
         `auto` value that Accelerate could fill only from a model's `config.hidden_size`."""
         from accelerate.utils import DeepSpeedPlugin
@@ -98,17 +112,20 @@ class ZeRO(GradientsElsewhere, Strategy):
             plugin.deepspeed_config["gradient_clipping"] = "auto"
         return {"deepspeed_plugin": plugin}
 
-    def real(self, accelerator, args):
+    def real(self, accelerator: "Accelerator", args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # pyrefly: ignore[missing-attribute]
         return dummies.real(accelerator.state.deepspeed_plugin.deepspeed_config, accelerator, args)
 
-    def started(self, accelerator):
+    def started(self, accelerator: "Accelerator") -> None:
         if self.plan.ram_efficient:
             meta_init.partition(accelerator.is_main_process)
             meta_init.start(accelerator.is_main_process)
 
-    def before_prepare(self, accelerator, model, optimizer):
+    def before_prepare(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         plan = self.plan
-        self.need_both(optimizer)
+        optimizer = self.need_both(optimizer)
         if bare := [name for name, parameter in model.named_parameters() if not shape(parameter)]:
             raise Refused(
                 f"{', '.join(bare[:3])}: DeepSpeed takes no parameter without dimensions, give it one, as "
@@ -127,11 +144,17 @@ class ZeRO(GradientsElsewhere, Strategy):
             batch_norm.in_fp32(model)
             cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
 
-    def prepare(self, accelerator, accelerates, args, device_placement):
+    def prepare(
+        self,
+        accelerator: "Accelerator",
+        accelerates: Callable[..., Any],
+        args: tuple[Any, ...],
+        device_placement: list[bool] | None,
+    ) -> tuple[Any, ...]:
         """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if no
         loader has one."""
         plugin, key = accelerator.state.deepspeed_plugin, "train_micro_batch_size_per_gpu"
-        config, said = plugin.deepspeed_config, file_of_deepspeed().get(key)
+        config, said = plugin.deepspeed_config, file_of_deepspeed().get(key)  # pyrefly: ignore[missing-attribute]
         loaders = [argument for argument in args if hasattr(argument, "batch_size")]
         batches = {loader.batch_size for loader in loaders} - {None}  # None: of a batch sampler, or of the data set
         models = [argument for argument in args if isinstance(argument, torch.nn.Module)]
@@ -161,27 +184,28 @@ class ZeRO(GradientsElsewhere, Strategy):
         with masters_for_all(accelerator, args):
             return super().prepare(accelerator, accelerates, args, device_placement)
 
-    def after_prepare(self, accelerator, model, optimizer):
+    def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Moves the optimizer step from `accelerator.backward`, where Accelerate has it, to `optimizer.step`.
 
         This way the gradient norm is checked before the update.
         """
-        engine, zero = model, zero_of(optimizer)
+        engine: Any = model
+        zero = zero_of(optimizer)
         count_gradients(zero, model)
-        held = zero.held = Held(zero, model.module)
+        held = zero.held = Held(zero, engine.module)
         held.fragments = Fragments(zero, held)
         clip_as_configured(zero)
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
         with_checkpoints_of_its_own(engine, held)
-        model.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
-        model.module.register_forward_hook(once_differentiable)
+        engine.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
+        engine.module.register_forward_hook(once_differentiable)
 
-        def backward(loss, sync_gradients=True, **kwargs):
+        def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
             engine.set_gradient_accumulation_boundary(sync_gradients)
             engine.backward(loss, **kwargs)
             held.after_backward(sync_gradients)
 
-        def step(self, closure=None):
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
                 raise Refused("DeepSpeed calls no closure of optimizer.step: use a ddp or fsdp config")
             if accelerator.sync_gradients:
@@ -191,35 +215,37 @@ class ZeRO(GradientsElsewhere, Strategy):
                 clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
                 accelerator.after_update(optimizer)
 
-        accelerator.deepspeed_engine_wrapped.backward = backward
+        accelerator.deepspeed_engine_wrapped.backward = backward  # pyrefly: ignore[missing-attribute]
         if stage(zero) > 1:  # Accelerate calls it in stage 1 only
             engine.no_sync = refuse_no_sync
         optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
         if zero.dtype == torch.float16:
             accelerator.scaler = Scaler(zero)
 
-    def take_written(self, accelerator, model, optimizer):
+    def take_written(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         held = zero_of(optimizer).held
         held.take_gradients()
         held.give_back()
         held.take_weights()
 
-    def free(self, accelerator):
+    def free(self, accelerator: "Accelerator") -> None:
         # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
         accelerator.scaler = None
 
-    def held_by_model(self, accelerator):
+    def held_by_model(self, accelerator: "Accelerator") -> "Accelerator":
         """Weakly: Python's collector does not see the hooks by which DeepSpeed's engine holds itself and the model."""
         return weakref.proxy(accelerator)
 
-    def dropped(self, accelerator):
+    def dropped(self, accelerator: "Accelerator") -> None:
         """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
         wrapped = accelerator.deepspeed_engine_wrapped
         if wrapped is not None and self.plan.strategy != "zero3":
             with contextlib.suppress(AssertionError):  # after end_training, it cannot print its last message
                 wrapped.engine.destroy()
 
-    def clip_grad_norm_(self, accelerator, parameters, max_norm, norm_type):
+    def clip_grad_norm_(
+        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
         """Makes the engine clip in its step. Returns the gradient norm over all processes."""
         plan, optimizer = self.plan, accelerator._optimizers[0]
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
@@ -228,7 +254,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one "
                 "norm: pass model.parameters()"
             )
-        configured = AcceleratorState().deepspeed_plugin.gradient_clipping
+        configured = AcceleratorState().deepspeed_plugin.gradient_clipping  # pyrefly: ignore[missing-attribute]
         if math.isinf(max_norm):  # the script asks for the norm alone
             return self.norm_of(optimizer)
         if configured not in (0.0, max_norm):
@@ -239,35 +265,35 @@ class ZeRO(GradientsElsewhere, Strategy):
         zero_of(optimizer).clip_grad = max_norm
         return self.norm_of(optimizer)
 
-    def norm_of(self, optimizer):
+    def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         zero = zero_of(optimizer)
         zero.held.take_gradients()
         return gradient_norm(zero)
 
-    def schedulers(self, accelerator):
+    def schedulers(self, accelerator: "Accelerator") -> list["AcceleratedScheduler"]:
         # DeepSpeed's engine steps those of its own once.
         return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
 
-    def torch_optimizer(self, optimizer):
+    def torch_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The torch optimizer inside DeepSpeed's optimizer inside Accelerate's. It updates the flat masters."""
         return zero_of(optimizer).optimizer
 
-    def parameter_ids(self, optimizer):
+    def parameter_ids(self, optimizer: torch.optim.Optimizer) -> set[int]:
         return {id(parameter) for group in groups(zero_of(optimizer)) for parameter in group}
 
-    def not_averaged(self, optimizer, prepared):
+    def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         return set()  # the engine averages all gradients that its optimizer uses
 
-    def shape_of(self, parameter):
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
         return shape(parameter)
 
-    def sharded(self, parameters):
+    def sharded(self, parameters: Iterable[nn.Parameter]) -> bool:
         return self.plan.num_processes > 1
 
-    def how_sharded(self, model, record):
+    def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         return f", {record.get('share_per_process', {}).get('optimizer', 1):.0%} of the optimizer state each"
 
-    def gradients(self, parameters, optimizer):
+    def gradients(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The gradient tensors that this process holds between the backward pass and the optimizer step."""
         zero = zero_of(optimizer)
         zero.forget()
@@ -279,11 +305,13 @@ class ZeRO(GradientsElsewhere, Strategy):
         kept += [flat.grad for flat in masters(zero) if flat.grad is not None]
         return kept
 
-    def gradient_elements(self, parameters, optimizer):
+    def gradient_elements(
+        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, int]:
         """{dtype: elements} of the gradients of the backward pass, before the engine partitions and frees them."""
         return dict(zero_of(optimizer).seen_gradients)
 
-    def shards(self, parameters, optimizer):
+    def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """As in Strategy, without padding."""
         if optimizer is None:  # a model that DeepSpeed does not train, and each process holds whole
             yield from super().shards(parameters, None)
@@ -294,6 +322,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 yield Shard("weight", name, None, parameter)
             elif zero.held.has(parameter):
                 length = fragment(zero, parameter, masters(zero)).numel()
+                # pyrefly: ignore[missing-attribute]
                 yield Shard("weight", name, None, parameter.ds_tensor.narrow(0, 0, length))
             # A parameter that stage 3 has released is an empty tensor.
             if stage(zero) == 3 and parameter.numel():
@@ -303,7 +332,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 for key, state in zero.held.fragments.state(parameter).items():
                     yield Shard("optimizer" if state.dim() else "counter", name, key, state)
 
-    def tensors(self, model, optimizer):
+    def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
         """{name: this process's fragment}: fp32 masters, optimizer state, full shapes, buffers."""
         if optimizer is None:
             return super().tensors(model, None)
@@ -320,7 +349,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
-    def restore(self, model, optimizer, parts):
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved) -> None:
         """Loads the result of `tensors`, bit for bit, and computes the 16-bit weights from the masters."""
         if optimizer is None:
             return super().restore(model, None, parts)
@@ -335,36 +364,37 @@ class ZeRO(GradientsElsewhere, Strategy):
         for place, buffer in buffers_by_place(model).items():
             buffer.copy_(parts[place])
 
-    def full_state(self, accelerator, model):
+    def full_state(self, accelerator: "Accelerator", model: nn.Module) -> dict[str, torch.Tensor]:
         """{name: full fp32 tensor} of parameters and buffers, on the CPU of process 0; empty on the others."""
         main, state = dist.get_rank() == 0, {}
         if unwrapped(model) is model:  # not DeepSpeed's
             return {name: tensor.cpu() for name, tensor in model.state_dict().items() if main}
-        for name, (_, whole) in self.pieces(accelerator, model).items():  # one at a time, to save memory
+        for name, (_, whole) in cast(Pieces, self.pieces(accelerator, model)).items():  # one at a time, to save memory
             tensor = whole()
             state |= {name: tensor.cpu()} if main else {}
         return state
 
-    def pieces(self, accelerator, model):
+    def pieces(self, accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
         if unwrapped(model) is model:
             return None
 
-        held = model.optimizer.held
+        engine: Any = model
+        held = engine.optimizer.held
         held.take_weights()
 
-        def whole(parameter):
-            return whole_master(model.optimizer, parameter) if held.has(parameter) else gathered(parameter)
+        def whole(parameter: nn.Parameter) -> torch.Tensor:
+            return whole_master(engine.optimizer, parameter) if held.has(parameter) else gathered(parameter)
 
         pieces = {}
-        for name, parameter in model.module.named_parameters():
+        for name, parameter in engine.module.named_parameters():
             dtype = torch.float32 if held.has(parameter) else parameter.dtype
             like = torch.empty(shape(parameter), dtype=dtype, device="meta")
             pieces[name] = like, functools.partial(whole, parameter)
-        buffers = model.module.state_dict().keys() - pieces.keys()
-        kept = {name: buffer for name, buffer in model.module.named_buffers() if name in buffers}
+        buffers = engine.module.state_dict().keys() - pieces.keys()
+        kept = {name: buffer for name, buffer in engine.module.named_buffers() if name in buffers}
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
-    def explain(self, error):
+    def explain(self, error: str) -> Refused | None:
         if said := needs_whole_model(error):
             return said
         if self.plan.ram_efficient and (said := meta_init.explain(error, "zero3_init_flag")):
@@ -378,7 +408,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         )
 
 
-def refuse_optimizers_of_matrices(plan, optimizer, device):
+def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
     class is one that DeepSpeed names."""
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
@@ -411,13 +441,14 @@ def refuse_optimizers_of_matrices(plan, optimizer, device):
         )
 
 
-def sub_group_size():
+def sub_group_size() -> float:
     """Elements for which stage 3 calls the optimizer's step once."""
+    # pyrefly: ignore[missing-attribute]
     size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
     return size if isinstance(size, int | float) else 1e9
 
 
-def complete(config, plan, scaling):
+def complete(config: dict[str, Any], plan: "Plan", scaling: "GradScalerKwargs | None") -> None:
     """Adds the settings that the launcher's environment lacks to DeepSpeed's config, in place. What a file of
     DeepSpeed's says stays. scaling: the script's GradScalerKwargs, or None."""
     from accelerate.utils import GradScalerKwargs
@@ -426,7 +457,7 @@ def complete(config, plan, scaling):
     if plan.strategy != "zero1":  # partitioned, fp32 costs 2/N bytes more; stage 1 would keep all in fp32
         config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     config["zero_force_ds_cpu_optimizer"] = False  # else offloading turns every optimizer into Adam, even SGD
-    defaults = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
+    defaults: dict[str, Any] = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": PERSISTENT}
     config["zero_optimization"] = defaults | deepspeed.explicit(config["zero_optimization"])
     for key in ("offload_optimizer", "offload_param"):
         offloaded = config["zero_optimization"].get(key)
@@ -447,13 +478,13 @@ def complete(config, plan, scaling):
     config["fp16"]["loss_scale_window"] = scaling.growth_interval
 
 
-def file_of_deepspeed():
+def file_of_deepspeed() -> dict[str, Any]:
     """The mapping of deepspeed_config_file as it is written, or {} without one."""
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     return deepspeed.read(path)[1] if path else {}
 
 
-def leave_precision_to_the_config():
+def leave_precision_to_the_config() -> None:
     """Stops transformers' Trainer from comparing bf16 and fp16 of TrainingArguments with DeepSpeed's config: both are
     False if a script leaves the precision to the config. If set, `Accelerator(mixed_precision=...)` gets them."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
@@ -461,23 +492,25 @@ def leave_precision_to_the_config():
         return
     compares = trainers.HfTrainerDeepSpeedConfig.fill_match
 
-    def fill_match(self, key, *args, **kwargs):
+    def fill_match(self: object, key: str, *args: Any, **kwargs: Any) -> None:
         if key not in ("bf16.enabled", "fp16.enabled"):
             compares(self, key, *args, **kwargs)
 
     patches.replace("transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match", fill_match)
 
 
-def quiet():
+def quiet() -> None:
     """Silences DeepSpeed's messages, except errors."""
     patches.silence("DeepSpeed", logging.ERROR)
 
 
-def cast_inputs(model, dtype):
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts inputs to `dtype`, because the engine keeps parameters in 16 bit and has no autocast."""
 
-    def cast(module, args, kwargs):
-        def one(value):
+    def cast(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def one(value: Any) -> Any:
             return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
         return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
@@ -486,7 +519,7 @@ def cast_inputs(model, dtype):
 
 
 @contextlib.contextmanager
-def masters_for_all(accelerator, args):
+def masters_for_all(accelerator: "Accelerator", args: tuple[Any, ...]) -> Iterator[None]:
     """Frozen parameters in an optimizer of `args` get masters too, as the script may thaw them."""
     groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
     every = [p for group in groups for p in group["params"] if p.is_floating_point() and not p.requires_grad]
@@ -504,16 +537,16 @@ def masters_for_all(accelerator, args):
             parameter.requires_grad_(False)
 
 
-def with_checkpoints_of_its_own(engine, held):
+def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
     """Makes DeepSpeed's own checkpoints hold the optimizer's state, which it looks for beside its flat masters."""
     saves, loads = engine.save_checkpoint, engine.load_checkpoint
 
-    def save_checkpoint(*args, **kwargs):
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         held.take_weights()
         with held.fragments.joined():
             return saves(*args, **kwargs)
 
-    def load_checkpoint(*args, **kwargs):
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         loaded = loads(*args, **kwargs)
         held.fragments.loaded()
         return loaded
@@ -521,11 +554,11 @@ def with_checkpoints_of_its_own(engine, held):
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
-def clip_as_configured(zero):
-    zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping
+def clip_as_configured(zero: Zero) -> None:
+    zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping  # pyrefly: ignore[missing-attribute]
 
 
-def once_differentiable(module, args, output):
+def once_differentiable(module: nn.Module, args: object, output: object) -> None:
     """A hook of the model: a second derivative through its output is refused, for which DeepSpeed's engine, which gives
     memory back in the first backward pass, has no rule."""
     for leaf in tree_leaves(output):
@@ -533,7 +566,7 @@ def once_differentiable(module, args, output):
             leaf.register_hook(refuse_a_second_derivative)
 
 
-def refuse_a_second_derivative(gradient):
+def refuse_a_second_derivative(gradient: torch.Tensor) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise Refused(
             "DeepSpeed's engine takes no second derivative (create_graph=True, a gradient penalty or a Hessian): use a "
@@ -541,14 +574,14 @@ def refuse_a_second_derivative(gradient):
         )
 
 
-def refuse_new_group(*_):
+def refuse_new_group(*_: object) -> NoReturn:
     raise Refused(
         "add_param_group after prepare: under ZeRO the optimizer's parameters are fixed in prepare. Give it all of "
         "them before, frozen ones too, and set requires_grad when they are to be trained"
     )
 
 
-def refuse_no_sync():
+def refuse_no_sync() -> NoReturn:
     raise Refused(
         "the script calls model.no_sync, which DeepSpeed has under ZeRO-1 only: call "
         "accelerator.accumulate(model), or use a ddp or fsdp config"
