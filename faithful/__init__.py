@@ -1,11 +1,16 @@
 """An Accelerate `Accelerator` that does what its config says, or refuses to train. See README.md in this folder."""
 
+from typing import TYPE_CHECKING
+
 from faithful.errors import Diverged, Refused, Stopped
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 __all__ = ["Accelerator", "Diverged", "Refused", "Stopped"]
 
 
-def __getattr__(name):  # importing faithful.config.rules must not import torch
+def __getattr__(name: str) -> "type[Accelerator]":  # importing faithful.config.rules must not import torch
     if name == "Accelerator":
         from faithful.accelerator import Accelerator
 

@@ -16,7 +16,7 @@ from faithful.errors import Refused
 from faithful.launch import process
 
 
-def main(words):
+def main(words: list[str]) -> None:
     while words and words[0].startswith("--"):
         if words[0] != "--config_wins":
             raise Refused(f"python -m faithful {words[0]}: the option before a script is --config_wins, or none")
@@ -37,7 +37,7 @@ def main(words):
         runpy.run_path(words[0], run_name="__main__")
 
 
-def take_its_place():
+def take_its_place() -> None:
     """Replaces `Accelerator` by faithful's in every module that has imported it from Accelerate."""
     import accelerate.accelerator
 
@@ -55,7 +55,7 @@ def take_its_place():
     original = accelerate.accelerator.Accelerator
     for name, module in list(sys.modules.items()):
         if getattr(module, "Accelerator", None) is original and not name.startswith("faithful"):
-            module.Accelerator = Accelerator
+            module.Accelerator = Accelerator  # pyrefly: ignore[missing-attribute]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import accelerate.optimizer
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from faithful import arguments, backends, ending, patches, strategies
 from faithful.backends import cpu_matmul
@@ -21,7 +24,7 @@ from faithful.config import settings
 from faithful.errors import Refused, SkippedAlone
 from faithful.evidence.batch import FirstBatch
 from faithful.evidence.communication import OneStep
-from faithful.evidence.evidence import notes, refuse_what_would_not_train
+from faithful.evidence.evidence import Evidence, notes, refuse_what_would_not_train
 from faithful.evidence.record import Record, described, now, of_arguments
 from faithful.launch import launcher, process, rank_sync
 from faithful.launch.machine import Memory
@@ -41,15 +44,16 @@ trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 class Accelerator(accelerate.Accelerator):
     current = ending.Newest()  # faithful/launch/process.py closes its record at exit
     async_save = True  # see saving/saving.py
+    number: int | None  # its place in ending.made; None: a copy
 
     # ---- the launch ----
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         process.guard(Accelerator)  # before anything that is refused, or waits for other processes
         with patches.kept_for(id(self)):
             self.launch(args, kwargs)
 
-    def launch(self, args, kwargs):
+    def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         trainer.allow_bf16()
@@ -65,25 +69,25 @@ class Accelerator(accelerate.Accelerator):
             cpu_matmul.start()
         self.strategy.started(self)
         self.backend.started(self)
-        clipping.instead_of_torch(self, lambda: Accelerator.current)
-        self.models, self.preparing = [], False  # PreparedModels; whether this is inside `prepare`
+        clipping.instead_of_torch(self, lambda: Accelerator.current)  # pyrefly: ignore[bad-argument-type]
+        self.models: list[PreparedModel] = []
+        self.preparing = False  # whether this is inside `prepare`
         self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
-        self.freed = []  # the evidence of models that were freed
-        self.epochs = []  # one per prepared loader
+        self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
+        self.epochs: list[loaders.Epoch] = []  # one per prepared loader
         self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
-        self.first_batch = None  # of the first model
-        self.memory, self.peak = Memory(self.device), None
+        self.first_batch: FirstBatch | None = None  # of the first model
+        self.memory = Memory(self.device)
+        self.peak: int | None = None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
         self.looked = False  # at all that is prepared, see `begin`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
-        self.forward_passes = self.backward_passes = (
-            0  # forward: where strategies exchange in passes, and with gradients
-        )
+        self.forward_passes = self.backward_passes = 0  # forward: those with gradients, if strategies exchange in them
         self.computed = 0, 0  # both at the last micro-batch
         self.resumed = self.stopping = self.closed = False
-        self.saving = None  # the checkpoint.Save that may still be going on
-        self.newest = None  # the checkpoint of the last step for which this run has saved or loaded one: (step, path)
+        self.saving: checkpoints.Save | None = None  # that may still be going on
+        self.newest: tuple[int, Path] | None = None  # step and path of the last checkpoint that it saved or loaded
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
@@ -92,19 +96,19 @@ class Accelerator(accelerate.Accelerator):
             self.note(line)
         ending.begin(self)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: a copy has no record of its own."""
         return self.__dict__ | {"number": None, "saving": None}
 
-    def __del__(self, leave=ending.leave):
+    def __del__(self, leave: Callable[["Accelerator"], None] = ending.leave) -> None:
         leave(self)
 
     @property
-    def before(self):
+    def before(self) -> "Accelerator | None":
         """The Accelerator that this process has made before this one, or None."""
         return ending.newest(self.number or 0)
 
-    def project_folder(self, merged):
+    def project_folder(self, merged: dict[str, Any]) -> tuple[str | Path, str | Path]:
         """Returns (project folder, folder of the record)."""
         named, folder, recorded = arguments.project(self.plan, merged, Accelerator.current)
         self.named_folder = bool(named or settings.default_project_dir())
@@ -112,16 +116,16 @@ class Accelerator(accelerate.Accelerator):
         return folder, recorded
 
     @property
-    def project_dir(self):
-        return super().project_dir or self.default_folder
+    def project_dir(self) -> str:
+        return super().project_dir or self.default_folder  # pyrefly: ignore[bad-return]
 
     @property
-    def logging_dir(self):
-        return super().logging_dir or self.default_folder
+    def logging_dir(self) -> str:
+        return super().logging_dir or self.default_folder  # pyrefly: ignore[bad-return]
 
     # ---- preparing ----
 
-    def prepare(self, *args, device_placement=None):
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         args = self.strategy.real(self, args)
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
@@ -138,7 +142,8 @@ class Accelerator(accelerate.Accelerator):
             self.preparing = False
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
-                self.models.append(PreparedModel(module, *converted.get(at, ())))
+                layers, skipped = converted.get(at, (None, []))
+                self.models.append(PreparedModel(module, layers, skipped))
                 whole_weights.saved_whole(self, module)
                 if at in converted and self.strategy.exchanges_in_passes:
                     module.register_forward_pre_hook(self.count_pass, prepend=True)
@@ -149,22 +154,22 @@ class Accelerator(accelerate.Accelerator):
         self.looked = False
         return prepared if len(args) > 1 else prepared[0]
 
-    def perturb(self, models):
+    def perturb(self, models: Iterable[nn.Module]) -> None:
         """Changes every weight to the next larger number."""
         for model in models:
             nudge(model)
             self.record.seen["nudged"] = True
 
     @property
-    def evidence(self):
+    def evidence(self) -> list[Evidence]:
         """The evidence of the prepared models that have a prepared optimizer."""
         return [model.evidence for model in self.models if model.evidence]
 
-    def prepared_parameters(self):
+    def prepared_parameters(self) -> set[int]:
         """The ids of the parameters of all models that are prepared for training."""
         return set().union(*(model.parameters for model in self.models if not model.evaluation))
 
-    def free_memory(self, *objects):
+    def free_memory(self, *objects: Any) -> Any:
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
         self.freed += [evidence.record for evidence in self.evidence if evidence.complete]
         self.strategy.free(self)
@@ -175,7 +180,9 @@ class Accelerator(accelerate.Accelerator):
             self.first_batch = None
         return super().free_memory(*objects)
 
-    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
         """As `prepare`, if the model is to be trained. Accelerate's own fails under DDP for a model without trainable
         parameters: here that one is for evaluation."""
         frozen = not any(parameter.requires_grad for parameter in model.parameters())
@@ -186,31 +193,31 @@ class Accelerator(accelerate.Accelerator):
             self.models.append(PreparedModel(prepared, evaluation=evaluation_mode))
         return prepared
 
-    def prepare_data_loader(self, data_loader, *args, **kwargs):
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader.worker_init_fn = functools.partial(launcher.loader_process, data_loader.worker_init_fn)
         loaders.refuse_indices_without_batches(self, data_loader)
         self.epochs.append(loaders.Epoch())
         return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
 
-    def skip_first_batches(self, dataloader, num_batches=0):
+    def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> loaders.Prepared | DataLoader:
         """The loader of the rest of an epoch, watched like the loader that it comes from."""
         left = super().skip_first_batches(dataloader, num_batches)
         mine = next((epoch for epoch in self.epochs if any(loader is dataloader for loader in epoch.loaders)), None)
         return mine.watch(left) if mine else left
 
-    def prepare_optimizer(self, optimizer, device_placement=None):
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As `prepare`."""
         if not self.preparing and not getattr(optimizer, "_is_accelerate_prepared", False):
             return self.prepare(optimizer, device_placement=None if device_placement is None else [device_placement])
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is accelerate.optimizer.AcceleratedOptimizer:
-            prepared.__class__, prepared.accelerator = Optimizer, self
+            prepared.__class__, prepared.accelerator = Optimizer, self  # pyrefly: ignore[missing-attribute]
         return prepared
 
     # ---- steps ----
 
-    def begin(self):
+    def begin(self) -> None:
         """Looks at everything that is prepared, and opens the record. Called in each step."""
         if self.uneven:
             raise Refused(
@@ -231,25 +238,25 @@ class Accelerator(accelerate.Accelerator):
             return
         saving.wait(self)  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
-        if self.evidence:
-            self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(self.leading()))
+        if (leading := self.leading()) is not None:
+            self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(leading))
         self.write_record()
 
-    def leading(self):
+    def leading(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps are those of the run: the first one of the first model, or None."""
         return next((model.optimizers[0] for model in self.models if model.evidence), None)
 
-    def note(self, line):
+    def note(self, line: str) -> None:
         """Prints a note for the user and keeps it in the record."""
         self.record.notes.append(line)
         self.print(f"note: {line}", flush=True)
 
-    def explain(self, error):
-        """A Refused, if a library's error (a text) means that the script needs what the config has not; else None."""
+    def explain(self, error: str) -> Refused | None:
+        """A Refused, if a library's error means that the script needs what the config has not; else None."""
         return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
 
     @contextlib.contextmanager
-    def accumulate(self, *models):
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
         self.never_accumulates = False
         self.stop_if_agreed()
         with super().accumulate(*models), self.communication.counted(self):
@@ -263,11 +270,11 @@ class Accelerator(accelerate.Accelerator):
                 "its loss by 0, or use a ddp config"
             )
 
-    def count_pass(self, *_):
+    def count_pass(self, *_: Any) -> None:
         """A hook of each prepared model that trains, before its forward pass."""
         self.forward_passes += torch.is_grad_enabled()
 
-    def backward(self, loss, **kwargs):
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.begin()
         self.stop_if_agreed()
         self.between_steps = False
@@ -278,11 +285,11 @@ class Accelerator(accelerate.Accelerator):
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)
 
-    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+    def clip_grad_norm_(self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
         return clipping.clip(self, clipping.listed(parameters), max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters, clip_value):
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         clipping.refuse_by_value(self)
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
@@ -290,7 +297,7 @@ class Accelerator(accelerate.Accelerator):
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables, even_batches=None):
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Accelerate's. Without even batches it is for evaluations: `begin` refuses a step in it."""
         even = self.even_batches if even_batches is None else even_batches
         self.uneven = self.num_processes > 1 and not even
@@ -300,7 +307,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self.uneven = False
 
-    def before_update(self, optimizer):
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
         self.begin()  # here too, as a script may call loss.backward() itself
         if self.never_accumulates:
@@ -310,14 +317,14 @@ class Accelerator(accelerate.Accelerator):
                 "micro-batch: put its step into `with accelerator.accumulate(model):`, or set 1 in the config"
             )
         for model in self.models:
-            if optimizer in model.optimizers:
+            if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
         self.steps.check(self.norms.of(self, optimizer), self.scaler, self.newest_checkpoint)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:
                 evidence.before_first_update(optimizer)
 
-    def after_update(self, optimizer):
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         skipped, samples = self.optimizer_step_was_skipped, self.samples_per_step()
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete and not skipped:
@@ -333,13 +340,13 @@ class Accelerator(accelerate.Accelerator):
             saving.look(self)
             process.finish_steps_first(self)
 
-    def samples_per_step(self):
+    def samples_per_step(self) -> int | None:
         if self.record.seen["samples_per_step"] is None and self.first_batch:
             samples, hashes = self.first_batch.result(self.plan)
             self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
         return self.record.seen["samples_per_step"]
 
-    def gather_for_metrics(self, input_data, use_gather_object=False):
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
         same = self.strategy.same_batch  # then every process has every sample already
         data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
@@ -349,50 +356,62 @@ class Accelerator(accelerate.Accelerator):
             self.steps.pause()
         return data
 
-    def stop_if_agreed(self):
+    def stop_if_agreed(self) -> None:
         if self.steps.stopping and self.between_steps:
             ending.stop(self)
 
     # ---- saving ----
 
-    def save_state(self, output_dir=None, safe_serialization=True, **kwargs):
+    def save_state(  # pyrefly: ignore[bad-override]
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> str:
         """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. With `async_save` it is
         written while training goes on. If that fails, training goes on too, and the process exits with an error."""
         others = {name: (value, None) for name, value in kwargs.items()}
         arguments.without_effect(self, "save_state", safe_serialization=(safe_serialization, True), **others)
         return saving.save_state(self, output_dir)
 
-    def load_state(self, input_dir=None, load_kwargs=None, **kwargs):
+    def load_state(
+        self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
         others = {name: (value, {"strict": True}.get(name)) for name, value in kwargs.items()}
         arguments.without_effect(self, "load_state", load_kwargs=(load_kwargs or None, None), **others)
         saving.load_state(self, input_dir)
 
-    def newest_checkpoint(self):
+    def newest_checkpoint(self) -> Path | None:
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
         saving.wait(self)
         with contextlib.suppress(OSError):
             return next(iter(checkpoints.list_checkpoints(saving.default_folder(self))), None)
 
-    def get_state_dict(self, model, unwrap=True):
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
         return whole_weights.state_dict(self, model, functools.partial(super().get_state_dict, model, unwrap))
 
-    def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization=True):
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
         self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
         saving.save_model(self, model, Path(save_directory), max_shard_size, safe_serialization)
 
     # ---- the record ----
 
-    def init_trackers(self, project_name, config=None, init_kwargs=None):
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """May be called by the main process alone, as in Accelerate: it is no place to open the record."""
         self.record.arguments = of_arguments(config)
         if self.record.opened:
             self.write_record()
         super().init_trackers(project_name, config, init_kwargs or {})
 
-    def log(self, values, step=None, log_kwargs=None):
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Logs to the trackers and to metrics.jsonl. May be called by one process, before the first step too."""
         super().log(values, step=step, log_kwargs=log_kwargs)
         self.record.log(values, step, self.steps.taken, self.device)
@@ -401,21 +420,21 @@ class Accelerator(accelerate.Accelerator):
             self.write_record(now())  # with the values that it logs after the end
         self.steps.pause()
 
-    def write_record(self, finished=None):
+    def write_record(self, finished: str | None = None) -> None:
         if self.record.main:
             evidence = self.freed + [evidence.record for evidence in self.evidence]
             self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
-    def end_training(self):
+    def end_training(self) -> None:
         """Closes the record, while the processes can still communicate."""
         ending.finish(self)
         super().end_training()
         patches.release(id(self))
 
-    def how_to_go_on(self):
+    def how_to_go_on(self) -> str:
         return ending.how_to_go_on(self)
 
-    def close(self, error, code):
+    def close(self, error: str | None, code: int) -> int:
         """Writes the final record, however the process ends. error: one line, or None. code: the exit code so far.
         Returns the exit code."""
         return ending.close(self, error, code)

@@ -5,12 +5,15 @@ If the two contradict each other, the run is refused with a message that names b
 
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from accelerate.accelerator import Accelerator as Original
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
+    DeepSpeedPlugin,
     DynamoBackend,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -23,7 +26,10 @@ from faithful import backends, strategies
 from faithful.config import settings
 from faithful.errors import Refused
 from faithful.evidence.record import default_folder
-from faithful.plan import resolve, says_precision, timeout
+from faithful.plan import Plan, resolve, says_precision, timeout
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
     "safe_serialization": "a checkpoint is safetensors and JSON, never a pickle (save_model writes one)",
@@ -40,7 +46,7 @@ OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatr
                  "parallelism_config", "dynamo_backend", "dynamo_plugin")  # fmt: skip
 
 
-def given(args, kwargs):
+def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """{name: value} of what a script passed to `Accelerator(*args, **kwargs)`, without Accelerate's defaults."""
     parameters = list(inspect.signature(Original.__init__).parameters.values())[1:]
     named = dict(zip([p.name for p in parameters], args, strict=False)) | kwargs
@@ -48,18 +54,18 @@ def given(args, kwargs):
     return {name: value for name, value in named.items() if value is not defaults.get(name, inspect.Parameter.empty)}
 
 
-def precision(script):
+def precision(script: dict[str, Any]) -> str | None:
     """What the script says of the precision where no config and no launcher does, or None."""
     passed = script.get("mixed_precision")
     return None if passed is None or says_precision() else str(passed)
 
 
-def resolved(script, before):
+def resolved(script: dict[str, Any], before: "Accelerator | None") -> Plan:
     """The Plan of this process. before: the Accelerator that this script has created before, or None."""
     return before.plan if before and AcceleratorState._shared_state else resolve(precision(script))
 
 
-def notes(plan, script):
+def notes(plan: Plan, script: dict[str, Any]) -> Iterator[str]:
     """Yields the plan's notes, and one for each of the script's arguments that gives way to the config."""
     yield from plan.notes
     for _, both, _ in contradictions(plan, script) if settings.config_wins() else ():
@@ -68,7 +74,7 @@ def notes(plan, script):
         yield f"the script passes mixed_precision='no', Accelerate's default: the config's {plan.precision} applies"
 
 
-def is_default(plan, script):
+def is_default(plan: Plan, script: dict[str, Any]) -> bool:
     return (
         str(script.get("mixed_precision")) == "no"
         and says_precision()
@@ -77,7 +83,7 @@ def is_default(plan, script):
     )
 
 
-def typed(words):
+def typed(words: list[str]) -> bool:
     """Whether a command line has an option for the precision, which argparse lets one shorten."""
     for word in words:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -88,7 +94,7 @@ def typed(words):
     return False
 
 
-def merged(plan, script):
+def merged(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
     """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
     refuse_missing_trackers(script.get("log_with"))
     given_by_script, script = script, dict(script)
@@ -120,7 +126,7 @@ def merged(plan, script):
     return {**script, **arguments, "kwargs_handlers": handlers}
 
 
-def refuse_missing_trackers(asked):
+def refuse_missing_trackers(asked: Any) -> None:
     """Raises Refused if a tracker that is asked for by name is not installed: Accelerate would leave it out."""
     asked = asked if isinstance(asked, list | tuple) else [asked]
     named = [LoggerType(one) for one in asked if isinstance(one, str | LoggerType) and one in LoggerType]
@@ -135,7 +141,9 @@ def refuse_missing_trackers(asked):
         )
 
 
-def project(plan, merged, before):
+def project(
+    plan: Plan, merged: dict[str, Any], before: "Accelerator | None"
+) -> tuple[str | Path | None, str | Path, str | Path]:
     """Returns (the script's project folder or None, its default, folder of the record). A run without one gets a new
     folder. before: the Accelerator that this script has created before, or None. The records of all are in different
     folders. The script's ProjectConfiguration stays as it is, because the script may give it to several."""
@@ -157,7 +165,7 @@ def project(plan, merged, before):
     return None, folder, folder
 
 
-def contradictions(plan, script):
+def contradictions(plan: Plan, script: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields (argument, what script and config say, what to do) for each argument that contradicts the config."""
     planned = {"fp32": "no"}.get(plan.precision, plan.precision)
     passed = script.get("mixed_precision")
@@ -186,7 +194,7 @@ def contradictions(plan, script):
         yield "gradient_accumulation_steps", both, "say it in one place"
 
 
-def without_effect(accelerator, method, **given):
+def without_effect(accelerator: "Accelerator", method: str, **given: tuple[Any, Any]) -> None:
     """Notes once, or refuses, each argument of one of Accelerate's methods that this class has no use for and that is
     not at its default. given: {name: (value, default)}."""
     for name, (value, default) in given.items():
@@ -198,13 +206,13 @@ def without_effect(accelerator, method, **given):
         accelerator.record.note(f"{method} {name}", f"{said} has no effect: {NEEDLESS[name]}")
 
 
-def own_accumulation(script):
+def own_accumulation(script: dict[str, Any]) -> int | None:
     """The steps of gradient accumulation that the script says, or None."""
     plugin = script.get("gradient_accumulation_plugin")
     return plugin.num_steps if plugin else script.get("gradient_accumulation_steps")
 
 
-def as_planned(plan, plugin):
+def as_planned(plan: Plan, plugin: Any) -> bool:
     """Whether a plugin agrees with the config. transformers' TrainingArguments make plugins from the environment."""
     if isinstance(plugin, str):  # dynamo_backend
         return plan.compile or plugin.lower() == "no"
@@ -215,8 +223,8 @@ def as_planned(plan, plugin):
     return settings_of(plugin) == settings_of(type(plugin)())  # that of the launcher's environment
 
 
-def settings_of(plugin):
-    """What a DeepSpeedPlugin asks for, without the precision, which TrainingArguments fill in, and what is "auto"."""
+def settings_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """What a plugin asks for, without the precision, which TrainingArguments fill in, and what is "auto"."""
     settings = {key: value for key, value in plugin.deepspeed_config.items() if key not in ("fp16", "bf16")}
     zero = {key: value for key, value in settings.pop("zero_optimization", {}).items() if value != "auto"}
     return {key: value for key, value in settings.items() if value != "auto"} | {"zero": zero}

@@ -3,7 +3,9 @@
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -14,7 +16,11 @@ from faithful.evidence.record import errors_left, leave_error, now
 from faithful.launch import launcher, process, rank_sync
 from faithful.saving import saving
 
-made = []  # for each Accelerator of this process, the oldest first, what returns it, or what is left of it
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+
+# For each Accelerator of this process, the oldest first, what returns it, or what is left of it.
+made: list[Callable[[], "Accelerator | None"]] = []
 KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_folder", "named_folder", "resumed",
         "stopping", "closed", "saving", "newest", "record", "steps", "memory", "peak", "put_in_fp32")  # fmt: skip
 
@@ -22,22 +28,25 @@ KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_
 class Newest:
     """A class attribute: the newest Accelerator of this process, or None."""
 
-    def __get__(self, *_):
+    def __get__(self, *_: object) -> "Accelerator | None":
         return newest(len(made))
 
 
-def newest(before):
+def newest(before: int) -> "Accelerator | None":
     """The newest of the first `before` Accelerators of this process, or None."""
     return next((run for get in made[:before][::-1] if (run := get()) is not None), None)
 
 
-def begin(accelerator):
+def begin(accelerator: "Accelerator") -> None:
     """Takes note of an Accelerator, without keeping it alive: it holds models, optimizers and loaders."""
     accelerator.number = len(made)
     made.append(weakref.ref(accelerator))
 
 
-def leave(accelerator, at_exit=sys.is_finalizing):  # which modules do not have any more then
+def leave(
+    accelerator: "Accelerator",
+    at_exit: Callable[[], bool] = sys.is_finalizing,  # which modules do not have any more then
+) -> None:
     """Keeps of an Accelerator that the script has dropped what writes its record at exit."""
     if at_exit() or "record" not in vars(accelerator) or accelerator.number is None:
         return  # refused, a copy, or the end of the process
@@ -46,13 +55,13 @@ def leave(accelerator, at_exit=sys.is_finalizing):  # which modules do not have 
     left.strategy, left.backend = strategies.of(left.plan), backends.of(left.plan)
     left.freed, left.models = accelerator.freed + [evidence.record for evidence in accelerator.evidence], []
     left.steps.losses.clear()
-    made[left.number] = lambda: left
+    made[accelerator.number] = lambda: left
     accelerator.strategy.dropped(accelerator)
     if id(accelerator) in patches.users:
         patches.users ^= {id(accelerator), id(left)}
 
 
-def stop(accelerator):
+def stop(accelerator: "Accelerator") -> NoReturn:
     """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
     steps = accelerator.steps
     saving.wait(accelerator)
@@ -68,7 +77,7 @@ def stop(accelerator):
     raise KeyboardInterrupt if process.interrupted else Stopped
 
 
-def how_to_go_on(accelerator):
+def how_to_go_on(accelerator: "Accelerator") -> str:
     """A sentence for the user: what was saved, and how to resume it."""
     newest = accelerator.newest_checkpoint()
     if newest is None:
@@ -79,7 +88,7 @@ def how_to_go_on(accelerator):
     )
 
 
-def finish(accelerator):
+def finish(accelerator: "Accelerator") -> None:
     """Closes the record when the script calls `end_training`, while the processes can still communicate."""
     record, steps = accelerator.record, accelerator.steps
     saving.wait(accelerator)
@@ -101,7 +110,7 @@ def finish(accelerator):
     process.handle_signals_as_before()  # there is no step any more to stop after
 
 
-def close(accelerator, error, code):
+def close(accelerator: "Accelerator", error: str | None, code: int) -> int:
     """Writes the final record, however the process ends, also of the Accelerators that the script made before."""
     if accelerator.made_by != os.getpid():  # of the process that has forked this one
         return code
@@ -132,6 +141,6 @@ def close(accelerator, error, code):
     return code
 
 
-def write_last(accelerator):
+def write_last(accelerator: "Accelerator") -> None:
     accelerator.write_record(now())
     accelerator.print(f"{accelerator.record.status}: {accelerator.record.shown}", flush=True)

@@ -31,7 +31,7 @@ class OutOfSharedMemory(Refused):
 
     of_one_process = True
 
-    def __init__(self, said="No space left on device"):
+    def __init__(self, said: str = "No space left on device") -> None:
         super().__init__(
             f"/dev/shm is too small for the batches of the data loaders' workers ({said}): make it bigger (docker run "
             "--shm-size 8g; an emptyDir of medium Memory in Kubernetes), or use fewer or no workers "
@@ -55,5 +55,5 @@ class Stopped(SystemExit):
     """Ends a run after SIGTERM, when its checkpoint is written. Exits with 143, as SIGTERM itself would. After Ctrl-C
     the run raises KeyboardInterrupt instead, which scripts may catch."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(143)

@@ -12,6 +12,7 @@ import logging
 import os
 import pkgutil
 import warnings
+from collections.abc import Callable, Iterator
 
 TABLE = {  # what is changed: why
     "accelerate.Accelerator, in every module that has imported it":
@@ -83,11 +84,11 @@ TABLE = {  # what is changed: why
         "launcher's variables of FSDP version 1 are set to those of version 2 (faithful/plan.py: follow)",
 }  # fmt: skip
 
-undos = []  # functions that restore what was there, the newest last
-users = set()  # ids of the Accelerators that have not ended
+undos: list[Callable[[], object]] = []  # functions that restore what was there, the newest last
+users: set[int] = set()  # ids of the Accelerators that have not ended
 
 
-def replace(row, value, owner=None, name=None):
+def replace(row: str, value: object, owner: object = None, name: str = "") -> None:
     """Sets an attribute of another package's module, class or closure. row: of TABLE; `package.module:Class.attribute`
     says which attribute, else owner and name do."""
     if owner is None:
@@ -100,14 +101,14 @@ def replace(row, value, owner=None, name=None):
     setattr(owner, name, value)
 
 
-def undo_with(row, function):
+def undo_with(row: str, function: Callable[[], object]) -> None:
     """Keeps what restores a change that its caller has made. row: of TABLE."""
     if row not in TABLE:
         raise KeyError(row)
     undos.append(function)
 
 
-def set_environment(name, value):
+def set_environment(name: str, value: str | None) -> None:
     """Sets an environment variable for this process and those that it starts, or removes it (None)."""
     before = os.environ.get(name)
     if value == before:
@@ -116,32 +117,32 @@ def set_environment(name, value):
     put(name, value)
 
 
-def put(name, value):
+def put(name: str, value: str | None) -> None:
     os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
 
 
-def silence(logger, level=None, unless=None):
+def silence(name: str, level: int | None = None, unless: str | None = None) -> None:
     """Raises the level of a logger, or drops its messages that contain the text `unless`."""
-    logger = logging.getLogger(logger)
+    logger = logging.getLogger(name)
     if unless:
         hide = lambda record: unless not in record.getMessage()  # noqa: E731
         undos.append(lambda: logger.removeFilter(hide))
         logger.addFilter(hide)
-    else:
+    elif level is not None:
         undos.append(lambda before=logger.level: logger.setLevel(before))
         logger.setLevel(level)
 
 
-def ignore_warning(message):
+def ignore_warning(message: str) -> None:
     warnings.filterwarnings("ignore", message)
     entry = warnings.filters[0]
-    undos.append(lambda: entry in warnings.filters and warnings.filters.remove(entry))
+    undos.append(lambda: entry in warnings.filters and warnings.filters.remove(entry))  # pyrefly: ignore[missing-attribute]
 
 
 @contextlib.contextmanager
-def kept_for(user):
+def kept_for(user: int) -> Iterator[None]:
     """Keeps the changes that are made in this context until `release(user)`, or undoes them after an error."""
     before = len(undos)
     users.add(user)
@@ -154,7 +155,7 @@ def kept_for(user):
         raise
 
 
-def release(user):
+def release(user: int) -> None:
     """Restores everything, the newest change first, when the last Accelerator ends. user: its id."""
     users.discard(user)
     while undos and not users:

@@ -1,20 +1,24 @@
 """Counts and hashes the samples of the first optimizer step."""
 
+from typing import Any
+
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from faithful.plan import Plan
 from faithful.tensors.names import sum_of_sample_hashes
 
 
 class FirstBatch:
     """Watches the forward passes of a prepared model until `result` is called."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module) -> None:
         self.samples = self.hashes = 0
         self.hook = model.register_forward_pre_hook(self.see, prepend=True, with_kwargs=True)
 
-    def see(self, model, args, kwargs):
+    def see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf) and leaf.dim()]
         if not tensors or not torch.is_grad_enabled():
             return
@@ -22,7 +26,7 @@ class FirstBatch:
         self.samples += samples
         self.hashes += sum_of_sample_hashes([tensor for tensor in tensors if len(tensor) == samples])
 
-    def result(self, plan):
+    def result(self, plan: Plan) -> tuple[int, str]:
         """(samples per optimizer step, one hash of them all), over all processes. Every process must call it."""
         self.hook.remove()
         seen = gather_object([(self.samples, self.hashes)])[:: plan.tp_size]  # tp: a group computes one batch

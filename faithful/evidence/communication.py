@@ -1,13 +1,19 @@
 """Counts the bytes that a process sends in one optimizer step, from the collectives that really run."""
 
 import contextlib
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from faithful.tensors.names import size
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 # Ring algorithm: each of N processes sends 2(N-1)/N of a tensor in an all-reduce, and (N-1)/N of the full size in an
 # all-gather, a reduce-scatter or an all-to-all.
@@ -20,11 +26,11 @@ FACTORS = {"allreduce_": 2, "allreduce_coalesced_": 2, "all_reduce": 2,
 class OneStep:
     """Counts the bytes of one optimizer step of an Accelerator: the second one, because the first allocates."""
 
-    def __init__(self):
-        self.counting = None  # the BytesSent of the step's micro-batches so far
+    def __init__(self) -> None:
+        self.counting: BytesSent | None = None  # of the step's micro-batches so far
 
     @contextlib.contextmanager
-    def counted(self, accelerator):
+    def counted(self, accelerator: "Accelerator") -> Iterator[None]:
         """Around a micro-batch. When a step is counted, its bytes are in the record of the first model's evidence."""
         if self.counting is None and due(accelerator):
             self.counting = BytesSent()
@@ -35,7 +41,7 @@ class OneStep:
             self.counting = None
 
 
-def due(accelerator):
+def due(accelerator: "Accelerator") -> bool:
     """Whether to count the next step. A dispatch mode, which counts, would switch compiled blocks off."""
     evidence = accelerator.evidence[0] if accelerator.evidence and not accelerator.plan.compile else None
     return evidence is not None and evidence.complete and evidence.record["wire_bytes_per_step"] is None
@@ -44,16 +50,22 @@ def due(accelerator):
 class BytesSent(TorchDispatchMode):
     """Counts in `sent` the logical bytes that this rank sends while the mode is active."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.sent = 0.0
 
     @classmethod
-    def is_infra_mode(cls):
+    def is_infra_mode(cls) -> bool:
         """torch.compile compiles inside of it; with fullgraph, as in torchao's optimizers, it would fail otherwise."""
         return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if DTensor in types:
             return NotImplemented  # DTensor runs first; its collectives come back here
         out = func(*args, **(kwargs or {}))
@@ -67,6 +79,6 @@ class BytesSent(TorchDispatchMode):
         return out
 
 
-def process_group(value):
+def process_group(value: object) -> dist.ProcessGroup | None:
     """The process group in a collective's boxed argument, or None."""
     return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None

@@ -5,14 +5,24 @@ when gradients and optimizer state exist. It raises Refused if the run is not wh
 entry `evidence` of run.json, with counts over the whole model.
 """
 
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from faithful.backends import cpu_matmul
+from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8, kind, linear_names, refuse_unknown
 from faithful.errors import Refused
+from faithful.strategies.base import Strategy
 from faithful.tensors.names import elements, fingerprint, named, parameters_of, size, unwrapped
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -21,7 +31,7 @@ class Layers:
     """A model before its conversion: its class, its Linear layers, a hash of its weights, what optimizers own of it.
     owned: ids of the parameters of the optimizers that are known so far."""
 
-    def __init__(self, backend, model, owned):
+    def __init__(self, backend: Backend, model: nn.Module, owned: set[int]) -> None:
         self.model, self.names = type(model).__name__, linear_names(model)
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
         self.linear = len(self.names) + converted(backend, model)[0]  # TE's blocks contain Linear layers too
@@ -32,19 +42,20 @@ class Calls:
     """Which of the converted layers are called before the first update, and not once in FP8. Compiled code is not
     watched, which would compile it again: there it is those that are frozen and in eval()."""
 
-    def __init__(self, backend, model, compiled):
+    def __init__(self, backend: Backend, model: nn.Module, compiled: bool) -> None:
         modules = named(unwrapped(model).named_modules())
         self.layers = {name: module for name, module in modules if backend.kinds.get(kind(module), (0, 0))[0]}
-        self.called, self.in_fp8 = set(), set()
+        self.called: set[nn.Module] = set()
+        self.in_fp8: set[nn.Module] = set()
         self.hooks = [] if compiled else [m.register_forward_pre_hook(self.see) for m in self.layers.values()]
         self.compiled = compiled
 
-    def see(self, layer, inputs):
+    def see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.called.add(layer)
         if in_fp8(layer, *inputs):
             self.in_fp8.add(layer)
 
-    def outside(self):
+    def outside(self) -> dict[str, nn.Module]:
         """{name: layer} of those that have computed outside FP8 alone."""
         for hook in self.hooks:
             hook.remove()
@@ -57,7 +68,14 @@ class Calls:
 class Evidence:
     """The evidence of one model. optimizers: those that update its parameters; more may come after the first."""
 
-    def __init__(self, accelerator, model, optimizers, layers, skipped):
+    def __init__(
+        self,
+        accelerator: "Accelerator",
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        layers: Layers,
+        skipped: list[tuple[str, str]],
+    ) -> None:
         self.accelerator, self.model, self.optimizers = accelerator, model, optimizers
         self.plan, self.strategy, self.backend = accelerator.plan, accelerator.strategy, accelerator.backend
         plan = self.plan
@@ -65,10 +83,11 @@ class Evidence:
         self.counted = self.strategy.counted(self.parameters, accelerator)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.sharded = self.strategy.sharded(trainable)
-        self.stepped, self.gradient_bytes = set(), 0  # stepped: ids of optimizers
+        self.stepped: set[int] = set()  # ids of optimizers
+        self.gradient_bytes = 0
         self.owned_before = layers.owned
         linear, norms = converted(self.backend, model)
-        self.record = {
+        self.record: dict[str, Any] = {
             "model": layers.model,
             "linear_total": layers.linear,
             "linear_converted": linear,
@@ -87,7 +106,8 @@ class Evidence:
             "initial_weights": layers.initial_weights,
         }
         self.refuse_what_is_not_there(layers, skipped)
-        self.hook, self.calls = None, None
+        self.hook: RemovableHandle | None = None
+        self.calls: Calls | None = None
         if plan.precision == "fp8":
             self.calls = Calls(self.backend, model, plan.compile)
         if not plan.compile and plan.precision != "fp8":
@@ -98,7 +118,7 @@ class Evidence:
             if first_linear is not None:
                 self.hook = first_linear.register_forward_hook(self.see_output)
 
-    def refuse_what_is_not_there(self, layers, skipped):
+    def refuse_what_is_not_there(self, layers: Layers, skipped: list[tuple[str, str]]) -> None:
         plan, record = self.plan, self.record
         kinds = (*self.strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
         kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
@@ -123,18 +143,18 @@ class Evidence:
                 "_no_split_modules to the class names of its blocks, or use a ddp config"
             )
 
-    def owned(self):
+    def owned(self) -> set[int]:
         return set().union(*(self.strategy.parameter_ids(optimizer) for optimizer in self.optimizers))
 
-    def left_out(self):
+    def left_out(self) -> list[str]:
         """Names of the trainable parameters that no prepared optimizer updates."""
         owned = self.owned()
         return [name for name, p in self.parameters.items() if p.requires_grad and id(p) not in owned]
 
-    def see_output(self, module, inputs, output):
+    def see_output(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
 
-    def before_first_update(self, optimizer):
+    def before_first_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts gradients, between the backward pass and the update."""
         if self.hook:
             self.hook.remove()
@@ -155,7 +175,7 @@ class Evidence:
         self.record["dtypes"]["gradients"] = gradients
         self.gradient_bytes += size(elsewhere) + size(self.strategy.gradients(mine, optimizer))
 
-    def leave_out(self, outside):
+    def leave_out(self, outside: dict[str, nn.Module]) -> None:
         """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises
         Refused if nothing is left."""
         record, kinds = self.record, self.backend.kinds
@@ -168,7 +188,7 @@ class Evidence:
                 "and in eval(), where no gradient goes through them. Call train() on the model, or use a bf16 config"
             )
 
-    def updated_by(self, optimizer):
+    def updated_by(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
         """{name: parameter} that `optimizer` updates; parameters of no optimizer count with the first one."""
         if len(self.optimizers) == 1:
             return self.counted
@@ -177,14 +197,15 @@ class Evidence:
             mine = mine | (set(map(id, self.counted.values())) - self.owned())
         return {name: p for name, p in self.counted.items() if id(p) in mine}
 
-    def after_first_update(self, optimizer):
+    def after_first_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts parameters and optimizer state when each optimizer has stepped, and adds up the shards of all ranks.
         Every rank calls it."""
         self.stepped.add(id(optimizer))
         if len(self.stepped) < len(self.optimizers):
             return
-        held = {"weight": [], "gathered": [], "master": [], "optimizer": [], "counter": [], "class": []}
-        states = {}  # {key of the optimizer's state: its tensors}
+        kinds = ("weight", "gathered", "master", "optimizer", "counter", "class")
+        held: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
+        states: dict[str | None, list[torch.Tensor]] = {}  # {key of the optimizer's state: its tensors}
         for optimizer in self.optimizers:
             for held_as, _, key, tensor in self.strategy.shards(self.updated_by(optimizer), optimizer):
                 held[held_as].append(tensor)
@@ -212,8 +233,8 @@ class Evidence:
         self.record["parameters"] = total
         self.record["truth"] = self.summary()
 
-    def over_all_ranks(self, counts, sizes):
-        everyone = [None] * dist.get_world_size()
+    def over_all_ranks(self, counts: dict[str, Any], sizes: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (counts, sizes))
         everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other replicas hold the same
         whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
@@ -229,10 +250,10 @@ class Evidence:
         return whole_counts, whole
 
     @property
-    def complete(self):
+    def complete(self) -> bool:
         return self.record["bytes_per_parameter"] is not None
 
-    def summary(self):
+    def summary(self) -> str:
         """The line printed after the first step: what was counted."""
         plan, dtypes = self.plan, self.record["dtypes"]
         group = f" {dist.get_backend()}" if dist.is_initialized() else ""
@@ -254,7 +275,7 @@ class Evidence:
         parts += ["rehearsal on a CPU"] if plan.rehearsal else []
         return " | ".join(parts)
 
-    def fp8_summary(self):
+    def fp8_summary(self) -> list[str]:
         """Two parts of the line: `fp8 MS-AMP O2 (...), emulated: no FP8 hardware`, `16 of 17 Linear in FP8, ...`."""
         record = self.record
         fp8 = f"fp8 {self.backend.name}"
@@ -263,7 +284,7 @@ class Evidence:
         text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
         if record["share_converted"] < 0.5:  # convolutions and embeddings stay in high precision
             text += f", {record['share_converted']:.1%} of the parameters"
-        why = {}
+        why: dict[str, list[str]] = {}
         for entry in record["linear_skipped"]:
             why.setdefault(entry["reason"], []).append(entry["name"])
         skipped = [f"{some(names)} ({reason})" for reason, names in why.items()]
@@ -272,12 +293,12 @@ class Evidence:
         return [fp8, text + (f", large weights of no Linear {some(large)}" if large else "")]
 
 
-def some(words):
+def some(words: list[str]) -> str:
     """The first three words, and the number of the others."""
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
-def refuse_what_would_not_train(accelerator):
+def refuse_what_would_not_train(accelerator: "Accelerator") -> None:
     """Raises Refused for what shows when all is prepared: that some of it would not train as script and config ask."""
     refuse_unprepared(accelerator)
     layers = [model.layers for model in accelerator.models if model.layers]
@@ -286,7 +307,7 @@ def refuse_what_would_not_train(accelerator):
     refuse_lost(accelerator)
 
 
-def refuse_unprepared(accelerator):
+def refuse_unprepared(accelerator: "Accelerator") -> None:
     """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
     process, or under DDP with a prepared model; both without FP8."""
     right = accelerator.strategy.replicates and (accelerator.models or accelerator.num_processes == 1)
@@ -294,7 +315,7 @@ def refuse_unprepared(accelerator):
         raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
 
 
-def refuse_unaveraged(accelerator):
+def refuse_unaveraged(accelerator: "Accelerator") -> None:
     """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
     if accelerator.num_processes == 1:
         return
@@ -307,7 +328,7 @@ def refuse_unaveraged(accelerator):
         )
 
 
-def refuse_lost(accelerator):
+def refuse_lost(accelerator: "Accelerator") -> None:
     """Raises Refused if an optimizer lost parameters in the conversion of their model."""
     for evidence in accelerator.evidence:
         if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:
@@ -317,7 +338,7 @@ def refuse_lost(accelerator):
             )
 
 
-def notes(accelerator):
+def notes(accelerator: "Accelerator") -> Iterator[str]:
     """Yields notes about the prepared objects, one line each."""
     if not accelerator.evidence:
         yield "no prepared optimizer updates a prepared model: steps are neither checked nor counted"
@@ -335,14 +356,14 @@ def notes(accelerator):
         )
 
 
-def converted(backend, model):
+def converted(backend: Backend, model: nn.Module) -> tuple[int, int]:
     """(number of Linear, number of LayerNorm) layers of the model that compute in FP8, by their classes."""
     kinds = backend.kinds
     counts = [kinds[kind(module)] for module in model.modules() if kind(module) in kinds]
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
-def share(strategy, backend, model, outside=()):
+def share(strategy: Strategy, backend: Backend, model: nn.Module, outside: Collection[nn.Module] = ()) -> float:
     """The fraction of the model's parameters in layers that compute in FP8. outside: layers that do not."""
     layers = [module for module in model.modules() if kind(module) in backend.kinds and module not in outside]
     inside = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
@@ -350,7 +371,7 @@ def share(strategy, backend, model, outside=()):
     return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
 
 
-def large_outside(strategy, backend, model):
+def large_outside(strategy: Strategy, backend: Backend, model: nn.Module) -> list[dict[str, Any]]:
     """[{name, share}] of weights with more than two dimensions that are over a twentieth of an FP8 model's parameters
     and in no layer that computes in FP8: experts of a mixture, which transformers keeps in one parameter; convolutions.
     """
@@ -362,7 +383,7 @@ def large_outside(strategy, backend, model):
     return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]
 
 
-def add(parts):
+def add(parts: list[Any]) -> Any:
     """Adds nested dicts of integers and lists key by key. Of other values it takes the first."""
     if isinstance(parts[0], dict):
         keys = dict.fromkeys(key for part in parts for key in part)

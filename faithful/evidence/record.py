@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,10 @@ from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import write_json, write_text
 from faithful.errors import Refused
 from faithful.launch import launcher, machine
+from faithful.plan import Plan
+
+if TYPE_CHECKING:
+    from faithful.training.steps import Steps
 
 LONGEST_CURVE = 1000  # points of the loss curve that run.json keeps
 LARGEST_ARRAY = 100  # elements of a tensor or array that metrics.jsonl holds
@@ -43,32 +48,35 @@ class Record:
     its record there: then the record's folder is `folder`, beside that one.
     """
 
-    def __init__(self, plan, project, folder, main):
+    def __init__(self, plan: Plan, project: str | Path, folder: str | Path, main: bool) -> None:
         self.plan, self.project, self.main = plan, Path(project).absolute(), main
         self.name = Path(folder)
         self.folder = self.name.absolute()  # the script may change its working directory
         self.script, self.started = Path(sys.argv[0]).stem, now()
         self.file = Path(sys.argv[0]).absolute()
         self.commits = commits(self.file) if main else {}  # now: the repository may go on while the run lasts
-        self.notes = []
-        self.opened, self.lock, self.failed_saves = False, None, 0
-        self.status, self.error, self.final, self.arguments = "running", None, None, {}
-        self.seen = {"samples_per_step": None, "optimizer": None, "first_batch": None, "loss_curve": []}
+        self.notes: list[str] = []
+        self.opened, self.failed_saves, self.status = False, 0, "running"
+        self.lock: int | None = None
+        self.error: str | None = None
+        self.final: dict[str, Any] | None = None
+        self.arguments: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {"samples_per_step": None, "optimizer": None, "first_batch": None, "loss_curve": []}
         self.every = 1  # steps between two points of the loss curve
-        self.utilization = []
-        self.early = []  # rows that were logged before the record was opened
-        self.said = set()  # kinds of notes that are given once
+        self.utilization: list[float] = []
+        self.early: list[str] = []  # rows that were logged before the record was opened
+        self.said: set[str] = set()  # kinds of notes that are given once
 
     @property
-    def metrics_file(self):
+    def metrics_file(self) -> Path:
         return self.folder / "metrics.jsonl"
 
     @property
-    def shown(self):
+    def shown(self) -> Path:
         """The folder as the script names it, while that name still leads there."""
         return self.name if self.name.absolute() == self.folder else self.folder
 
-    def note(self, kind, line):
+    def note(self, kind: str, line: str) -> None:
         """Prints and keeps a note, on the main process. Only one of each kind."""
         if self.main and kind not in self.said:
             self.said.add(kind)
@@ -76,7 +84,7 @@ class Record:
             print(f"note: {line}", flush=True)
 
     @contextlib.contextmanager
-    def writing(self, name):
+    def writing(self, name: str) -> Iterator[None]:
         """Turns an error in writing the file `name` into a note."""
         try:
             yield
@@ -84,21 +92,21 @@ class Record:
             why = problem.strerror or problem
             self.note(name, f"{self.shown / name} cannot be written ({why}): the run goes on without it")
 
-    def claim(self):
+    def claim(self) -> None:
         """Locks the folder against other runs, if it exists."""
         if self.main and self.lock is None and self.folder.exists():
             self.lock = launcher.claim(self.folder)
 
-    def release(self):
+    def release(self) -> None:
         """Lets other runs use the folder, when this one has ended."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
 
-    def not_saved(self):
+    def not_saved(self) -> str:
         return f"{self.failed_saves} checkpoints could not be written"
 
-    def open(self, resumed, step):
+    def open(self, resumed: bool, step: int) -> None:
         """Begins the record of a run that starts at `step`. No other process takes part. Raises Refused if another run
         is writing to the folder."""
         self.opened = True
@@ -116,14 +124,14 @@ class Record:
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)
 
-    def clear_leftovers(self):
+    def clear_leftovers(self) -> None:
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
         for unfinished in self.folder.glob("checkpoint-*.tmp"):
             shutil.rmtree(unfinished, ignore_errors=True)
         for error in self.folder.glob("error-rank*.json"):
             error.unlink(missing_ok=True)
 
-    def begin_metrics(self, step):
+    def begin_metrics(self, step: int) -> None:
         """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
         rows, damaged = readers.rows_of(self.metrics_file)
         if damaged:
@@ -133,7 +141,7 @@ class Record:
         write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
         self.early.clear()
 
-    def set_aside(self):
+    def set_aside(self) -> None:
         """Moves the record of an earlier run in this folder to a folder of its own in it."""
         files = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
         if not files:
@@ -161,10 +169,10 @@ class Record:
             "to go on with it, load a checkpoint before the first step",
         )
 
-    def log(self, values, step, taken, device):
+    def log(self, values: Any, step: Any, taken: int, device: torch.device) -> None:
         """Appends a line to metrics.jsonl. Values that JSON does not have are left out, with a note.
         step: the script's, or None. taken: optimizer steps."""
-        left = []
+        left: list[str] = []
         row = as_json(values, left) if isinstance(values, Mapping) else as_json({"values": values}, left)
         self.final = row
         if not self.main:
@@ -186,7 +194,7 @@ class Record:
         utilization = machine.gpu_utilization(device)
         self.utilization += [utilization] if utilization is not None else []
 
-    def point(self, step, loss):
+    def point(self, step: int, loss: float | None) -> None:
         """Adds a point to the loss curve. Drops every second point if there are more than LONGEST_CURVE."""
         curve = self.seen["loss_curve"]
         if step % self.every == 0:
@@ -195,7 +203,9 @@ class Record:
             self.every *= 2
             curve[:] = [row for row in curve if row[0] % self.every == 0]
 
-    def write(self, steps, evidence, memory, finished=None):
+    def write(
+        self, steps: "Steps", evidence: list[dict[str, Any]], memory: int | None, finished: str | None = None
+    ) -> None:
         line, file = plan.launch_line()
         text = file.read_text() if file and file.exists() else None
         median = statistics.median(steps.times) if steps.times else None
@@ -235,14 +245,14 @@ class Record:
             write_json(self.folder / "run.json", secrets.hidden(as_json(record, [])))
 
 
-def leave_error(folder, rank, error):
+def leave_error(folder: Path, rank: int, error: str) -> None:
     """Leaves the error of a process that is not the main one, which may wait for this one until it is killed."""
     with contextlib.suppress(OSError):  # a folder of another machine
         left = {"rank": rank, "error": secrets.hidden(error), "time": now()}
         write_json(folder / f"error-rank{rank}.json", left)
 
 
-def errors_left(folder):
+def errors_left(folder: Path) -> str | None:
     """The errors of other processes in error line, the earliest first, or None."""
     errors = []
     for file in folder.glob("error-rank*.json"):
@@ -252,7 +262,7 @@ def errors_left(folder):
     return "; ".join(f"rank {error['rank']}: {error['error']}" for error in errors[:3]) or None
 
 
-def end_for(folder, why):
+def end_for(folder: Path, why: str) -> None:
     """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
     launcher knows."""
     with contextlib.suppress(OSError, ValueError):
@@ -262,13 +272,13 @@ def end_for(folder, why):
             write_json(folder / "run.json", record | {"status": "failed", "error": error, "finished": now()})
 
 
-def stays(row, step):
+def stays(row: dict[str, Any], step: int) -> bool:
     """Whether to keep a row of metrics.jsonl: a run resumed at `step` does not write it again."""
     at = row.get("step")
     return not isinstance(at, int | float) or at < step or (at == step and "loss" in row)
 
 
-def append(path, line):
+def append(path: Path, line: str) -> None:
     """Appends a line to a file: all of it or, on a full disk, nothing."""
     with os.fdopen(names.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
         before, data = file.tell(), line.encode() + b"\n"
@@ -282,7 +292,7 @@ def append(path, line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def as_json(value, left, at=""):
+def as_json(value: Any, left: list[str], at: str = "") -> Any:
     """`value` in the types that JSON has: a tensor as its number or a list, a number that is not finite as a string
     that float() reads. What JSON cannot hold is left out, and its name is added to the list `left`."""
     if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
@@ -299,7 +309,7 @@ def as_json(value, left, at=""):
         parts = {str(key): as_json(inner, left, f"{at}.{key}".lstrip(".")) for key, inner in value.items()}
         return {key: part for key, part in parts.items() if part is not LEFT_OUT}
     if isinstance(value, list | tuple):
-        lacks = []
+        lacks: list[str] = []
         parts = [as_json(inner, lacks, at) for inner in value]
         if not lacks:
             return parts
@@ -307,7 +317,7 @@ def as_json(value, left, at=""):
     return LEFT_OUT
 
 
-def numbers_of(array):
+def numbers_of(array: Any) -> Any:
     """The number or the list of numbers in a tensor or array, or `array` itself if it is large or holds other types."""
     try:
         count = array.numel() if torch.is_tensor(array) else array.size
@@ -318,22 +328,22 @@ def numbers_of(array):
         return array
 
 
-def of_arguments(arguments):
+def of_arguments(arguments: Any) -> dict[str, Any]:
     """What a script passes to init_trackers as its configuration, in the types that JSON has. Others become text."""
     if hasattr(arguments, "__dict__") and not isinstance(arguments, Mapping):
         arguments = vars(arguments)
     elif not isinstance(arguments, Mapping):
         arguments = {"config": arguments} if arguments else {}
-    left = []
+    left: list[str] = []
     whole = {str(key): as_json(value, left) for key, value in arguments.items()}
     return {key: str(arguments[key]) if value is LEFT_OUT else value for key, value in whole.items()}
 
 
-def now():
+def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def code_sha256(script):
+def code_sha256(script: Path) -> str:
     """A hash of the script, shared/, faithful/ and amp8/. It is equal for runs of the same code."""
     root = Path(__file__).resolve().parents[2]
     ours = [path for folder in ("shared", "faithful", "amp8") for path in sorted(root.glob(f"{folder}/**/*.py"))]
@@ -342,17 +352,17 @@ def code_sha256(script):
     return sha256(text).hexdigest()
 
 
-def commits(script):
+def commits(script: Path) -> dict[str, str | bool | None]:
     """The commits of the repositories in which the script and this package lie."""
     (theirs, dirty), (ours, changed) = git_state(script), git_state(Path(__file__))
     return {"git_commit": theirs, "git_dirty": dirty, "faithful_commit": ours, "faithful_dirty": changed}
 
 
-def git_state(file):
+def git_state(file: Path) -> tuple[str | None, bool | None]:
     """(commit, whether there are changes) of the repository in which a file lies, or (None, None): there is no file,
     repository or git, or the repository ignores the file, as an installed package in a project's folder."""
 
-    def git(*words):
+    def git(*words: str) -> str | None:
         found = subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True)
         return found.stdout.strip() if found.returncode == 0 else None
 
@@ -365,16 +375,16 @@ def git_state(file):
     return commit, None if commit is None or changes is None else bool(changes)
 
 
-def default_folder(plan):
+def default_folder(plan: Plan) -> str:
     name = plan.config or f"{plan.strategy}_{plan.precision}"
     script = Path(sys.argv[0]).stem
     return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def described(optimizer):
+def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's class, as the script has made it, and the options of its param_groups, as values for JSON."""
 
-    def plain(value):
+    def plain(value: Any) -> Any:
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
     groups = [

@@ -7,19 +7,20 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Callable
 
 # Control characters but \n and \t (C1 too), those that turn the direction of a line, and halves of surrogate pairs.
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 FILES = {"stdout": 1, "stderr": 2}
-lost = {}  # {stream: why it cannot be written}
+lost: dict[str, str] = {}  # {stream: why it cannot be written}
 
 
-def plain(text):
+def plain(text: str) -> str:
     """The text with every character that a terminal would obey as Python writes it: \\x1b."""
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def survive(plainly=False):
+def survive(plainly: bool = False) -> None:
     """Makes print(), progress bars and logging go on when stdout or stderr cannot be written. plainly: what goes there
     is `plain`; for the programs that print what stands in files. Call it as early as can be."""
     for name, number in FILES.items():
@@ -39,13 +40,13 @@ def survive(plainly=False):
             stream.write = surviving(name, plain_writer(stream.write, keep), plainly=True)
 
 
-def plain_writer(write, keep):
+def plain_writer(write: Callable[[str], int], keep: str) -> Callable[[str], int]:
     return lambda text: write(keep.join(map(plain, text.split(keep))) if keep else plain(text))
 
 
-def surviving(name, call, plainly=False):
+def surviving(name: str, call: Callable[..., int | None], plainly: bool = False) -> Callable[..., int | None]:
     @functools.wraps(call)
-    def called(*words):
+    def called(*words: str) -> int | None:
         try:
             return call(*words)
         except OSError as error:
@@ -55,11 +56,11 @@ def surviving(name, call, plainly=False):
         except UnicodeEncodeError:  # in an encoding that lacks the characters
             return call(*(word.encode("ascii", "backslashreplace").decode() for word in words))
 
-    called.survives, called.plainly = True, plainly
+    called.survives, called.plainly = True, plainly  # pyrefly: ignore[missing-attribute]
     return called
 
 
-def at_once(text):
+def at_once(text: str) -> None:
     """Writes to stderr, also where a signal may have interrupted a print()."""
     with contextlib.suppress(OSError):
         os.write(FILES["stderr"], text.encode())

@@ -20,17 +20,26 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from faithful.config import settings
 from faithful.errors import OutOfSharedMemory, Refused
 from faithful.launch import launcher, printing
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]  # a sys.excepthook
+Printer = Callable[[BaseException], object]
+
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
-interrupted = None  # when Ctrl-C came
-left = None  # the SystemExit of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
-guarded = None  # the id of the process that `guard` has prepared
+interrupted: float | None = None  # when Ctrl-C came
+left: SystemExit | None = None  # of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
+guarded: int | None = None  # the id of the process that `guard` has prepared
 ended = False  # whether its record is closed
-scripts_handlers = set()  # signals whose handler is the script's own
+scripts_handlers: set[signal.Signals] = set()  # signals whose handler is the script's own
 
 
 ENDED, SILENT = "another process of this run ended", "no answer from another process"  # how `lost_peer` begins
@@ -40,11 +49,11 @@ class Unseen(SystemExit):
     """Stands for an end that exit handlers cannot see: by SystemExit, raised without sys.exit(), or in a thread."""
 
 
-def told_to_stop():
+def told_to_stop() -> bool:
     return stop_asked
 
 
-def guard(accelerators):
+def guard(accelerators: "type[Accelerator]") -> None:
     """Installs what ends a process well, once in each process. The first Accelerator() calls it, so that a program
     which makes none ends as if this package were not imported. accelerators: the class, whose `current` is closed."""
     global guarded, ended
@@ -64,7 +73,7 @@ def guard(accelerators):
     else:  # its children end with os._exit, after these
         multiprocessing.util.Finalize(None, end, (accelerators, None), exitpriority=0)
 
-    def undo():
+    def undo() -> None:
         """Makes a forked child a process of its own: it neither closes the record nor waits for a checkpoint."""
         sys.excepthook = hook
         for where, name, original in exits:
@@ -82,11 +91,11 @@ def guard(accelerators):
     )
 
 
-def interactive():
+def interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.inspect)
 
 
-def main_frame():
+def main_frame() -> FrameType | None:
     """The frame of the script, or None outside the main thread. At exit it shows whether the script came to its end."""
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -96,7 +105,7 @@ def main_frame():
     return frame
 
 
-def what_ended(script):
+def what_ended(script: FrameType | None) -> BaseException | None:
     """The exception that ends this process, or None. script: what `main_frame` has returned."""
     if multiprocessing.parent_process() is not None:  # an exception passes through its exit handlers
         return sys.exc_info()[1]
@@ -112,7 +121,7 @@ def what_ended(script):
     return left or Unseen()
 
 
-def end(accelerators, script):
+def end(accelerators: "type[Accelerator]", script: FrameType | None) -> None:
     """Closes the record at Python's exit."""
     if os.getpid() != guarded:  # a child that the script has forked
         return
@@ -129,7 +138,13 @@ def end(accelerators, script):
         os._exit(code)
 
 
-def show(accelerators, before, kind, problem, trace):
+def show(
+    accelerators: "type[Accelerator]",
+    before: Hook,
+    kind: type[BaseException],
+    problem: BaseException,
+    trace: TracebackType | None,
+) -> None:
     """The sys.excepthook. before: the previous one, which prints what has no message of one line."""
     if interactive():  # the session goes on
         return before(kind, problem, trace)
@@ -144,7 +159,7 @@ def show(accelerators, before, kind, problem, trace):
     raise SystemExit(code)  # Python then exits with this code
 
 
-def show_whole(before, kind, problem, trace):
+def show_whole(before: Hook, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
     """Prints an error in one write, each line with the rank, as torch.distributed does, so that the errors of several
     processes do not mix. before: a sys.excepthook."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -154,20 +169,20 @@ def show_whole(before, kind, problem, trace):
     sys.stderr.write("".join(line if line.startswith(rank) else rank + line for line in lines))
 
 
-def several_processes():
+def several_processes() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def leave_with(status=None):
+def leave_with(status: Any = None) -> NoReturn:
     """sys.exit(), which keeps its code for the record."""
     global left
     left = SystemExit(status)
     raise SystemExit(status)
 
 
-def finish_steps_first(run):
+def finish_steps_first(run: "Accelerator") -> None:
     """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
     handlers stay."""
     if threading.current_thread() is not threading.main_thread():
@@ -182,19 +197,19 @@ def finish_steps_first(run):
                 run.note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
 
 
-def handle_signals_as_before():
+def handle_signals_as_before() -> None:
     """Undoes `finish_steps_first`."""
     for number, default, ours in HANDLED:
         if signal.getsignal(number) is ours and threading.current_thread() is threading.main_thread():
             signal.signal(number, default)
 
 
-def ask_to_stop(*_):
+def ask_to_stop(*_: object) -> None:
     global stop_asked
     stop_asked = True
 
 
-def interrupt(*_):
+def interrupt(*_: object) -> None:
     """Handles Ctrl-C: the first asks for a checkpoint, the second ends the process at once."""
     global stop_asked, interrupted
     now = time.monotonic()
@@ -213,7 +228,11 @@ HANDLED = (
 )
 
 
-def leave(problem, run, print_error=traceback.print_exception):
+def leave(
+    problem: BaseException | None,
+    run: "Accelerator | None",
+    print_error: Printer | None = traceback.print_exception,
+) -> int:
     """What a process does last, with the functions below: says why it ends, closes the record, returns the exit code.
     print_error: prints what has no message of one line; None: the message was printed before."""
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
@@ -227,13 +246,13 @@ def leave(problem, run, print_error=traceback.print_exception):
         return last_words(second, run, print_error)
 
 
-def ignore_ctrl_c():
+def ignore_ctrl_c() -> None:
     """The process ends already, and the launcher sends Ctrl-C on, too."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def last_words(problem, run, print_error):
+def last_words(problem: BaseException | None, run: "Accelerator | None", print_error: Printer | None) -> int:
     problem = explained(problem, run)
     error, code = outcome(problem, run)
     say(problem, error, run, print_error)
@@ -244,7 +263,7 @@ def last_words(problem, run, print_error):
     return code
 
 
-def explained(problem, run):
+def explained(problem: BaseException | None, run: "Accelerator | None") -> BaseException | None:
     """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
     does not have, for example whole weights in fp32."""
     if run is None or isinstance(problem, Refused | SystemExit):
@@ -255,7 +274,7 @@ def explained(problem, run):
     return run.explain(str(problem)) or problem
 
 
-def outcome(problem, run):
+def outcome(problem: BaseException | None, run: "Accelerator | None") -> tuple[str | None, int]:
     """(what the record says of `problem`, or None; the exit code)."""
     stopped = run is not None and run.stopping  # with a checkpoint
     if problem is None:
@@ -275,7 +294,9 @@ def outcome(problem, run):
     return lost_peer(problem, error) or error, 1
 
 
-def say(problem, error, run, print_error):
+def say(
+    problem: BaseException | None, error: str | None, run: "Accelerator | None", print_error: Printer | None
+) -> None:
     """Prints why this process ends, if the script has not asked for it. error: what the record says."""
     if problem is None or isinstance(problem, SystemExit):
         return
@@ -283,7 +304,7 @@ def say(problem, error, run, print_error):
     if hasattr(problem, "exit_code"):
         here_alone = getattr(problem, "of_one_process", False)
         if print_error and (here_alone or may_speak()):
-            for line in error.splitlines():
+            for line in (error or "").splitlines():
                 what = "refused" if problem.exit_code == 2 else "error"
                 print(f"{what}: {printing.plain(line)}", file=sys.stderr, flush=True)
     elif isinstance(problem, KeyboardInterrupt) or interrupted:
@@ -291,21 +312,21 @@ def say(problem, error, run, print_error):
             ignore_ctrl_c()
         if settings.rank() == 0 and not (run and run.stopping):
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
-    elif error.startswith((ENDED, SILENT)):
+    elif error and error.startswith((ENDED, SILENT)):
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif print_error:
         print_error(problem)
 
 
-def end_the_line_of_a_bar():
+def end_the_line_of_a_bar() -> None:
     """Begins a new line if a progress bar (tqdm) is open, which leaves its own line open."""
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
     if any(getattr(bar, "fp", None) is not None and not getattr(bar, "disable", False) for bar in list(bars)):
         print(file=sys.stderr, flush=True)
 
 
-def closed(run, error, code):
+def closed(run: "Accelerator | None", error: str | None, code: int) -> int:
     """Closes the record of `run`, if there is one. Returns the exit code: another one if checkpoints were not written,
     or the record cannot be."""
     global ended
@@ -318,7 +339,7 @@ def closed(run, error, code):
     return code
 
 
-def lost_peer(problem, error):
+def lost_peer(problem: BaseException, error: str) -> str | None:
     """A message for the user if torch's error means that another process is gone, else None."""
     # Messages of gloo, of data loaders, of NCCL and of the launcher's store.
     over = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
@@ -331,7 +352,7 @@ def lost_peer(problem, error):
     return None
 
 
-def may_speak():
+def may_speak() -> bool:
     """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait 20 s for it, because torch's
     launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
     if settings.rank() == 0:

@@ -7,7 +7,10 @@ So the function that they ask is replaced when transformers' module is loaded.
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import torch
 
@@ -17,7 +20,7 @@ MODULE = "transformers.training_args"
 ROW = "transformers.training_args:is_torch_bf16_gpu_available"
 
 
-def allow_bf16():
+def allow_bf16() -> None:
     """TrainingArguments take bf16 on a machine without an accelerator, until the run ends."""
     if MODULE in sys.modules:
         replace(sys.modules[MODULE])
@@ -27,12 +30,12 @@ def allow_bf16():
         patches.undo_with(ROW, lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
 
 
-def replace(module):
+def replace(module: ModuleType) -> None:
     found = module.is_torch_bf16_gpu_available
     if getattr(found, "__module__", None) == __name__:  # by an earlier Accelerator
         return
 
-    def is_torch_bf16_gpu_available():
+    def is_torch_bf16_gpu_available() -> bool:
         return found() or not torch.accelerator.is_available()
 
     patches.replace(ROW, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
@@ -41,11 +44,17 @@ def replace(module):
 class WhenLoaded(MetaPathFinder):
     """An entry of sys.meta_path that replaces the function once its module is loaded."""
 
-    def find_spec(self, name, path, target=None):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (execute(module), replace(module))
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def execute_and_replace(module: ModuleType) -> None:
+                execute(module)
+                replace(module)
+
+            spec.loader.exec_module = execute_and_replace
         return spec

@@ -5,6 +5,8 @@ torch would clip a part of them, or none. Under tensor parallel torch fails on a
 """
 
 import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,15 +15,20 @@ from faithful import patches
 from faithful.errors import Refused
 from faithful.strategies.base import GradientsElsewhere
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
-def keeper(accelerator):
+Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
+
+
+def keeper(accelerator: "Accelerator") -> GradientsElsewhere | None:
     """The run's backend or strategy if it keeps gradients outside `.grad`, else None."""
     both = accelerator.backend, accelerator.strategy
     return next((keeper for keeper in both if isinstance(keeper, GradientsElsewhere)), None)
 
 
-def clip(accelerator, parameters, max_norm, norm_type):
-    """Clips the gradients of a list of parameters, and returns their norm over all processes before."""
+def clip(accelerator: "Accelerator", parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clips the gradients of parameters, and returns their norm over all processes before."""
     elsewhere = keeper(accelerator)
     if elsewhere is None:
         accelerator.unscale_gradients()
@@ -40,24 +47,27 @@ class Norms:
     """The norms of the gradients that a script has clipped. Each step needs to know that all gradients of its optimizer
     are finite, whatever was clipped: those of another model alone, a part of them, or none."""
 
-    def __init__(self):
-        self.clipped = {}  # {id of a parameter: (parameter, version of its gradient, norm of the call)}
+    def __init__(self) -> None:
+        # {id of a parameter: (parameter, version of its gradient, norm of the call)}
+        self.clipped: dict[int, tuple[torch.Tensor, tuple[int, int] | None, torch.Tensor]] = {}
 
-    def keep(self, parameters, norm):
+    def keep(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Remembers that these parameters were clipped together."""
         self.clipped |= {id(p): (p, version(p.grad), norm) for p in parameters}
 
-    def clear(self):
+    def clear(self) -> None:
         """Forgets all norms, because gradients change."""
         self.clipped.clear()
 
-    def unchanged(self, key):
+    def unchanged(self, key: int) -> torch.Tensor | None:
         """The norm with which the parameter of this id was clipped, or None if it was not, or has changed since."""
-        parameter, before, norm = self.clipped.get(key, (None, None, None))
-        return norm if norm is not None and before == version(parameter.grad) else None
+        if (found := self.clipped.get(key)) is None:
+            return None
+        parameter, before, norm = found
+        return norm if before == version(parameter.grad) else None
 
-    def of(self, accelerator, optimizer):
-        """The norm over all gradients of a prepared optimizer, as a tensor. Clipping calls may have computed it, or a
+    def of(self, accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """The norm over all gradients of a prepared optimizer. Clipping calls may have computed it, or a
         part of it, if no gradient has changed since; theirs may include gradients of others."""
         norm_of = {key: self.unchanged(key) for key in accelerator.strategy.parameter_ids(optimizer)}
         norms = list({id(norm): norm for norm in norm_of.values() if norm is not None}.values())
@@ -71,16 +81,16 @@ class Norms:
         return norms[0] if len(norms) == 1 else combined(norms)
 
 
-def combined(norms):
+def combined(norms: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def version(gradient):
+def version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """Identifies a gradient and its values."""
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def by_kind(parameters):
+def by_kind(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Splits gradients into DTensors and others: torch does not compute with both in one call."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [isinstance(gradient, DTensor) for gradient in gradients]
@@ -88,16 +98,16 @@ def by_kind(parameters):
     return [kind for kind in kinds if kind]
 
 
-def total_norm(gradients):
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
     return torch.nn.utils.get_total_norm(values)
 
 
-def whole(norm):
+def whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def refuse_by_value(accelerator):
+def refuse_by_value(accelerator: "Accelerator") -> None:
     """Raises Refused where gradients cannot be clipped by value."""
     if elsewhere := keeper(accelerator):
         raise Refused(
@@ -106,7 +116,7 @@ def refuse_by_value(accelerator):
         )
 
 
-def instead_of_torch(accelerator, current):
+def instead_of_torch(accelerator: "Accelerator", current: Callable[[], "Accelerator"]) -> None:
     """Makes torch's clipping functions call those of current(), the newest Accelerator, for parameters of its models.
 
     A script may have imported them under any name, so the function inside torch's `no_grad` wrapper is replaced.
@@ -118,14 +128,22 @@ def instead_of_torch(accelerator, current):
         (torch.nn.utils.clip_grad_value_, value),
         (torch.nn.utils.clip_grads_with_norm_, with_norm),
     ):
-        [inside] = function.__closure__
+        [inside] = function.__closure__  # pyrefly: ignore[not-iterable]
         if not isinstance(inside.cell_contents, functools.partial):
             ours = functools.partial(ours, current, inside.cell_contents)
             row = "clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_ of torch.nn.utils"
             patches.replace(row, ours, inside, "cell_contents")
 
 
-def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):
+def norm(
+    current: Callable[[], "Accelerator"],
+    torchs: Callable[..., torch.Tensor],
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
     accelerator, parameters = current(), listed(parameters)
     mixed = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
     if is_own(accelerator, parameters) or mixed:
@@ -133,17 +151,20 @@ def norm(current, torchs, parameters, max_norm, norm_type=2.0, *args, **kwargs):
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
 
 
-def with_norm(current, torchs, parameters, *args, **kwargs):
+def with_norm(
+    current: Callable[[], "Accelerator"], torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any
+) -> None:
     parameters = listed(parameters)
-    if is_own(current(), parameters):
+    if is_own(current(), parameters) and (elsewhere := keeper(current())):
         raise Refused(
-            f"clip_grads_with_norm_: {keeper(current()).gradients_elsewhere} are not in .grad, use "
-            "accelerator.clip_grad_norm_"
+            f"clip_grads_with_norm_: {elsewhere.gradients_elsewhere} are not in .grad, use accelerator.clip_grad_norm_"
         )
     return torchs(parameters, *args, **kwargs)
 
 
-def value(current, torchs, parameters, *args, **kwargs):
+def value(
+    current: Callable[[], "Accelerator"], torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any
+) -> None:
     accelerator, parameters = current(), listed(parameters)
     if is_own(accelerator, parameters):
         refuse_by_value(accelerator)
@@ -152,10 +173,10 @@ def value(current, torchs, parameters, *args, **kwargs):
         torchs([p for p in trained if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
 
 
-def is_own(accelerator, parameters):
+def is_own(accelerator: "Accelerator", parameters: list[torch.Tensor]) -> bool:
     prepared = accelerator.prepared_parameters() if keeper(accelerator) else set()
     return any(id(parameter) in prepared for parameter in parameters)
 
 
-def listed(parameters):
+def listed(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -11,12 +11,22 @@ import errno
 import itertools
 import json
 import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from faithful.errors import OutOfSharedMemory, Refused
 from faithful.tensors.serialization import pack, unpack
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+
+Prepared = DataLoaderShard | DataLoaderDispatcher
+States = dict[str, torch.Tensor]  # of random generators
 
 
 class Epoch:
@@ -24,10 +34,13 @@ class Epoch:
     when the epoch began; `again`: states to begin the next epoch with, or None. In both, `workers` is there if the
     epoch goes on with persistent workers. `workers`: the state from which these drew their seed, or None."""
 
-    def __init__(self):
-        self.loaders, self.began, self.again, self.workers = [], None, None, None
+    def __init__(self) -> None:
+        self.loaders: list[Prepared] = []
+        self.began: States | None = None
+        self.again: States | None = None
+        self.workers: torch.Tensor | None = None
 
-    def watch(self, prepared):
+    def watch(self, prepared: Any) -> Any:
         """Watches `prepared`, Accelerate's loader around torch's, and returns it."""
         inside = getattr(prepared, "base_dataloader", None)
         self.loaders = [*self.loaders[:1], prepared]  # the first and the newest: a script may make one per epoch
@@ -35,7 +48,7 @@ class Epoch:
             inside.__class__, inside.epoch = Watched, weakref.ref(self)  # a cycle would keep its workers alive
         return prepared
 
-    def running(self, between_batches):
+    def running(self, between_batches: bool) -> bool:
         """Whether an epoch is under way. between_batches: whether the newest batch is not trained on yet."""
         for loader in self.loaders:
             if any(other is loader for other in loader.gradient_state.dataloader_references):
@@ -43,32 +56,32 @@ class Epoch:
         return False
 
     @property
-    def first(self):
+    def first(self) -> DataLoader | Prepared:
         """torch's loader inside the prepared one."""
         return getattr(self.loaders[0], "base_dataloader", self.loaders[0])
 
-    def generator(self):
+    def generator(self) -> torch.Generator | None:
         """The generator of the loader's sampler, or None."""
         return sampler_generator(self.first)
 
-    def number(self, running):
+    def number(self, running: bool) -> int:
         """The number of the epoch under way, or of the next one, as Accelerate counts them. running: see `running`."""
         newest = self.loaders[-1]
         in_last_batch = not running and any(other is newest for other in newest.gradient_state.dataloader_references)
         return newest.iteration + in_last_batch  # Accelerate counts on after the last batch
 
-    def forget_workers(self):
+    def forget_workers(self) -> None:
         """Ends persistent workers: the next epoch starts others."""
         for loader in self.loaders:
             if isinstance(inside := getattr(loader, "base_dataloader", None), Watched):
                 inside._iterator = None
 
-    def stateful(self):
+    def stateful(self) -> Prepared | None:
         """The loader, if it saves its own place in the data, or None."""
         return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
 
 
-def refuse_indices_without_batches(accelerator, loader):
+def refuse_indices_without_batches(accelerator: "Accelerator", loader: DataLoader) -> None:
     """Raises Refused where Accelerate would shard the batch sampler of a loader that has none."""
     if accelerator.num_processes == 1 or type(loader) is not DataLoader or accelerator.dispatch_batches:
         return
@@ -79,15 +92,17 @@ def refuse_indices_without_batches(accelerator, loader):
         )
 
 
-def no_epoch():
+def no_epoch() -> None:
     """In a copy of a loader, or one from a pickle, which no Accelerator watches."""
 
 
 class Watched(DataLoader):
-    def __getstate__(self):
+    epoch: Callable[[], Epoch | None]
+
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"epoch": no_epoch}
 
-    def __iter__(self):
+    def __iter__(self) -> _BaseDataLoaderIter:
         epoch, generator = self.epoch(), sampler_generator(self)
         if epoch is None:  # its Accelerator is gone
             return super().__iter__()
@@ -105,19 +120,19 @@ class Watched(DataLoader):
             torch.set_rng_state(later)
         return iterator
 
-    def persistent(self, epoch, again):
+    def persistent(self, epoch: Epoch, again: States | None) -> torch.Tensor | None:
         """The state from which this epoch's workers drew their seed earlier, or None if they are to draw it now."""
         goes_on = self is epoch.first if again is None else "workers" in again
         return epoch.workers if self.persistent_workers and (goes_on or self._iterator is not None) else None
 
-    def _get_iterator(self):
+    def _get_iterator(self) -> _BaseDataLoaderIter:
         """Starts the workers."""
         epoch, own = self.epoch(), self.generator
         if epoch is None:
             return super()._get_iterator()
-        if self.persistent_workers and "workers" in epoch.began:
+        if self.persistent_workers and epoch.began and "workers" in epoch.began:
             self.generator = torch.Generator()
-            self.generator.set_state(epoch.workers)
+            self.generator.set_state(epoch.began["workers"])
         elif self.persistent_workers and self is epoch.first:
             epoch.workers = torch.get_rng_state() if own is None else own.get_state()
         try:
@@ -130,37 +145,38 @@ class Watched(DataLoader):
             self.generator = own
 
 
-def sampler_generator(loader):
+def sampler_generator(loader: DataLoader | Prepared) -> torch.Generator | None:
     """The generator of a loader's sampler, or None if it uses torch's global one."""
     seen, sampler = 0, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while sampler is not None and seen < 8:  # samplers wrap samplers: Accelerate's shards, skipped batches
-        if isinstance(getattr(sampler, "generator", None), torch.Generator):
-            return sampler.generator
+        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            return generator
         inner = getattr(sampler, "batch_sampler", None)
         sampler, seen = getattr(sampler, "sampler", None) if inner is None else inner, seen + 1
     return None
 
 
-def generators(of_sampler):
+def generators(of_sampler: torch.Generator | None) -> States:
     return {"torch": torch.get_rng_state()} | ({"own": of_sampler.get_state()} if of_sampler is not None else {})
 
 
-def set_generators(of_sampler, states):
+def set_generators(of_sampler: torch.Generator | None, states: States) -> None:
     torch.set_rng_state(states["torch"])
     if of_sampler is not None and "own" in states:
         of_sampler.set_state(states["own"])
 
 
-def state_dict(epochs, between_batches):
+def state_dict(epochs: list[Epoch], between_batches: bool) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """({name: tensor} of this process, JSON values of each loader: whether it is in the middle of an epoch, and the
     number of the epoch)."""
-    parts, states = {}, []
+    parts: dict[str, torch.Tensor] = {}
+    states: list[dict[str, Any]] = []
     for i, epoch in enumerate(epochs):
         running, generator = epoch.running(between_batches), epoch.generator()
         states.append({"running": running and epoch.began is not None, "epoch": epoch.number(running)})
         parts |= {f"loader/{i}/workers": epoch.workers} if epoch.workers is not None else {}
         parts |= {f"loader/{i}/now": generator.get_state()} if generator is not None else {}
-        if states[i]["running"]:
+        if running and epoch.began is not None:
             states[i]["same_workers"] = "workers" in epoch.began
             parts |= {f"loader/{i}/{name}": state for name, state in epoch.began.items()}
         if (loader := epoch.stateful()) is not None:  # differs from process to process; a loader may have no length
@@ -169,7 +185,9 @@ def state_dict(epochs, between_batches):
     return parts, states
 
 
-def load_state_dict(epochs, parts, states):
+def load_state_dict(
+    epochs: list[Epoch], parts: Mapping[str, torch.Tensor], states: list[dict[str, Any] | bool]
+) -> None:
     """Loads what `collect` returned. In format 3 a state is only whether the loader was in the middle of an epoch."""
     for i, (epoch, state) in enumerate(zip(epochs, states, strict=False)):
         state, generator = state if isinstance(state, dict) else {"running": state}, epoch.generator()

@@ -1,5 +1,9 @@
 """One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`."""
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
 from torch import nn
 
 from faithful.backends.linear import in_fp8
@@ -10,6 +14,9 @@ from faithful.models.live import Live
 from faithful.strategies.base import parameter_ids
 from faithful.tensors.names import unwrapped
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+
 
 class PreparedModel:
     """`model` is what `prepare` returned. `layers`: it before its conversion, and `skipped`: [(name, reason)] of Linear
@@ -17,17 +24,24 @@ class PreparedModel:
     prepared optimizer that updates the model, and stays None for frozen models. `evaluation`: prepared by
     `prepare_model(model, evaluation_mode=True)`."""
 
-    def __init__(self, model, layers=None, skipped=(), evaluation=False):
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers | None = None,
+        skipped: Iterable[tuple[str, str]] = (),
+        evaluation: bool = False,
+    ) -> None:
         self.model, self.layers, self.skipped, self.evaluation = model, layers, list(skipped), evaluation
-        self.optimizers, self.evidence = [], None
-        self.live = None  # with `evidence`
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.evidence: Evidence | None = None
+        self.live: Live | None = None  # with `evidence`
         self.parameters = set(map(id, model.parameters()))
         self.dtypes = dtypes.dtypes_of(model.parameters())
 
-    def is_of(self, model):
+    def is_of(self, model: nn.Module) -> bool:
         return unwrapped(model) is unwrapped(self.model)
 
-    def attach_optimizer(self, accelerator, optimizer):
+    def attach_optimizer(self, accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> None:
         """Takes note of a prepared optimizer. If it updates this model, backend and strategy may change both."""
         strategy, backend = accelerator.strategy, accelerator.backend
         if optimizer in self.optimizers or not strategy.parameter_ids(optimizer) & self.parameters:
@@ -44,13 +58,16 @@ class PreparedModel:
             self.live = Live(strategy.held_by_model(accelerator), self.model)
 
 
-def trains(argument):
+def trains(argument: object) -> TypeGuard[nn.Module]:
     """Whether an argument of `prepare` is a model that is not prepared yet and has trainable parameters."""
-    fresh = isinstance(argument, nn.Module) and not getattr(argument, "_is_accelerate_prepared", False)
-    return fresh and any(parameter.requires_grad for parameter in argument.parameters())
+    if not isinstance(argument, nn.Module) or getattr(argument, "_is_accelerate_prepared", False):
+        return False
+    return any(parameter.requires_grad for parameter in argument.parameters())
 
 
-def convert(accelerator, model, optimizers):
+def convert(
+    accelerator: "Accelerator", model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> tuple[Layers, list[tuple[str, str]]]:
     """Converts a model in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
     plan, strategy, backend = accelerator.plan, accelerator.strategy, accelerator.backend
     of_model = set(map(id, model.parameters()))

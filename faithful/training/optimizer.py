@@ -2,35 +2,40 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import accelerate.utils
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+
 
 @functools.cache
-def is_lomo_available():
+def is_lomo_available() -> bool | None:
     """Accelerate's function, which it calls in each step and which looks for the package each time."""
     return accelerate.utils.is_lomo_available()
 
 
 class Optimizer(AcceleratedOptimizer):
-    accelerator = None  # set by Accelerator.prepare_optimizer
+    accelerator: "Accelerator | None" = None  # set by Accelerator.prepare_optimizer
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle becomes, is of no Accelerator's run: it steps as Accelerate's does."""
         return {name: value for name, value in super().__getstate__().items() if name != "accelerator"}
 
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
         self.accelerator.before_update(self)
         super().step(closure)
-        if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):
+        if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):  # pyrefly: ignore[bad-argument-type]
             self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
         self.accelerator.after_update(self)
 
-    def zero_grad(self, set_to_none=None):
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Accelerate's inspects the signature in every step, which torch's own `zero_grad` does not need."""
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             super().zero_grad(set_to_none)

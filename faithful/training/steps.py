@@ -8,6 +8,8 @@ passes they have had is their own.
 
 import math
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,21 +25,25 @@ SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does 
 
 
 class Steps:
-    def __init__(self, num_processes):
+    def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes
         self.taken = self.tried = 0  # optimizer steps; tried includes those that a gradient scaler skipped
-        self.losses, self.norm, self.loss = [], None, None  # losses: of each backward pass since the last step
-        self.device = None  # of the losses
+        self.losses: list[torch.Tensor] = []  # of each backward pass since the last step
+        self.norm: float | None = None
+        self.loss: float | None = None
+        self.device: torch.device | None = None  # of the losses
         self.divided = True  # whether Accelerate divides the losses by their number; else their sum is the step's
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
-        self.times, self.excluded, self.clock = [], 0, None
+        self.times: list[float] = []
+        self.excluded = 0
+        self.clock: float | None = None
         self.stopping = False
-        self.told = None  # whether any rank was told to stop, as asked last in an evaluation
+        self.told: torch.Tensor | None = None  # whether any rank was told to stop, as asked last in an evaluation
         self.checked = 0  # updates of all optimizers; taken and tried count the first one's
         self.next_exchange = 0  # the value of `checked` from which the processes exchange again
         self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
 
-    def backward(self, loss, divided=True):
+    def backward(self, loss: torch.Tensor, divided: bool = True) -> None:
         """Called before each backward pass. divided: whether Accelerate divides the loss afterwards. transformers'
         Trainer and other scripts do so themselves."""
         self.divided = divided
@@ -45,7 +51,9 @@ class Steps:
         self.losses.append(loss.double().mean() if loss.dim() else loss)
         self.device = loss.device
 
-    def check(self, norm, scaler, newest_checkpoint):
+    def check(
+        self, norm: torch.Tensor, scaler: torch.amp.GradScaler | None, newest_checkpoint: Callable[[], Path | None]
+    ) -> None:
         """Called before each optimizer step, on all ranks. Raises Diverged if the loss or the norm is not finite."""
         row = self.row(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         self.loss_is_of_all = self.checked >= self.next_exchange or self.num_processes == 1
@@ -68,7 +76,7 @@ class Steps:
             f"{newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
         )
 
-    def row(self, norm):
+    def row(self, norm: torch.Tensor) -> torch.Tensor:
         """What this process tells the others, on its device: the sum of its losses, what to divide it by (0: there are
         none), whether it was told to stop, seconds per step, the norm."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
@@ -77,18 +85,18 @@ class Steps:
         count = len(self.losses) if self.divided else min(1, len(self.losses))
         known = torch.tensor([count, process.told_to_stop(), seconds], dtype=torch.float64)
         total = sum(loss.double() for loss in self.losses) if self.losses else torch.zeros((), dtype=torch.float64)
-        parts = (total.view(1), known, norm.detach().double().view(1))
+        parts = (total.view(1), known, norm.detach().double().view(1))  # pyrefly: ignore[missing-attribute]
         return torch.cat([to_device(part, device) for part in parts])
 
-    def gathered(self, row):
-        """The rows of all processes, as lists."""
+    def gathered(self, row: torch.Tensor) -> list[list[float]]:
+        """The rows of all processes."""
         if self.num_processes == 1:
             return [row.tolist()]
         rows = row.new_empty(self.num_processes * len(row))
         dist.all_gather_into_tensor(rows, row)
         return rows.view(self.num_processes, -1).tolist()
 
-    def agree(self, rows):
+    def agree(self, rows: list[list[float]]) -> None:
         """Takes what all processes have told. Raises Refused if their norms differ."""
         self.last_exchange = time.perf_counter(), self.checked
         self.stopping = self.stopping or any(told for _, _, told, _, _ in rows)
@@ -104,7 +112,7 @@ class Steps:
         if self.excluded >= WARMUP_STEPS and seconds > 0:  # all ranks compute the same number
             self.next_exchange = self.checked + max(1, int(AGREE_SECONDS / seconds))
 
-    def done(self, skipped):
+    def done(self, skipped: bool) -> None:
         """Called after each optimizer step. skipped: by the gradient scaler."""
         self.tried += 1
         self.taken += not skipped
@@ -115,12 +123,12 @@ class Steps:
             self.times.append(now - self.clock)
         self.clock = now
 
-    def pause(self):
+    def pause(self) -> None:
         """Excludes evaluation, logging and saving from the time of a step."""
         if self.clock is not None:
             self.clock = time.perf_counter()
 
-    def anyone_told_to_stop(self, device):
+    def anyone_told_to_stop(self, device: torch.device) -> bool:
         """Whether any rank was told to stop when this was asked last. Every rank must call it. The answer of this
         call is read in the next one, so that the device has work while the host waits for it."""
         if self.num_processes == 1:
@@ -133,7 +141,7 @@ class Steps:
         return self.stopping
 
 
-def to_device(tensor, device):
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Moves a small tensor to `device`, from pinned memory, so that the host does not wait."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
