@@ -4,14 +4,21 @@ Accelerate's save_state writes model.safetensors, model_1.safetensors, ... for o
 schedulers, samplers, random states and registered objects are pickles, as are its sharded weights (FSDP, DeepSpeed).
 """
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from safetensors.torch import load_file, load_model
+from torch import nn
 
 from faithful.errors import Refused
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 PICKLES = ("*.bin", "*.pkl", "*.pt", "pytorch_model*/")
 
 
-def load(accelerator, folder):
+def load(accelerator: "Accelerator", folder: Path) -> None:
     """Loads the weights of all prepared models. Every rank calls it. Notes the files that are not read."""
     models = accelerator._models
     files = [folder / ("model.safetensors" if i == 0 else f"model_{i}.safetensors") for i in range(len(models))]
@@ -38,14 +45,15 @@ def load(accelerator, folder):
     )
 
 
-def into(accelerator, model, file):
+def into(accelerator: "Accelerator", model: nn.Module, file: Path) -> None:
     if accelerator.strategy.replicates:
         missing, unexpected = load_model(model, file, strict=False)
     else:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, strict=False)
-        missing, unexpected = set_model_state_dict(model, load_file(file), options=options)
+        weights: dict[str, Any] = load_file(file)
+        missing, unexpected = set_model_state_dict(model, weights, options=options)
     if wrong := [*missing, *unexpected]:
         raise Refused(
             f"{file} is of another model: {', '.join(sorted(wrong)[:3])}, ... differ. Build the model as it was"

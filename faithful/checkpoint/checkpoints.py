@@ -21,8 +21,11 @@ import shutil
 import socket
 import threading
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -31,6 +34,10 @@ from faithful.disk.replacing import sync, write_json
 from faithful.errors import Refused
 from faithful.launch import launcher
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+
+Entry = tuple[int, str, str]  # of a manifest: bytes, name of the hash, hash
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
 STAGED = ".checkpoint.tmp"  # in a folder that existed before
 # Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
@@ -53,29 +60,30 @@ WHOLE = AGE | RANKS | {
 }  # fmt: skip
 
 
-def digest(path, kind="xxh3_128"):
+def digest(path: Path, kind: str = "xxh3_128") -> str:
     """The hash of a file. xxh3_128 finds every damage by accident, and sha256 takes ten times as long as reading."""
     with os.fdopen(names.opened(path), "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128 if kind == "xxh3_128" else kind).hexdigest()
 
 
-def entry(path):
+def entry(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
 
 
-def is_entry(value):
+def is_entry(value: Any) -> bool:
     """Whether this is an entry of a manifest."""
-    return isinstance(value, dict) and readers.count()(value.get("bytes")) and isinstance(hash_in(value)[2], str)
+    hashed = value.get("xxh3_128", value.get("sha256")) if isinstance(value, dict) else None
+    return isinstance(hashed, str) and readers.count()(value.get("bytes"))
 
 
-def hash_in(entry):
-    """(bytes, name of the hash, hash) of an entry of a manifest."""
+def hash_in(entry: dict[str, Any]) -> Entry:
+    """What a manifest says of a file."""
     kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
-    return entry["bytes"], kind, entry.get(kind)
+    return entry["bytes"], kind, entry[kind]
 
 
-def manifest_of(folder):
-    """{name: (bytes, name of the hash, hash)} of a checkpoint's files. Each name is that of a file in the folder, or of
+def manifest_of(folder: Path) -> dict[str, Entry]:
+    """{name: entry} of a checkpoint's files. Each name is that of a file in the folder, or of
     one that is missing there. Raises OSError, and ValueError if it is damaged."""
     file = folder / MANIFEST
     manifest = readers.of_kind(file, readers.value_of(file), {str: is_entry})
@@ -87,7 +95,7 @@ def manifest_of(folder):
 DAMAGE = (OSError, ValueError)  # what reading a damaged manifest raises
 
 
-def is_as_written(path, wanted, whole=True):
+def is_as_written(path: Path, wanted: Entry, whole: bool = True) -> bool:
     """Whether a file has the size and, read as a `whole`, the hash of its entry in a manifest."""
     size, kind, value = wanted
     return path.stat().st_size == size and (not whole or digest(path, kind) == value)
@@ -103,7 +111,11 @@ class Save:
     too, with the files of its processes. `keeper` is the rank that makes and completes the folder on this rank's disk.
     """
 
-    def __init__(self, accelerator, folder, alone, keep=None):
+    error: str | None
+    thread: threading.Thread | None
+    step: int | None  # of the run; None if the main process alone saves
+
+    def __init__(self, accelerator: "Accelerator", folder: Path, alone: bool, keep: int | None = None) -> None:
         self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, alone
         self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
         linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
@@ -134,7 +146,7 @@ class Save:
             with contextlib.suppress(OSError):
                 mark.unlink()
 
-    def make_folder(self):
+    def make_folder(self) -> None:
         settle(self.folder)
         shutil.rmtree(self.temporary, ignore_errors=True)
         try:
@@ -142,16 +154,16 @@ class Save:
         except OSError as problem:
             self.error = str(problem)
 
-    def give_up(self):
+    def give_up(self) -> None:
         """Deletes what this rank has made, when nothing is going to be written."""
         if self.rank == self.keeper:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def together(self, what, value=None):
+    def together(self, what: str, value: Any = None) -> list[Any]:
         """Waits for the other ranks, and returns what each says."""
         return [value] if self.alone else launcher.wait_for_all(what, value)
 
-    def write(self, parts, state):
+    def write(self, parts: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Writes {name: tensor} of this rank, and completes the checkpoint when all ranks have. Sets `error` to the
         first error of any rank, as text, or None. No collective is called: this may run in a thread.
 
@@ -182,7 +194,7 @@ class Save:
                 for old in known[self.keep - 1 :]:
                     shutil.rmtree(old, ignore_errors=True)
 
-    def complete(self, files, state):
+    def complete(self, files: dict[str, dict[str, int | str]], state: dict[str, Any]) -> None:
         """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
         this disk."""
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
@@ -200,10 +212,10 @@ class Save:
             os.rename(self.temporary, self.folder)
             sync(self.folder.parent)
 
-    def behind(self, parts, state):
+    def behind(self, parts: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """`write` in a thread, while training goes on. parts: tensors that training does not change."""
 
-        def run():
+        def run() -> None:
             try:
                 with launcher.writing():
                     self.write(parts, state)
@@ -213,15 +225,15 @@ class Save:
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
 
-    def finished(self):
+    def finished(self) -> bool:
         return self.thread is None or not self.thread.is_alive()
 
-    def wait(self, seconds=None):
+    def wait(self, seconds: float | None = None) -> None:
         if self.thread is not None:
             self.thread.join(seconds)
 
 
-def sees(file):
+def sees(file: Path) -> bool:
     """Whether the file is on a disk that this machine sees. A listing is newer than what NFS remembers of a name."""
     try:
         return file.name in os.listdir(file.parent)
@@ -229,7 +241,7 @@ def sees(file):
         return False
 
 
-def settle(folder):
+def settle(folder: Path) -> None:
     """Moves a complete checkpoint from `folder`/.checkpoint.tmp to `folder`, if all of its files are what was written,
     and deletes the files of the one that was there. Other files stay. Several processes may call it at once."""
     staged = folder / STAGED
@@ -241,7 +253,7 @@ def settle(folder):
             take_over(folder, new)
 
 
-def moved_or_sound(staged, folder, name, wanted):
+def moved_or_sound(staged: Path, folder: Path, name: str, wanted: Entry) -> bool:
     """Whether the file is as written, where it was written or where it has been moved."""
     try:
         return is_as_written(staged / name, wanted)
@@ -249,7 +261,7 @@ def moved_or_sound(staged, folder, name, wanted):
         return is_as_written(names.inside(folder, name), wanted)
 
 
-def take_over(folder, new):
+def take_over(folder: Path, new: Mapping[str, object]) -> None:
     """Moves the files of the manifest `new` from `folder`/.checkpoint.tmp to their place in `folder`. Raises OSError or
     ValueError before anything is moved if a name's place is taken by what is no file."""
     staged, places = folder / STAGED, {name: names.inside(folder, name) for name in (*new, MANIFEST)}
@@ -264,18 +276,18 @@ def take_over(folder, new):
     shutil.rmtree(staged, ignore_errors=True)
 
 
-def number(folder):
+def number(folder: Path) -> int | None:
     """The number in `checkpoint-<number>`, or in Accelerate's automatic name `checkpoint_<number>`; else None."""
     match = re.fullmatch(r"checkpoint[-_](\d+)", folder.name)
-    return match and int(match[1])
+    return int(match[1]) if match else None
 
 
-def list_checkpoints(output_dir):
+def list_checkpoints(output_dir: Path | str) -> list[Path]:
     """The checkpoint folders in `output_dir`, newest first. Raises OSError as `by_age` does."""
     return [folder for _, folder in by_age(output_dir)]
 
 
-def by_age(output_dir):
+def by_age(output_dir: Path | str) -> list[tuple[float, Path]]:
     """[(counter of age_of, folder)] of the checkpoints in `output_dir`, newest first: by a counter, because clocks are
     set, and a run that goes on from an older one writes smaller numbers than those of the steps that it gave up. Those
     from before the counter was saved come after them, by their time. Then by number. Incomplete and damaged ones are
@@ -288,7 +300,7 @@ def by_age(output_dir):
     return [(counter, folder) for counter, _, _, folder in ages]
 
 
-def age_of(folder):
+def age_of(folder: Path) -> tuple[float, float]:
     """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 where there is no
     state or it is damaged, inf where it cannot be read: it may be sound, so nobody deletes it."""
     try:
@@ -301,12 +313,12 @@ def age_of(folder):
         return -1 if absent else math.inf, 0
 
 
-def next_count(output_dir):
+def next_count(output_dir: Path | str) -> int:
     """The counter of a checkpoint that is the newest in its folder."""
-    return 1 + max((count for count, _ in by_age(output_dir) if count < math.inf), default=0)
+    return 1 + max((int(count) for count, _ in by_age(output_dir) if count < math.inf), default=0)
 
 
-def candidates(output_dir):
+def candidates(output_dir: Path | str) -> list[Path]:
     """The checkpoints in the order in which to look for a sound one: the newest first. Before them those whose state is
     damaged, so that they are named: nothing says how new they are."""
     folders = list_checkpoints(output_dir)
@@ -315,7 +327,7 @@ def candidates(output_dir):
     return sorted(folders, key=lambda folder: not has_damaged_state(folder))
 
 
-def has_damaged_state(folder):
+def has_damaged_state(folder: Path) -> bool:
     """Whether a checkpoint that was complete once lacks its state, or has another one than was written."""
     try:
         wanted = manifest_of(folder).get(STATE)
@@ -327,7 +339,7 @@ def has_damaged_state(folder):
         return True
 
 
-def unsound(folder, rank=0, processes=1):
+def unsound(folder: Path, rank: int = 0, processes: int = 1) -> str | None:
     """Why a checkpoint is incomplete or damaged or cannot be read, or None. Files of others are ignored. Reads every
     byte; of several processes each reads the files of its rank, and the first one those of no rank too."""
     try:
@@ -336,7 +348,7 @@ def unsound(folder, rank=0, processes=1):
         return f"it cannot be read ({error.strerror or error})"
 
 
-def damage(folder, rank, processes):
+def damage(folder: Path, rank: int, processes: int) -> str | None:
     try:
         settle(folder)
         manifest = manifest_of(folder)
@@ -358,7 +370,7 @@ def damage(folder, rank, processes):
     return None
 
 
-def ranks_that_saved(folder):
+def ranks_that_saved(folder: Path) -> int:
     """The number of processes that wrote a file of the checkpoint; 0 if its state cannot be read."""
     try:
         state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), RANKS)
@@ -367,13 +379,13 @@ def ranks_that_saved(folder):
         return 0
 
 
-def files_of_ranks(folder):
+def files_of_ranks(folder: Path) -> dict[int, Path]:
     """{rank: file of its tensors} of a checkpoint that `unsound` has found sound, in the order of ranks."""
     ranks = {int(own[1]): name for name in manifest_of(folder) if (own := RANKS_FILE.fullmatch(name))}
     return {rank: folder / ranks[rank] for rank in sorted(ranks)}
 
 
-def find(accelerator, wanted, output_dir):
+def find(accelerator: "Accelerator", wanted: Path | str | None, output_dir: Path | str) -> Path | None:
     """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
     in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged, or
     every one in output_dir that was complete once."""
@@ -403,12 +415,12 @@ def find(accelerator, wanted, output_dir):
     return None
 
 
-def is_accelerates(folder):
+def is_accelerates(folder: Path) -> bool:
     """Whether Accelerate itself wrote the checkpoint `folder`."""
     return not (folder / MANIFEST).exists() and any(folder.glob("random_states_*.pkl"))
 
 
-def read_state(folder):
+def read_state(folder: Path) -> dict[str, Any]:
     """`trainer_state.json` of a checkpoint that `find` has verified."""
     file = folder / STATE
     try:
@@ -426,7 +438,7 @@ def read_state(folder):
         raise Refused(f"{error}: take another checkpoint") from None
 
 
-def whole_state(file, state):
+def whole_state(file: Path, state: dict[str, Any]) -> dict[str, Any]:
     """`state` if it has all that this version writes, each value of its type and range. Raises Damaged."""
     readers.of_kind(file, state, WHOLE)
     processes = state["plan"]["num_processes"]
@@ -439,7 +451,7 @@ def whole_state(file, state):
     return readers.of_kind(file, state, within)
 
 
-def cuts_of(file):
+def cuts_of(file: Path) -> dict[str, int | None]:
     """{name: dimension along which tensor parallel has split it, or None} in a trainer_state.json. Raises Refused."""
     try:
         return readers.of_kind(file, readers.value_of(file), {"cuts": WHOLE["cuts"]})["cuts"]
@@ -447,6 +459,6 @@ def cuts_of(file):
         raise Refused(f"{error}: take another checkpoint") from None
 
 
-def tensors_of(folder, rank, prefix=""):
+def tensors_of(folder: Path, rank: int, prefix: str = "") -> tensor_files.TensorFile:
     """The tensors in one rank's file whose names begin with `prefix`."""
     return tensor_files.TensorFile(names.inside(folder, f"rank{rank}.safetensors"), prefix)

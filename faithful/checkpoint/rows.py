@@ -1,16 +1,19 @@
 """A checkpoint of sharded parameters on another number of processes than saved it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from faithful.checkpoint import tensor_keys
+from faithful.disk.tensor_files import TensorFile
 from faithful.errors import Refused
 from faithful.tensors.names import rows_of
 
+Span = Callable[[str], tuple[int, int, int] | None]  # see Rows
 
-class Rows(Mapping):
+
+class Rows(Mapping[str, torch.Tensor]):
     """{place: what this process needs of a checkpoint}, see Strategy.tensors. Of tensors that were sharded by their
     rows it reads its own rows, from the files of the processes that had them.
 
@@ -20,13 +23,13 @@ class Rows(Mapping):
     checkpoint has another number of rows.
     """
 
-    def __init__(self, parts, span):
+    def __init__(self, parts: Sequence[TensorFile], span: Span) -> None:
         self.parts, self.span = parts, span
 
-    def __getitem__(self, place):
-        if not self.parts[0].shape(place) or self.span(place) is None:
+    def __getitem__(self, place: str) -> torch.Tensor:
+        if not self.parts[0].shape(place) or (mine := self.span(place)) is None:
             return self.parts[0][place]
-        first, rows, whole = self.span(place)
+        first, rows, whole = mine
         saved = sum(part.shape(place)[0] for part in self.parts)
         if saved != whole:
             raise Refused(f"the checkpoint is of another model: {place} has {saved} rows there, {whole} here")
@@ -40,17 +43,17 @@ class Rows(Mapping):
                 break
         return torch.cat(pieces)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self.parts[0])
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.parts[0])
 
 
-def of_dtensors(parameters):
+def of_dtensors(parameters: Mapping[str, torch.Tensor]) -> Span:
     """The `span` of {name: parameter}, sharded over the processes now."""
 
-    def span(place):
+    def span(place: str) -> tuple[int, int, int] | None:
         parameter = parameters.get(tensor_keys.parsed(place)[1])
         if not isinstance(parameter, DTensor):
             return None
@@ -59,11 +62,11 @@ def of_dtensors(parameters):
     return span
 
 
-def of_fragments(lengths, rank):
+def of_fragments(lengths: Sequence[Mapping[str, int]], rank: int) -> Span:
     """The `span` of parameters, and of their optimizer state, of which each process has a flat fragment, in order of
     the ranks. lengths: {name: elements} of each rank."""
 
-    def span(place):
+    def span(place: str) -> tuple[int, int, int] | None:
         kind, name, _ = tensor_keys.parsed(place)
         if kind not in (tensor_keys.WEIGHT, tensor_keys.OPTIMIZER) or name not in lengths[rank]:
             return None

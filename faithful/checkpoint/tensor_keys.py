@@ -15,42 +15,42 @@ Beside them are random/<generator> (saving/state.py), and the tensors of JSON va
 WEIGHT, BUFFER, OPTIMIZER, SHAPE, SCALES = "model", "buffer", "optimizer", "shape", "te"
 
 
-def weight(name):
+def weight(name: str) -> str:
     return f"{WEIGHT}/{name}"
 
 
-def buffer(name):
+def buffer(name: str) -> str:
     return f"{BUFFER}/{name}"
 
 
-def state(name, key):
+def state(name: str, key: str) -> str:
     """Of the optimizer's state of a parameter."""
     return f"{OPTIMIZER}/{name}/{key}"
 
 
-def counter(group, key):
+def counter(group: int, key: str) -> str:
     return state(f"group{group}", key)
 
 
-def shape(name):
+def shape(name: str) -> str:
     return f"{SHAPE}/{name}"
 
 
-def scales(layer):
+def scales(layer: str) -> str:
     return f"{SCALES}/{layer}"
 
 
-def of_model(index):
+def of_model(index: int) -> str:
     """What the names of a prepared model's tensors begin with."""
     return f"{index}:"
 
 
-def kind(place):
+def kind(place: str) -> str:
     """WEIGHT, BUFFER, ...: what a name begins with."""
     return place.partition("/")[0]
 
 
-def parsed(place):
+def parsed(place: str) -> tuple[str, str, str | None]:
     """(kind, name, key of the optimizer's state or None)"""
     first, _, name = place.partition("/")
     name, _, key = name.rpartition("/") if first == OPTIMIZER else (name, None, None)

@@ -6,12 +6,15 @@ import re
 import shutil
 import tempfile
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils.modeling import get_state_dict_offloaded_model
-from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, save_torch_state_dict, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from torch import nn
 
 from faithful.disk import replacing, tensor_files
 from faithful.disk.replacing import sync, write_json
@@ -19,6 +22,8 @@ from faithful.errors import NotSaved
 from faithful.launch import launcher
 from faithful.tensors.names import local
 
+# {name: (a tensor of its shape and dtype, function that returns the whole tensor)}
+Pieces = dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 TEMPORARY = ".model.tmp-"
 WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization and without
     True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
@@ -26,24 +31,25 @@ WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization
 }
 
 
-def write_weights(weights, folder, max_shard_size, safe_serialization):
+def write_weights(
+    weights: dict[str, torch.Tensor], folder: Path, max_shard_size: int | str, safe_serialization: bool
+) -> None:
     """Writes {name: tensor} as `model.safetensors`, in several files above `max_shard_size`."""
     plain = {name: own_copy(weight) for name, weight in weights.items()}
-    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
     write = lambda temporary: save_torch_state_dict(plain, temporary, **options)  # noqa: E731
     write_model(folder, write, WEIGHTS[safe_serialization])
 
 
-def stream_weights(pieces, folder, max_shard_size, main):
+def stream_weights(pieces: Pieces, folder: Path, max_shard_size: int | str, main: bool) -> None:
     """As `write_weights`, of a model that no process holds whole: one tensor after the other. Every rank calls it.
 
-    pieces: {name: (a tensor of its shape and dtype, function that returns the whole tensor)}; every rank calls these
-    functions, in one order. main: whether this process writes."""
+    pieces: every rank calls their functions, in one order. main: whether this process writes."""
     like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
     split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
     left = deque(name for names in split.filename_to_tensors.values() for name in in_order_of(like, names))
 
-    def load(name):
+    def load(name: str) -> torch.Tensor:
         due = left.popleft()
         if name != due:
             raise RuntimeError(f"{name} is to be written, and the other processes are at {due}")
@@ -58,11 +64,17 @@ def stream_weights(pieces, folder, max_shard_size, main):
         launcher.wait_for_all("write the weights")
 
 
-def in_order_of(like, names):
+def in_order_of(like: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
     return tensor_files.in_order({name: like[name] for name in names})
 
 
-def write_split(split, like, load, folder, name="model.safetensors"):
+def write_split(
+    split: StateDictSplit,
+    like: Mapping[str, torch.Tensor],
+    load: Callable[[str], torch.Tensor],
+    folder: Path,
+    name: str = "model.safetensors",
+) -> None:
     """Writes tensors one after the other, as huggingface_hub's `split` divides them into files, with an index if there
     are several. like: {name: tensor of its shape and dtype}. load: returns the tensor of a name. name: of a single file
     """
@@ -73,7 +85,7 @@ def write_split(split, like, load, folder, name="model.safetensors"):
         write_json(folder / f"{name}.index.json", index)
 
 
-def write_model(folder, write, names):
+def write_model(folder: Path, write: Callable[[Path], object], names: str) -> None:
     """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
     an earlier save are replaced, which have the pattern `names`. Raises NotSaved; then they are still there, or if
     several files were being moved, they have no index."""
@@ -110,7 +122,7 @@ def write_model(folder, write, names):
             os.close(lock)
 
 
-def locked(folder):
+def locked(folder: Path) -> int | None:
     """Locks a temporary folder while this process lives. Returns the descriptor that holds the lock, or None: another
     process has it, or there are no locks."""
     descriptor = None
@@ -124,7 +136,7 @@ def locked(folder):
         return None
 
 
-def clear_leftovers(folder):
+def clear_leftovers(folder: Path) -> None:
     """Deletes the temporary folders of killed processes. Those of other machines that are writing are locked."""
     for left in folder.glob(f"{TEMPORARY}????????"):
         if (lock := locked(left)) is not None:
@@ -132,7 +144,7 @@ def clear_leftovers(folder):
             os.close(lock)
 
 
-def offloaded_weights(model):
+def offloaded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: tensor} on the CPU of a model that Accelerate's hooks have offloaded to the CPU or a disk. Accelerate's
     own function leaves out the outermost module's parameters."""
     outermost = {name: tensor for name, tensor in model.state_dict().items() if "." not in name}
@@ -143,7 +155,7 @@ def offloaded_weights(model):
     return get_state_dict_offloaded_model(model) | outermost
 
 
-def own_copy(tensor):
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, in memory of its own: FSDP2 gathers several tensors into one storage."""
     tensor = local(tensor.detach()).cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,13 +23,13 @@ class Unreadable(ValueError):
     """The file cannot be read as settings. The message is the end of a line."""
 
 
-def read(path):
+def read(path: Path | str) -> Any:
     """The value in a file: JSON if its name says so, else YAML, as Accelerate reads it."""
     text = text_of(path)
     return of_json(text) if Path(path).suffix == ".json" else of_yaml(text)
 
 
-def text_of(path):
+def text_of(path: Path | str) -> str:
     """The text of a regular file, or of one to which a symlink of the user's leads."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -48,7 +49,7 @@ def text_of(path):
         raise Unreadable(f"cannot be read: byte {content[error.start]:#x} at {error.start} is not UTF-8") from None
 
 
-def of_json(text):
+def of_json(text: str) -> Any:
     """The value in a JSON text."""
     if text.startswith("\ufeff"):
         raise Unreadable("begins with a byte order mark, which Accelerate refuses in JSON: save it without")
@@ -67,7 +68,7 @@ def of_json(text):
     return checked(value)
 
 
-def section(pairs):
+def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = dict(pairs)
     if len(names) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -75,7 +76,7 @@ def section(pairs):
     return names
 
 
-def of_yaml(text):
+def of_yaml(text: str) -> Any:
     """The value in a YAML text. Its events are counted before anything is built of them."""
     try:
         count_events(text)
@@ -93,10 +94,11 @@ def of_yaml(text):
     return checked(value)
 
 
-def count_events(text):
+def count_events(text: str) -> None:
     """Raises Unreadable for a YAML text that would become too much or too deep, or has a key twice."""
-    whole = [0, None, False, None]  # values in it, keys of a section, whether a key comes next, its anchor
-    stack, sizes = [whole], {}
+    whole: list[Any] = [0, None, False, None]  # values in it, keys of a section, whether a key comes next, its anchor
+    stack: list[list[Any]] = [whole]
+    sizes: dict[str, int] = {}
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         inner = stack[-1]
         if isinstance(event, yaml.CollectionEndEvent):
@@ -126,7 +128,7 @@ def count_events(text):
             raise Unreadable(f"holds more than {MOST:,} values, or aliases that make as many")
 
 
-def checked(value, depth=0):
+def checked(value: Any, depth: int = 0) -> Any:
     """`value`, if it has no number that is too large, no text of more than a line, and is not too deep."""
     if depth > DEEPEST:
         raise too_deep()
@@ -146,14 +148,14 @@ def checked(value, depth=0):
     return value
 
 
-def too_deep():
+def too_deep() -> Unreadable:
     return Unreadable(f"is nested more than {DEEPEST} levels deep, which no config is")
 
 
-def twice(key):
+def twice(key: object) -> Unreadable:
     return Unreadable(f"has the key {short(key)} twice in a section: remove one of them")
 
 
-def short_line(text):
+def short_line(text: str) -> str:
     """Other people's message, on one line."""
     return short(text)[1:-1] if not text.isprintable() else text[:200]

@@ -6,13 +6,14 @@ import re
 import reprlib
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 LONGEST = 255  # bytes of a file's name on the usual file systems
 SHORT = reprlib.Repr()  # looks at the first items only, and not far into what is nested
 SHORT.maxstring = SHORT.maxother = 60
 
 
-def printable(text):
+def printable(text: str) -> str:
     """Text from a file for a terminal: control characters and halves of characters are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -21,7 +22,7 @@ class Unsafe(ValueError):
     """A name in a file is not the name of a file in its folder. The message is the end of a line."""
 
 
-def inside(folder, name):
+def inside(folder: Path | str, name: object) -> Path:
     """The path of `name` in `folder`: one plain name, or several with `/` between them. What is there already must be a
     regular file in folders that are no symlinks; it may be absent. Raises Unsafe."""
     parts = name.split("/") if isinstance(name, str) else []
@@ -36,7 +37,7 @@ def inside(folder, name):
     return path
 
 
-def plain(part):
+def plain(part: str) -> bool:
     """Whether this part of a name is neither empty nor `.` nor `..`, and has no control character or backslash."""
     return (
         part not in ("", ".", "..")
@@ -45,13 +46,13 @@ def plain(part):
     )
 
 
-def short(name):
+def short(name: object) -> str:
     """The name, or any other value of a file, as text of at most 60 characters, all of them ASCII and printable."""
     text = SHORT.repr(name).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def kind_of(path):
+def kind_of(path: Path | str) -> str | None:
     """What is at the path itself, not behind a symlink: "file", "folder", "symlink", "special file", or None."""
     try:
         mode = os.lstat(path).st_mode
@@ -61,7 +62,7 @@ def kind_of(path):
     return next((kind for test, kind in kinds if test(mode)), "special file")
 
 
-def opened(path, flags=os.O_RDONLY):
+def opened(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """The descriptor of a regular file. Raises OSError for what is none: a symlink, a folder, a pipe, a device."""
     path = Path(path)
     kind = kind_of(path)
@@ -74,11 +75,11 @@ def opened(path, flags=os.O_RDONLY):
     return descriptor
 
 
-def files_below(folder):
+def files_below(folder: Path | str) -> list[str]:
     """The names, relative to `folder`, of all that is no folder in it and below, sorted. A symlink is not followed.
     Raises OSError where a folder cannot be listed (Path.rglob finds nothing in it)."""
 
-    def raised(error):
+    def raised(error: OSError) -> NoReturn:
         raise error
 
     found = []

@@ -4,6 +4,9 @@ and nowhere else. Each function raises Damaged with a line that names the file."
 import errno
 import json
 import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from faithful.disk.names import opened, short
 
@@ -15,7 +18,7 @@ class Damaged(ValueError):
     """A file does not hold what it should. The message is one line that names the file."""
 
 
-def bytes_of(path):
+def bytes_of(path: Path | str) -> bytes:
     """The bytes of a regular file. Raises OSError, which names it."""
     try:
         with os.fdopen(opened(path), "rb") as file:
@@ -28,7 +31,7 @@ def bytes_of(path):
         raise
 
 
-def value_of(path):
+def value_of(path: Path | str) -> Any:
     """The value in a JSON file. Raises Damaged, and OSError where it cannot be read."""
     try:
         return parsed(bytes_of(path))
@@ -38,7 +41,7 @@ def value_of(path):
         raise Damaged(f"{path} is not JSON ({str(error).splitlines()[0]})") from None
 
 
-def parsed(text):
+def parsed(text: bytes | str) -> Any:
     """The value that a JSON text holds. Raises ValueError, and RecursionError where it is nested too deep."""
     value = json.loads(text)
     level = [value]
@@ -49,11 +52,11 @@ def parsed(text):
     raise RecursionError
 
 
-def inside_of(one):
+def inside_of(one: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return one.values() if isinstance(one, dict) else one
 
 
-def of_kind(path, value, form, at=""):
+def of_kind(path: Path | str, value: Any, form: Any, at: str = "") -> Any:
     """`value` if it has the form `form`, else raises Damaged, which names the key `at`.
 
     form: a type or a tuple of types; a function from a value to whether it is right; (None, form), which may be null;
@@ -65,9 +68,9 @@ def of_kind(path, value, form, at=""):
         wanted = type(form)
         if not isinstance(value, wanted):
             raise Damaged(f"{path}: {at or 'its content'} is {kind(value)}, not {KINDS[wanted]}")
-        if wanted is list or str in form:
-            every = form[0] if wanted is list else form[str]
-            for key, inner in enumerate(value) if wanted is list else value.items():
+        if isinstance(form, list) or str in form:
+            every = form[0] if isinstance(form, list) else form[str]
+            for key, inner in enumerate(value) if isinstance(value, list) else value.items():
                 of_kind(path, inner, every, f"{at}.{key if wanted is list else short(key)[1:-1]}".strip("."))
             return value
         for key, inner in form.items():
@@ -81,29 +84,29 @@ def of_kind(path, value, form, at=""):
     return value
 
 
-KINDS = {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}
+KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}
 
 
-def kind(value):
+def kind(value: object) -> str:
     return KINDS.get(type(value), "a number")
 
 
-def count(first=0, last=2**63 - 1):
+def count(first: int = 0, last: int = 2**63 - 1) -> Callable[[Any], bool]:
     """The form of a whole number from `first` to `last`."""
     return lambda value: type(value) is int and first <= value <= last
 
 
-def number(value):
+def number(value: Any) -> bool:
     """The form of a finite number. Larger ones than 1e100 nobody has measured, and arithmetic with them overflows."""
     return type(value) in (int, float) and abs(value) < 1e100
 
 
-def word(value):
+def word(value: object) -> bool:
     """The form of null, or of a text that fits into a line."""
     return value is None or isinstance(value, str) and len(value) <= 255 and value.isprintable()
 
 
-def rows_of(path):
+def rows_of(path: Path | str) -> tuple[list[tuple[str, dict[str, Any]]], int]:
     """([(line, row)], number of damaged lines) of a file with a JSON object in each line, as a crash leaves it: whole
     lines are read, torn ones counted. Without a file ([], 0). Raises OSError if it cannot be read."""
     try:

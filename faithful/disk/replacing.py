@@ -5,12 +5,13 @@ import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from faithful.disk.names import kind_of
 
 
-def sync(path):
+def sync(path: Path | str) -> None:
     """Writes a file, or a folder's entries, from the page cache to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -19,14 +20,14 @@ def sync(path):
         os.close(descriptor)
 
 
-def check_target(path):
+def check_target(path: Path | str) -> None:
     """Raises OSError unless the path is a regular file or absent."""
     kind = kind_of(path)
     if kind not in (None, "file"):
         raise OSError(f"{path} is a {kind}: name a file or a new one")
 
 
-def created(path):
+def created(path: Path | str) -> int:
     """Makes an empty file, which must not be there. Returns its mode, as the umask gives it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -36,7 +37,7 @@ def created(path):
 
 
 @contextlib.contextmanager
-def replaced(path):
+def replaced(path: Path | str) -> Iterator[Path]:
     """Yields the path of an empty file beside `path`, which takes its place at the end. After an error `path` is as it
     was. Raises OSError."""
     path = Path(path)
@@ -54,7 +55,7 @@ def replaced(path):
             temporary.unlink()
 
 
-def move(temporary, path, mode):
+def move(temporary: Path, path: Path, mode: int) -> None:
     """Puts a finished file, which is synced and gets `mode`, in the place of `path` on the same file system."""
     check_target(path)
     os.chmod(temporary, mode)  # a library that has written it may have made it for the user alone
@@ -62,12 +63,12 @@ def move(temporary, path, mode):
     os.replace(temporary, path)
 
 
-def write_text(path, text):
+def write_text(path: Path | str, text: str) -> None:
     """Writes a file in one step."""
     with replaced(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def write_json(path, value):
+def write_json(path: Path | str, value: object) -> None:
     """Writes a JSON file in one step."""
     write_text(path, json.dumps(value, indent=1) + "\n")

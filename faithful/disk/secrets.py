@@ -2,6 +2,8 @@
 of the usual services, which begin as only they do."""
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 HIDDEN = "***"
 # Names of options. Not pad_token, max_new_tokens and others of a tokenizer.
@@ -16,11 +18,11 @@ KEYS = re.compile(
 )
 
 
-def is_secret(name):
+def is_secret(name: object) -> bool:
     return bool(SECRET.fullmatch(str(name).lstrip("-").replace("-", "_")))
 
 
-def hidden(value):
+def hidden(value: Any) -> Any:
     """A value for JSON in which secrets are replaced."""
     if isinstance(value, str):
         return KEYS.sub(HIDDEN, PASSWORD.sub(rf"\1:{HIDDEN}@", value))
@@ -31,11 +33,11 @@ def hidden(value):
     return value
 
 
-def text(value):
+def text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def hidden_in_words(words):
+def hidden_in_words(words: Iterable[str]) -> list[str]:
     """A command line in which what follows the name of a secret is replaced: `--token X`, `--token=X`, `TOKEN=X`."""
     kept, before = [], ""
     for word in words:

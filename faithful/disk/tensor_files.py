@@ -6,7 +6,9 @@ header in JSON and the tensors' bytes (github.com/huggingface/safetensors, READM
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -24,16 +26,22 @@ NAMES = {
 }  # fmt: skip
 
 
-def in_order(tensors):
+def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """The names in the order in which `write` writes the tensors: so that each begins aligned to its elements."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
-def write(tensors, path, load=None, metadata=None):
+def write(
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    load: Callable[[str], torch.Tensor] | None = None,
+    metadata: dict[str, str] | None = None,
+) -> dict[str, int | str]:
     """Writes {name: tensor} to a file, on the disk when this returns. Returns {"bytes", "xxh3_128"} of the file. Those
     on a device are copied to the host one by one. load: returns the tensor of a name when its turn comes, where
     `tensors` have shapes and dtypes only. metadata: {name: text}. Raises OSError."""
-    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for name in in_order(tensors):
         begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
         header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape),
@@ -42,7 +50,7 @@ def write(tensors, path, load=None, metadata=None):
     text += b" " * (-len(text) % 8)
     hashed = xxhash.xxh3_128()
     with open(path, "wb", buffering=0) as file:
-        for piece in pieces(text, map(load or tensors.get, in_order(tensors))):
+        for piece in pieces(text, map(load or tensors.__getitem__, in_order(tensors))):
             hashed.update(piece)
             rest = memoryview(piece)
             while len(rest):
@@ -51,26 +59,26 @@ def write(tensors, path, load=None, metadata=None):
     return {"bytes": 8 + len(text) + end, "xxh3_128": hashed.hexdigest()}
 
 
-def pieces(header, tensors):
+def pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
     yield len(header).to_bytes(8, "little") + header
     for tensor in tensors:
-        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(values), PIECE):
             yield values[begin : begin + PIECE]
 
 
-def dtypes(file, prefix):
+def dtypes(file: "TensorFile", prefix: str) -> dict[str, str]:
     """{name: dtype} of the tensors of a TensorFile whose names begin with `prefix`/, without reading them."""
     kinds = {NAMES[dtype]: str(dtype) for dtype in NAMES}
     found = {name: file.file.get_slice(file.names[name]).get_dtype() for name in file if name.startswith(f"{prefix}/")}
     return {name: kinds.get(kind, kind) for name, kind in found.items()}
 
 
-class TensorFile(Mapping):
+class TensorFile(Mapping[str, torch.Tensor]):
     """The tensors of a file whose names begin with `prefix`, {name without it: tensor}. A tensor is read when it is
     asked for, and may be a view of the file: copy what is to be kept. Raises Refused if the file cannot be read."""
 
-    def __init__(self, path, prefix=""):
+    def __init__(self, path: Path | str, prefix: str = "") -> None:
         try:
             os.close(opened(path))  # a pipe would be waited for
             self.file = safe_open(path, "pt")
@@ -79,21 +87,21 @@ class TensorFile(Mapping):
             raise Refused(f"{path} cannot be read as safetensors ({why}): take another checkpoint") from None
         self.names = {name.removeprefix(prefix): name for name in self.file.keys() if name.startswith(prefix)}
 
-    def __getitem__(self, name):
+    def __getitem__(self, name: str) -> torch.Tensor:
         return self.file.get_tensor(self.names[name])
 
-    def shape(self, name):
+    def shape(self, name: str) -> list[int]:
         return self.file.get_slice(self.names[name]).get_shape()
 
-    def rows(self, name, first, last):
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Reads these rows of a tensor alone."""
         return self.file.get_slice(self.names[name])[first:last]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.names)
 
-    def __contains__(self, name):
+    def __contains__(self, name: object) -> bool:
         return name in self.names

@@ -10,6 +10,8 @@ that was made before, for an average of weights, gets them whole.
 
 import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +37,15 @@ RANDOM = ("normal_", "uniform_", "random_", "random_.from", "random_.to", "berno
           "log_normal_", "cauchy_", "geometric_")  # fmt: skip
 
 
-copies = {}  # {id of a parameter without values: (it, its deep copies)}
-made_on_meta = {}  # {address: storage} of what from_pretrained makes on meta: there process 0 draws no numbers, either
-partitions = {}  # ZeRO-3: {id of a parameter that is not sent: this process's part of it, until it is partitioned}
+# {id of a parameter without values: (it, its deep copies)}
+copies: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+# {address: storage} of what from_pretrained makes on meta: there process 0 draws no numbers, either
+made_on_meta: dict[int, torch.UntypedStorage] = {}
+# ZeRO-3: {id of a parameter that is not sent: this process's part of it, until it is partitioned}
+partitions: dict[int, torch.Tensor] = {}
 
 
-def start(main):
+def start(main: bool) -> None:
     """From now on processes other than the main one build modules without weights, until the run ends."""
     sharded_files.start(main)
     if main:
@@ -50,7 +55,7 @@ def start(main):
     without = WeakIdKeyDictionary()  # {parameter: the one without values that stands for it}
 
     @functools.wraps(register)
-    def register_parameter(self, name, param):
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if type(param) is nn.Parameter and not param.is_meta:
             if param not in without:
@@ -62,11 +67,11 @@ def start(main):
             made_on_meta[storage._cdata] = storage
 
     @functools.wraps(apply)
-    def _apply(self, fn, recurse=True):
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         return apply(self, functools.partial(stays, fn), recurse)
 
     @functools.wraps(deepcopy)
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self: nn.Parameter, memo: dict[int, Any]) -> torch.Tensor:
         copy = deepcopy(self, memo)
         if copy.is_meta:
             copies.setdefault(id(self), (self, []))[1].append(copy)
@@ -78,7 +83,7 @@ def start(main):
     patches.undo_with(KERNELS, draw())
 
 
-def stays(fn, tensor):
+def stays(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """`fn(tensor)`, as in `model.to(device)`. A tensor without values changes its dtype alone: `fill` moves it."""
     if not tensor.is_meta:
         return fn(tensor)
@@ -88,7 +93,7 @@ def stays(fn, tensor):
         return tensor.to(fn(torch.empty((), dtype=tensor.dtype)).dtype)
 
 
-def draw():
+def draw() -> Callable[[], None]:
     """Makes torch's random functions draw for tensors without values, too. Returns a function that undoes it."""
     library = torch.library.Library("aten", "IMPL")
     for name in RANDOM:
@@ -97,7 +102,7 @@ def draw():
     return library._destroy
 
 
-def drawn(method, tensor, *args, **kwargs):
+def drawn(method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if tensor.untyped_storage()._cdata in made_on_meta:
         return tensor
     method(scratch.like(tensor, "cpu"), *args, **kwargs)
@@ -108,24 +113,24 @@ class Scratch:
     """Memory for one tensor after the other. New memory for each would stay with the process: the C library gives pages
     back only from the end of its heap."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.free()
 
-    def like(self, tensor, device):
+    def like(self, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """A tensor with the shape and dtype of `tensor`, until the next call."""
         size = tensor.numel() * tensor.element_size()
         if size > self.bytes.numel() or self.bytes.device != torch.device(device):
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         return self.bytes[:size].view(tensor.dtype).view(tensor.shape)
 
-    def free(self):
+    def free(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 scratch = Scratch()
 
 
-def weights_of(model):
+def weights_of(model: nn.Module) -> dict[str, Any]:
     """What `fill` needs of a model that is not sharded yet: {name: tensor} of process 0; on the others {name: the
     copies of the parameter}."""
     if dist.get_rank() == 0:
@@ -133,7 +138,7 @@ def weights_of(model):
     return {name: copies.pop(id(parameter), (None, []))[1] for name, parameter in parameters_of(model)}
 
 
-def refuse_other_models(model):
+def refuse_other_models(model: nn.Module) -> None:
     """Raises Refused, on every process, if one's model has other parameters than that of process 0, whose weights it is
     to get."""
     wanted, *others = gather_object([[name for name, _ in parameters_of(model)]])
@@ -146,7 +151,7 @@ def refuse_other_models(model):
 
 
 @torch.no_grad()
-def fill(model, before, device, kept_on):
+def fill(model: nn.Module, before: dict[str, Any], device: torch.device, kept_on: torch.device | str) -> None:
     """Gives a sharded model the weights and buffers of process 0. Every process calls it. before: what `weights_of`
     returned. device: where tensors are sent, whole and one at a time. kept_on: where the shards stay."""
     main, filled = dist.get_rank() == 0, {}
@@ -160,7 +165,7 @@ def fill(model, before, device, kept_on):
             part = torch.empty_like(parameter, device=kept_on)
             local(part).view(-1).copy_(parts.pop(name))
         else:
-            sent = sent_to_all(mine if main else None, parameter, device)
+            sent = sent_to_all(mine if main else parameter, parameter, device)
             for copy in [] if main else mine:
                 torch.utils.swap_tensors(copy, nn.Parameter(sent.to(copy.dtype, copy=True), copy.requires_grad))
             part = shard_of(sent, parameter, kept_on)
@@ -177,7 +182,7 @@ def fill(model, before, device, kept_on):
 
 
 @torch.no_grad()
-def send_buffers(model, device):
+def send_buffers(model: nn.Module, device: torch.device) -> None:
     """Gives all processes the buffers of process 0. One that was computed from weights has no values on the others."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -187,7 +192,7 @@ def send_buffers(model, device):
     scratch.free()
 
 
-def sent_to_all(value, like, device):
+def sent_to_all(value: torch.Tensor, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The `value` of process 0 on every process, until the next call. like: a tensor of its shape and dtype."""
     sent = scratch.like(like, device)
     if dist.get_rank() == 0:
@@ -196,7 +201,7 @@ def sent_to_all(value, like, device):
     return sent
 
 
-def partition(main):
+def partition(main: bool) -> None:
     """Makes ZeRO-3 take memory for a parameter only when it partitions it. DeepSpeed sends that of process 0 before,
     and the whole model even before that, if every process has it. Process 0's stays on the host until then."""
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -208,13 +213,13 @@ def partition(main):
         Init._convert_to_zero_parameters,
     )
 
-    def on_the_host(self, model):
+    def on_the_host(self: DeepSpeedEngine, model: nn.Module) -> None:
         self.dont_change_device = True
         configure(self, model)
         for module in model.modules():
             module._buffers |= {name: b.to(self.device) for name, b in module._buffers.items() if b is not None}
 
-    def without_sending(self, param):
+    def without_sending(self: Init, param: Any) -> None:
         if id(param) not in partitions:
             return init(self, param)
         del partitions[id(param)]
@@ -232,7 +237,7 @@ def partition(main):
     if main:
         return
 
-    def one_by_one(self, params):
+    def one_by_one(self: Init, params: list[Any]) -> None:
         for param in params:
             if param.is_meta:
                 empty = torch.empty(param.shape, dtype=param.dtype, device=self.local_device)
@@ -246,7 +251,7 @@ def partition(main):
     patches.replace(NAMES, lambda model: None)
 
 
-def read_partitions(model, device):
+def read_partitions(model: nn.Module, device: torch.device) -> None:
     """ZeRO-3: reads this process's parts of the model's parameters from their file, where they are in one."""
     main = dist.get_rank() == 0
     parameters = {name: p for name, p in parameters_of(model) if main or p.is_meta}
@@ -255,19 +260,19 @@ def read_partitions(model, device):
     partitions.update({id(parameters[name]): part for name, part in parts.items()})
 
 
-def partition_of(param):
+def partition_of(param: torch.Tensor) -> tuple[int, int]:
     """The first element of a parameter that DeepSpeed gives this process, and the one after the last."""
     size = partition_size(param.numel())
     begin = min(dist.get_rank() * size, param.numel())
     return begin, min(begin + size, param.numel())
 
 
-def partition_size(elements):
+def partition_size(elements: int) -> int:
     """The length of the parts of a parameter, with the padding of the last."""
     return -(-elements // dist.get_world_size())
 
 
-def elements_held(parameter):
+def elements_held(parameter: torch.Tensor) -> tuple[int, int]:
     """The first element that this process holds of a parameter, and the one after the last."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.numel()
@@ -276,7 +281,7 @@ def elements_held(parameter):
     return first * row, (first + number) * row
 
 
-def explain(error, key):
+def explain(error: str, key: str) -> NoValues | None:
     """A NoValues for an error that comes of weights without values, or None. key: the config's, that asks for them."""
     if not re.search(r"\bmeta\b", error, re.IGNORECASE):
         return None
@@ -286,11 +291,11 @@ def explain(error, key):
     )
 
 
-def shard_of(sent, parameter, device):
+def shard_of(sent: torch.Tensor, parameter: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """This process's part of a whole tensor, as a tensor like `parameter`, which has no values."""
     if not isinstance(parameter, DTensor):
         return sent.to(device, copy=True)
     part = torch.empty_like(parameter, device=device)
     mine = distribute_tensor(sent, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    part.to_local().copy_(mine.to_local())
+    part.to_local().copy_(mine.to_local())  # pyrefly: ignore[missing-attribute]
     return part

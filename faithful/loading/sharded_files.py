@@ -10,6 +10,10 @@ import contextlib
 import functools
 import importlib
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -20,15 +24,18 @@ from faithful import patches
 from faithful.disk.tensor_files import TensorFile
 from faithful.errors import Refused
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 OPEN = "safe_open of safetensors and transformers"
 LOAD = "transformers.modeling_utils:convert_and_load_state_dict_in_model"
 TIE = "transformers.modeling_utils:PreTrainedModel.tie_weights"
 IMPORTERS = ("safetensors", "safetensors.torch", "transformers.modeling_utils")  # each has the function under its name
 
-opened = []  # paths, the newest last
+opened: list[Path | str] = []  # the newest last
 
 
-def start(main):
+def start(main: bool) -> None:
     """From now on notes the files. Processes other than the main one no longer read what they do not keep of them."""
     opened.clear()
     if "transformers" in sys.modules:  # which imports its modules when they are used
@@ -37,30 +44,30 @@ def start(main):
     for module in filter(None, map(sys.modules.get, IMPORTERS)):
         patches.replace(OPEN, noted(module.safe_open), module, "safe_open")
     transformers, reader = map(sys.modules.get, ("transformers.modeling_utils", "transformers.core_model_loading"))
-    if not main and hasattr(reader, "_materialize_copy"):  # transformers 5
+    if not main and transformers and reader and hasattr(reader, "_materialize_copy"):  # transformers 5
         patches.replace(LOAD, without_reading(transformers.convert_and_load_state_dict_in_model, reader))
         patches.replace(TIE, tied_as_in_files(transformers.PreTrainedModel.tie_weights))
 
 
-def noted(safe_open):
+def noted(safe_open: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(safe_open)
-    def open_and_note(filename, *args, **kwargs):
+    def open_and_note(filename: Path | str, *args: Any, **kwargs: Any) -> Any:
         opened.append(filename)
         return safe_open(filename, *args, **kwargs)
 
     return open_and_note
 
 
-def without_reading(load, reader):
+def without_reading(load: Callable[..., Any], reader: ModuleType) -> Callable[..., Any]:
     """transformers' function that loads a state dict into a model, with tensors without values. A quantizer needs them.
     reader: the module of transformers with the function that reads a tensor."""
 
-    def unread(tensor, device=None, dtype=None):
+    def unread(tensor: Any, device: object = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         view = tensor[...]  # of a file that is mapped into memory
         return view.to("meta", dtype or view.dtype)
 
     @functools.wraps(load)
-    def loaded(*args, **kwargs):
+    def loaded(*args: Any, **kwargs: Any) -> Any:
         if getattr(kwargs.get("load_config"), "hf_quantizer", True) is not None:
             return load(*args, **kwargs)
         with mock.patch.object(reader, "_materialize_copy", unread):
@@ -69,26 +76,31 @@ def without_reading(load, reader):
     return loaded
 
 
-def tied_as_in_files(tie_weights):
+def tied_as_in_files(tie_weights: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' method, which does not tie two weights that are both in the file unless they are equal. Here they
     have no values: if they are equal in the file, the second one counts as missing there."""
 
     @functools.wraps(tie_weights)
-    def tied(self, missing_keys=None, *args, **kwargs):
-        pairs = self.all_tied_weights_keys.items() if missing_keys is not None else ()
-        tensors = tensors_in_files() if pairs else {}
-        for second, first in pairs:
-            if not {first, second} & missing_keys:
-                values = [in_file(tensors, name) for name in (first, second)]
-                if all(map(torch.is_tensor, values)) and torch.equal(*values):
-                    missing_keys.add(second)
+    def tied(self: "PreTrainedModel", missing_keys: set[str] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if missing_keys is not None and (pairs := self.all_tied_weights_keys.items()):
+            tensors = tensors_in_files()
+            for second, first in pairs:
+                if not {first, second} & missing_keys:
+                    one, other = (in_file(tensors, name) for name in (first, second))
+                    if one is not None and other is not None and torch.equal(one, other):
+                        missing_keys.add(second)
         return tie_weights(self, missing_keys, *args, **kwargs)
 
     return tied
 
 
 @torch.no_grad()
-def read(parameters, whole, span, device):
+def read(
+    parameters: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor] | None,
+    span: Callable[[torch.Tensor], tuple[int, int]],
+    device: torch.device | str,
+) -> dict[str, torch.Tensor]:
     """{name: this process's part of the parameter, flat, on `device`} of those that all have read from a file.
     Every process calls it, and gets the same names.
 
@@ -110,18 +122,18 @@ def read(parameters, whole, span, device):
     return {name: parts[name] for name in same}
 
 
-def names_of_equal(hashes, whole):
+def names_of_equal(hashes: list[dict[str, tuple[int, int, bytes]]], whole: Mapping[str, torch.Tensor]) -> list[str]:
     """The names of the tensors of which each process has read what process 0 has. hashes: of each process {name: (first
     element, the one after the last, hash)}."""
     wanted = functools.cache(lambda name, begin, end: digest(whole[name].flatten()[begin:end]))
 
-    def equal(name):
+    def equal(name: str) -> bool:
         return all(wanted(name, begin, end) == read for begin, end, read in (of_process[name] for of_process in hashes))
 
     return sorted(name for name in set(whole).intersection(*hashes) if equal(name)) if hashes else []
 
 
-def tensors_in_files():
+def tensors_in_files() -> dict[str, tuple[TensorFile, str]]:
     """{name: (file, name in the file)} of the tensors in the files that were opened; of one name, the newest. A model
     inside another one has names with one part less, or more."""
     tensors, shorter = {}, {}
@@ -133,17 +145,17 @@ def tensors_in_files():
     return shorter | tensors
 
 
-def in_file(tensors, name):
+def in_file(tensors: dict[str, tuple[TensorFile, str]], name: str) -> torch.Tensor | None:
     """The tensor of a name, not read yet, or None. tensors: see `tensors_in_files`."""
-    file, key = tensors.get(name) or tensors.get(without_first(name)) or (None, None)
-    return file and file[key]
+    found = tensors.get(name) or tensors.get(without_first(name))
+    return found[0][found[1]] if found else None
 
 
-def without_first(name):
+def without_first(name: str) -> str:
     """`layers.0.weight` for `model.layers.0.weight`."""
     return name.partition(".")[2]
 
 
-def digest(part):
+def digest(part: torch.Tensor) -> bytes:
     """The hash of a tensor's bytes."""
-    return xxhash.xxh3_128_digest(part.cpu().contiguous().view(torch.uint8).numpy())
+    return xxhash.xxh3_128_digest(part.cpu().contiguous().view(torch.uint8).numpy().data)

@@ -7,6 +7,8 @@ the model itself is changed, the whole tensor by its shard.
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,7 +28,7 @@ METHODS = {  # (module, class): those of its methods that compute with the model
 }
 
 
-def of_shards():
+def of_shards() -> None:
     """Makes the averages of the imported packages work with sharded weights. Called whenever a model is prepared."""
     for (module, name), methods in METHODS.items():
         kind = getattr(sys.modules.get(module), name, None)
@@ -36,24 +38,26 @@ def of_shards():
                 patches.replace("methods of averages of weights", ours, kind, method)
 
 
-def on_all_processes(method, name):
+def on_all_processes(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Wraps a method. Its first call raises Refused if the main process alone calls it: the others have to give it
     their shards."""
+    come: bool | None = None
 
     @functools.wraps(method)
-    def call(*args, **kwargs):
-        if call.come is None:
-            call.come = rank_sync.all_ranks_called(name, needed=True)
-        if not call.come:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal come
+        if come is None:
+            come = rank_sync.all_ranks_called(name, needed=True)
+        if not come:
             raise called_alone(name)
         with WholeTensors():
             return method(*args, **kwargs)
 
-    call.of_shards, call.come = True, None
+    call.of_shards = True  # pyrefly: ignore[missing-attribute]
     return call
 
 
-def called_alone(name):
+def called_alone(name: str) -> Refused:
     return Refused(
         f"the main process alone calls {name}, but each process holds a part of the weights: call it on all "
         "of them, or use a ddp config"
@@ -64,34 +68,36 @@ class WholeTensors(TorchFunctionMode):
     """Gives a function that gets whole tensors and shards together only tensors of one kind. name: what the script
     calls, if it is not known yet whether all processes call it."""
 
-    def __init__(self, name=None):
+    def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         shards = [isinstance(leaf, DTensor) for leaf in leaves]
-        if not any(shards) or (all(shards) and function.__name__ != "_foreach_copy_"):  # torch has none for shards
-            return function(*args, **kwargs)
+        if not any(shards) or (all(shards) and func.__name__ != "_foreach_copy_"):  # torch has none for shards
+            return func(*args, **kwargs)
         name, self.name = self.name, None
         if name and not rank_sync.all_ranks_called(name):
             raise called_alone(name)
-        if function.__name__.endswith("_"):  # in place
-            function(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
+        if func.__name__.endswith("_"):  # in place
+            func(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
             return args[0]
-        return function(*tree_map(whole, args), **tree_map(whole, kwargs))
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 
-def whole(x):
+def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def local(x):
+def local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def like(tensor, target):
+def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this process has of `target`: all of it if the target is whole. Same shapes."""
     if not isinstance(target, DTensor):
         return whole(tensor)

@@ -1,6 +1,8 @@
 """The blocks of a model: the layers that FSDP2 gathers, and torch.compile compiles, one by one."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
@@ -10,7 +12,7 @@ from faithful.errors import Refused
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def name_blocks(model):
+def name_blocks(model: nn.Module) -> None:
     """Sets `model._no_split_modules` to the names of its block classes: those that the model lists there itself, or its
     repeated layers if it lists none. `block_names` reads them: sentence-transformers has a property of this name."""
     classes = {type(module).__name__ for module in model.modules()}
@@ -21,16 +23,16 @@ def name_blocks(model):
     vars(model)["_no_split_modules"] = [name for name in named if name not in holders] or repeated(model)
 
 
-def block_names(model):
+def block_names(model: nn.Module) -> list[str] | None:
     """What `name_blocks` has set, or None."""
     return vars(model).get("_no_split_modules")
 
 
-def repeated(model):
+def repeated(model: nn.Module) -> list[str]:
     """Names of the layer classes that occur at least twice in the model's lists. Does not look inside such layers."""
-    counts = Counter()
+    counts: Counter[str] = Counter()
 
-    def look(module, listed):
+    def look(module: nn.Module, listed: bool) -> None:
         for child in module.children():
             if isinstance(child, CONTAINERS):
                 look(child, True)
@@ -43,12 +45,12 @@ def repeated(model):
     return sorted(name for name, count in counts.items() if count > 1)
 
 
-def compile_blocks(model, compiled_if=None):
+def compile_blocks(model: nn.Module, compiled_if: Callable[..., bool] | None = None) -> None:
     """Compiles each block as dynamo_config says; blocks of one class share the compiled code. Compiling in place keeps
     the modules that DDP, FSDP2 and checkpointing look for. compiled_if(block, *args): says of each call whether it is
     compiled; None: all are."""
     name_blocks(model)
-    options, names = TorchDynamoPlugin().to_kwargs(), block_names(model)
+    options, names = TorchDynamoPlugin().to_kwargs(), block_names(model) or ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise Refused(
@@ -58,8 +60,9 @@ def compile_blocks(model, compiled_if=None):
     for block in blocks:
         block.compile(**options)
         if compiled_if:
-            block._compiled_call_impl = either(block, block._compiled_call_impl, compiled_if)
+            compiled: Any = block._compiled_call_impl
+            block._compiled_call_impl = either(block, compiled, compiled_if)
 
 
-def either(block, compiled, compiled_if):
+def either(block: nn.Module, compiled: Callable[..., Any], compiled_if: Callable[..., bool]) -> Callable[..., Any]:
     return lambda *args, **kwargs: (compiled if compiled_if(block, *args) else block._call_impl)(*args, **kwargs)

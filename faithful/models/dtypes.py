@@ -7,31 +7,37 @@ quantized ones and float64 stay as they are. FAITHFUL_KEEP_DTYPE=1 trains a mode
 """
 
 import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from faithful.config import settings
 from faithful.errors import Refused
 from faithful.tensors.names import HALVES
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
-def dtypes_of(parameters):
+
+def dtypes_of(parameters: Iterable[torch.Tensor]) -> list[torch.dtype]:
     """The dtypes of parameters, of MS-AMP's levels those of the codes, which is cheap: 6 microseconds for a hundred."""
     with torch._C.DisableTorchFunctionSubclass():
         return [parameter.dtype for parameter in parameters]
 
 
-def in_16_bit(parameters):
+def in_16_bit(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those that would be trained in 16 bit, without masters or scales of MS-AMP's levels."""
     return [p for p in parameters if p.requires_grad and p.dtype in HALVES and not hasattr(p, "amp8_linear")]
 
 
-def names_of(dtypes):
+def names_of(dtypes: Iterable[torch.dtype]) -> str:
     """The names of dtypes for a line: `bfloat16 and float16`."""
     return " and ".join(dict.fromkeys(str(dtype)[6:] for dtype in dtypes))
 
 
-def before_prepare(accelerator, models):
+def before_prepare(accelerator: "Accelerator", models: Iterable[nn.Module]) -> None:
     """Puts what would train in 16 bit into fp32, with a note. Raises Refused if the config cannot train it as it is and
     the launch says to keep it."""
     plan, models = accelerator.plan, list(models)
@@ -64,7 +70,7 @@ def before_prepare(accelerator, models):
     )
 
 
-def in_fp32(tensor):
+def in_fp32(tensor: torch.Tensor) -> int:
     """Puts a parameter and its gradient, or a buffer, into fp32, in place. Returns the bytes that it takes more."""
     before, gradient = tensor.nbytes, tensor.grad
     tensor.data = tensor.data.float()
@@ -73,7 +79,7 @@ def in_fp32(tensor):
     return tensor.nbytes - before
 
 
-def buffers_in_fp32(model, changed):
+def buffers_in_fp32(model: nn.Module, changed: set[int]) -> int:
     """Puts 16-bit buffers of modules with changed parameters, which compute with both, into fp32: all buffers if the
     model has no other parameters in 16 bit. changed: ids. Returns the bytes that they take more."""
     if not changed:
@@ -84,7 +90,7 @@ def buffers_in_fp32(model, changed):
     return sum(in_fp32(buffer) for buffer in buffers if buffer.dtype in HALVES)
 
 
-def thawed(accelerator, model, parameters):
+def thawed(accelerator: "Accelerator", model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Called when `parameters` of a prepared model begin to train: those in 16 bit as in `before_prepare`, where plain
     torch trains them. Raises Refused where a strategy has fixed their dtype."""
     strategy, parameters = accelerator.strategy, in_16_bit(parameters)
@@ -104,7 +110,9 @@ def thawed(accelerator, model, parameters):
     )
 
 
-def refuse_cast(accelerator, parameters, before):
+def refuse_cast(
+    accelerator: "Accelerator", parameters: Sequence[nn.Parameter], before: list[torch.dtype]
+) -> list[torch.dtype]:
     """Raises Refused if the script has changed the dtype of a prepared model's parameters, unless it has plain torch's
     effect. before: their dtypes when they were prepared. Returns their dtypes."""
     now = dtypes_of(parameters)
@@ -125,7 +133,7 @@ def refuse_cast(accelerator, parameters, before):
     )
 
 
-def explain(error):
+def explain(error: str) -> Refused | None:
     """A Refused for torch's error where weights that were put into fp32 meet 16-bit tensors, else None."""
     mixed = r"have the same dtype|expected dtype .* for `(end|weight)`|should be the same|mixed dtype|scalar type"
     if not re.search(mixed, error):

@@ -10,13 +10,20 @@ import collections
 import contextlib
 import copy
 import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+T = TypeVar("T")
+ByGroup = Mapping[int, Sequence[torch.Tensor]]  # {index of a group: its parameters, or a tensor for each}
+Shapes = Sequence[tuple[int, ...]]
+Kept = int | float | torch.Tensor
 # What multiplies the gradients of each step. Clipping has to begin and to end, and Prodigy, LAMB and SOAP take their
 # first steps as Adam does.
 SCALES = (1.0, 1.0, 30.0, 0.01, 1.0, 3.0)
@@ -29,7 +36,9 @@ LR = 0.01  # of all copies, because a warm-up may begin with 0
 BOUND = 1e-4
 
 
-def differs(optimizer, device, processes, stage=2, large=()):
+def differs(
+    optimizer: Optimizer, device: torch.device, processes: int, stage: int = 2, large: Container[int] = ()
+) -> bool:
     """Whether `optimizer`, a torch.optim.Optimizer, updates whole tensors otherwise than their flat parts, of which
     each of `processes` has one. Changes neither it nor the random generators. Raises what it raises if a copy of it
     can't be made, or can't step.
@@ -41,7 +50,9 @@ def differs(optimizer, device, processes, stage=2, large=()):
         return any(tried(optimizer, device, min(processes, 2), stage, large, shapes) for shapes in SHAPES)
 
 
-def tried(optimizer, device, count, stage, large, shapes):
+def tried(
+    optimizer: Optimizer, device: torch.device, count: int, stage: int, large: Container[int], shapes: Shapes
+) -> bool:
     """`differs` for tensors of these shapes and `count` processes."""
     wholes, kept = whole_tensors(optimizer, shapes, device), kinds(optimizer)
     of_one = Trial(optimizer, {at: wholes[at] for at in kept})
@@ -62,14 +73,14 @@ def tried(optimizer, device, count, stage, large, shapes):
     return False
 
 
-def numbers_differ(optimizer, device, world, rank):
+def numbers_differ(optimizer: Optimizer, device: torch.device, world: int, rank: int) -> bool:
     """Whether the optimizer computes other numbers for its groups (a learning rate of its own) from shards than from
     whole tensors, as Prodigy does: `item()` of a sum over a shard is that of this process. Every process has to call
     it. Errors count as no: they end the run in its first step."""
     mesh = init_device_mesh(device.type, (world,))
     shapes = (), (4 * world,), (4 * world, 8), (4 * world, 6, 2), (4 * world, 6, 2, 2)
 
-    def shard(tensor):
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(tensor.chunk(world)[rank].clone(), mesh, [Shard(0)]) if tensor.dim() else tensor
 
     with (
@@ -94,19 +105,20 @@ def numbers_differ(optimizer, device, world, rank):
 class Trial:
     """A copy of an optimizer, without its state, that updates `tensors`, {index of a group: [tensor]}."""
 
-    def __init__(self, optimizer, tensors):
+    def __init__(self, optimizer: Optimizer, tensors: ByGroup) -> None:
         self.parameters = {at: [torch.nn.Parameter(t.clone()) for t in each] for at, each in tensors.items()}
-        self.optimizer, self.gradients = copied(optimizer, self.parameters), None
+        self.optimizer = copied(optimizer, self.parameters)
+        self.gradients: ByGroup = {}
         self.groups = dict(zip(self.parameters, self.optimizer.param_groups, strict=True))
         if callable(train := getattr(self.optimizer, "train", None)):  # of schedule-free optimizers
             train()
 
-    def turns(self, large):
+    def turns(self, large: Container[int]) -> list[ByGroup]:
         """The calls of `step` under stage 3, each a {index of a group: its parameters}. The second call for a large
         group has none here, which is enough for what an optimizer counts itself."""
         return [{at: each} for at, each in self.parameters.items()] + [{} for at in self.parameters if at in large]
 
-    def step(self, turn=None):
+    def step(self, turn: ByGroup | None = None) -> None:
         """turn: the parameters of this call, or None for all."""
         for at, group in self.groups.items():
             group["params"] = list(self.parameters[at]) if turn is None else list(turn.get(at, []))
@@ -116,16 +128,17 @@ class Trial:
         for at, group in self.groups.items():
             group["params"] = list(self.parameters[at])
 
-    def values(self):
+    def values(self) -> dict[str, Kept]:
         """The numbers of the groups, and of the optimizer itself, by name."""
         groups = {f"{at}.{name}": value for at, group in self.groups.items() for name, value in group.items()}
         values = {name: value for name, value in vars(self.optimizer).items() if name not in ("state", "param_groups")}
         return {name: v for name, v in (groups | values).items() if isinstance(v, int | float | torch.Tensor)}
 
 
-def copied(optimizer, parameters):
+def copied(optimizer: Optimizer, parameters: ByGroup) -> Optimizer:
     """A copy of the optimizer, and of those inside it, with the groups and `parameters` of a Trial, without state."""
-    memo, all_of_them = {}, inside(optimizer)
+    memo: dict[int, Any] = {}
+    all_of_them = inside(optimizer)
     for one in all_of_them:
         memo[id(one)] = object.__new__(type(one))
         if isinstance(vars(one).get("state"), dict):
@@ -143,7 +156,8 @@ def copied(optimizer, parameters):
                     memo[id(group)]["lr"] = torch.tensor(LR) if torch.is_tensor(options["lr"]) else LR
         memo.setdefault(id(one.param_groups), [memo[id(one.param_groups[at])] for at in parameters])
         for module in of_kind(one, torch.nn.Module):  # what is frozen is not copied
-            memo = {id(parameter): parameter for parameter in module.parameters()} | memo
+            for parameter in module.parameters():
+                memo.setdefault(id(parameter), parameter)
     for one in all_of_them:
         new = memo[id(one)]
         for name, value in vars(one).items():
@@ -156,25 +170,25 @@ def copied(optimizer, parameters):
     return memo[id(optimizer)]
 
 
-def inside(optimizer):
+def inside(optimizer: Optimizer) -> list[Optimizer]:
     """[the optimizer, those that it wraps]."""
     found = [optimizer]
     for one in found:  # grows
-        found += [new for new in of_kind(one, torch.optim.Optimizer) if not any(new is other for other in found)]
+        found += [new for new in of_kind(one, Optimizer) if not any(new is other for other in found)]
     return found
 
 
-def of_kind(optimizer, kind):
+def of_kind(optimizer: Optimizer, kind: type[T]) -> list[T]:
     """The objects of a class among the attributes of an optimizer, and in lists among them."""
     values = [value if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
     return [value for several in values for value in several if isinstance(value, kind)]
 
 
-def function_of(step):
+def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a `step` that was set on an optimizer: by a method of its own, or by torch's schedulers, which
     count its calls."""
     while hasattr(step, "_wrapped_by_lr_sched"):
-        step = step.__wrapped__
+        step = step.__wrapped__  # pyrefly: ignore[missing-attribute]
         if not isinstance(step, MethodType):
             return step
     if not isinstance(step, MethodType):
@@ -182,7 +196,7 @@ def function_of(step):
     return step.__func__
 
 
-def kinds(optimizer):
+def kinds(optimizer: Optimizer) -> list[int]:
     """The indices of the groups to be tried: the first two with the same options and dimensions, not of all layers."""
     seen, kept = collections.Counter(), []
     for at, group in enumerate(optimizer.param_groups):
@@ -194,12 +208,12 @@ def kinds(optimizer):
     return kept
 
 
-def representatives(group):
+def representatives(group: dict[str, Any]) -> list[torch.Tensor]:
     """[the first parameter of each number of dimensions]."""
     return list({parameter.dim(): parameter for parameter in reversed(group["params"])}.values())
 
 
-def whole_tensors(optimizer, shapes, device):
+def whole_tensors(optimizer: Optimizer, shapes: Shapes, device: torch.device) -> dict[int, list[torch.Tensor]]:
     """{index of a group: [a tensor for each of its `representatives`]}, in fp32 as ZeRO's masters."""
     draws = torch.Generator().manual_seed(len(SCALES))
     return {
@@ -208,7 +222,7 @@ def whole_tensors(optimizer, shapes, device):
     }
 
 
-def gradient(weight, step, scale, generator):
+def gradient(weight: torch.Tensor, step: int, scale: float, generator: torch.Generator) -> torch.Tensor:
     """A gradient that keeps its direction for the most part, and that is larger in one half than in the other. In every
     second step it is orthogonal to each row of the weights, as AdamP expects it before a normalization."""
     noise = torch.randn(weight.shape, generator=generator).to(weight.device)
@@ -220,14 +234,14 @@ def gradient(weight, step, scale, generator):
     return made
 
 
-def parts(tensor, count):
+def parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """The flat parts of a tensor that `count` processes have. Those of the last may be empty."""
     flat = tensor.detach().flatten()
     size = math.ceil(flat.numel() / count)
     return [flat[i * size : (i + 1) * size] for i in range(count)]
 
 
-def same(of_one, of_all, wholes):
+def same(of_one: Trial, of_all: list[Trial], wholes: ByGroup) -> bool:
     """Whether the parts together are the whole: the weights, what the optimizer keeps of each, and its numbers."""
     for at, tensors in of_one.parameters.items():
         for i, whole in enumerate(tensors):
@@ -245,13 +259,13 @@ def same(of_one, of_all, wholes):
     return True
 
 
-def kept_of(trial, parameter):
+def kept_of(trial: Trial, parameter: torch.Tensor) -> list[Kept]:
     """The numbers and plain tensors of a parameter's state."""
     leaves = [leaf for one in inside(trial.optimizer) for leaf in tree_leaves(dict(one.state.get(parameter, {})))]
     return [leaf for leaf in leaves if isinstance(leaf, int | float) or type(leaf) is torch.Tensor]
 
 
-def fits(whole, pieces):
+def fits(whole: list[Kept], pieces: list[list[Kept]]) -> bool:
     """Whether what is kept of a whole tensor is that of its parts: put together, or the same for each."""
     if any(len(piece) != len(whole) for piece in pieces):
         return False
@@ -264,7 +278,7 @@ def fits(whole, pieces):
     return True
 
 
-def close(one, other, bound=None):
+def close(one: Kept, other: Kept, bound: Kept | None = None) -> bool:
     """Whether two tensors or numbers are equal, to `bound`, by default to BOUND of the largest."""
     one, other = (torch.as_tensor(value).detach().flatten().double().cpu() for value in (one, other))
     if one.numel() != other.numel():
@@ -275,6 +289,6 @@ def close(one, other, bound=None):
     return bool(((one - other).abs() <= float(largest)).all())
 
 
-def eager():
+def eager() -> contextlib.AbstractContextManager[Any]:
     """Nothing is compiled: that takes longer than a hundred such trials."""
     return torch.compiler.set_stance("force_eager")

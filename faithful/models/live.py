@@ -6,31 +6,38 @@ between backward and step, between steps. Strategies and backends that update ot
 have to keep them in step with the model. This module says when, `Strategy` says how; tests/test_live.py has the table.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import nn
 
 from faithful.models import dtypes
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 
 class Live:
     """One prepared model that is trained, as its script sees it. model: what `prepare` returned."""
 
-    def __init__(self, accelerator, model):
+    def __init__(self, accelerator: "Accelerator", model: nn.Module) -> None:
         self.accelerator, self.model = accelerator, model
         self.parameters = list(model.parameters())
-        self.trainable, self.dtypes = self.requires_grad(), None
+        self.trainable = self.requires_grad()
+        self.dtypes: list[torch.dtype] = []
         self.takes_part(self.parameters)
         model.register_forward_pre_hook(self.before_forward, prepend=True)
 
-    def requires_grad(self):
+    def requires_grad(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():  # a weight of MS-AMP's levels would run Python for it
             return [parameter.requires_grad for parameter in self.parameters]
 
-    def takes_part(self, parameters):
+    def takes_part(self, parameters: list[nn.Parameter]) -> None:
         """Some parameters are trained from now on."""
         dtypes.thawed(self.accelerator, self.model, parameters)
         self.dtypes = dtypes.dtypes_of(self.parameters)
 
-    def before_forward(self, *_):
+    def before_forward(self, *_: object) -> None:
         """Before a forward pass: the script may have frozen parameters, or thawed them, or changed their dtype."""
         if not torch.is_grad_enabled():
             return
@@ -41,10 +48,10 @@ class Live:
             self.takes_part([p for p, was in zip(self.parameters, before, strict=True) if p.requires_grad and not was])
             self.accelerator.strategy.requires_grad_changed(self.accelerator, self.model)
 
-    def refuse_cast(self):
+    def refuse_cast(self) -> None:
         self.dtypes = dtypes.refuse_cast(self.accelerator, self.parameters, self.dtypes)
 
-    def before_update(self, optimizer):
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an update: the script may have written to parameters and gradients."""
         self.refuse_cast()
         self.accelerator.strategy.take_written(self.accelerator, self.model, optimizer)

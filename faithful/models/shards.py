@@ -7,6 +7,8 @@ a whole tensor, `weight.grad.mul_(mask)`, of which each process takes its part h
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,9 +24,10 @@ ASSIGNMENTS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 OPERATORS = {"__setitem__", *ASSIGNMENTS, "__ifloordiv__", "__imod__", "__ipow__"}
 WHOLE = (torch.Tensor, torch.nn.Parameter)
 NO_VALUES = {"requires_grad_", "share_memory_", "detach_", "rename_", "resize_", "resize_as_", "set_"}
+Hooks = tuple[dict[int, Callable[..., Any]] | None, dict[int, Callable[..., Any]] | None]  # see hooks_of
 
 
-def take_writes():
+def take_writes() -> None:
     """Makes writes to DTensors count, until the run ends. Called when a model is sharded."""
     if isinstance(vars(DTensor).get("data"), property):
         return
@@ -35,27 +38,27 @@ def take_writes():
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
 
 
-def changes(name):
+def changes(name: str) -> bool:
     """Whether a method of this name changes its tensor."""
     return name in OPERATORS or (name.endswith("_") and not name.startswith("_") and not name.endswith("__"))
 
 
-def changing(name):
+def changing(name: str) -> Callable[..., Any]:
     """A method that changes a DTensor. Some take whole tensors, too, the same on all processes."""
     method, takes_whole = getattr(torch.Tensor, name), name in METHODS + ASSIGNMENTS
 
     @functools.wraps(method)
-    def call(self, *args, **kwargs):  # an optimizer does so several times for each weight
+    def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:  # an optimizer does so several times for each weight
         if self._base is not None:
             refuse_copy(self, name)
         if takes_whole and any(type(arg) in WHOLE for arg in args):
-            args = [split_as(self, arg) for arg in args]
+            return method(self, *[split_as(self, arg) for arg in args], **kwargs)
         return method(self, *args, **kwargs)
 
     return call
 
 
-def refuse_copy(tensor, name):
+def refuse_copy(tensor: DTensor, name: str) -> None:
     """Raises Refused if torch has copied what in plain torch is part of another tensor's memory, which would not
     change; or if an index of a view selects in an order that shards do not have."""
     base = tensor._base
@@ -67,11 +70,11 @@ def refuse_copy(tensor, name):
         )
 
 
-def memory(tensor):
+def memory(tensor: DTensor) -> int:
     return tensor._local_tensor.untyped_storage().data_ptr()
 
 
-def split_as(tensor, value):
+def split_as(tensor: DTensor, value: Any) -> Any:
     """`value`, as a DTensor if it is a whole tensor that is not a number."""
     if type(value) not in WHOLE or not value.dim():
         return value
@@ -82,36 +85,41 @@ def split_as(tensor, value):
 class Selected(DTensor):
     """Part of a DTensor, as a copy. A method that changes it changes the original: `origin[index]`."""
 
+    origin: DTensor
+    index: Any
+
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
             target = args[0] if args else None
-            if isinstance(target, Selected) and changes(getattr(function, "__name__", "")):
+            if isinstance(target, Selected) and changes(getattr(func, "__name__", "")):
                 with torch.no_grad():
                     target.origin[target.index] = target
         return result
 
 
-def getitem(self, index):
-    result = torch.Tensor.__getitem__(self, index)
+def getitem(self: DTensor, index: Any) -> torch.Tensor:
+    result: Any = torch.Tensor.__getitem__(self, index)
     if basic(index) and not result.requires_grad and sharded(self) and not sharded(result):
         result.__class__ = Selected
         result.origin, result.index = self, index
     return result
 
 
-def basic(index):
+def basic(index: object) -> bool:
     """Whether this index selects a view of a tensor, as numbers and slices do."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or isinstance(part, int | slice | type(...)) for part in parts)
 
 
-def sharded(tensor):
-    return any(placement.is_shard() for placement in tensor.placements)
+def sharded(tensor: torch.Tensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)  # pyrefly: ignore[missing-attribute]
 
 
-def setitem(self, index, value):
+def setitem(self: DTensor, index: Any, value: Any) -> None:
     """Every process calls it: unless torch's own writes into the shards, the whole tensor is gathered, changed and
     split again. What autograd records is torch's own, which raises an error for a parameter."""
     refuse_copy(self, "an index")
@@ -119,42 +127,42 @@ def setitem(self, index, value):
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if recorded or not sharded(self) or (basic(index) and not plain and sharded(torch.Tensor.__getitem__(self, index))):
         return torch.Tensor.__setitem__(self, index, value)
-    whole = self.detach().full_tensor()
+    whole = whole_of(self.detach())
     whole[whole_of(index)] = whole_of(value)
     write(self, whole)
 
 
 @torch.no_grad()
-def write(tensor, value):
+def write(tensor: DTensor, value: torch.Tensor) -> None:
     """Writes the whole `value`, or a DTensor, into the shard of this process."""
     tensor._local_tensor.copy_(like(value, tensor))
 
 
-def whole_of(value):
+def whole_of(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(whole_of, value))
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def get_data(self):
-    return torch.Tensor.data.__get__(self)
+def get_data(self: DTensor) -> torch.Tensor:
+    return torch.Tensor.data.__get__(self)  # pyrefly: ignore[missing-attribute]
 
 
-def set_data(self, value):
+def set_data(self: DTensor, value: torch.Tensor) -> None:
     """Writes the values into the shard, which FSDP2 knows. Another shape or dtype is torch's own assignment."""
     if (value.shape, value.dtype) != (self.shape, self.dtype):
-        return torch.Tensor.data.__set__(self, value)
+        return torch.Tensor.data.__set__(self, value)  # pyrefly: ignore[missing-attribute]
     same = isinstance(value, DTensor) and value.placements == self.placements
     write(self, value if same else whole_of(value))
 
 
-def hooks_of(parameter):
-    """Those that a script has registered on a parameter: (before, after) its gradient is accumulated. Dicts, or None;
-    the script's handles remove hooks from them."""
+def hooks_of(parameter: torch.Tensor) -> Hooks:
+    """Those that a script has registered on a parameter: (before, after) its gradient is accumulated. The
+    script's handles remove hooks from them."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
-def move_hooks(hooks, parameter):
+def move_hooks(hooks: Hooks, parameter: torch.Tensor) -> None:
     """Registers `hooks_of` another parameter on this one."""
     before, after = hooks
     if before:
@@ -163,14 +171,14 @@ def move_hooks(hooks, parameter):
         parameter._post_accumulate_grad_hooks = after
 
 
-def step_in_turn(optimizer):
+def step_in_turn(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer step its DTensors and its tensors in turn, each with a kernel for lists, fused or foreach,
     which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order."""
     if len({isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]}) < 2:
         return
     whole = []
 
-    def separate(*_):
+    def separate(*_: object) -> None:
         whole[:] = optimizer.param_groups
         optimizer.param_groups = []
         for group in whole:
@@ -178,7 +186,7 @@ def step_in_turn(optimizer):
             others = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
             optimizer.param_groups += [group | {"params": params} for params in (shards, others) if params]
 
-    def join(*_):
+    def join(*_: object) -> None:
         optimizer.param_groups = list(whole)
 
     optimizer.register_step_pre_hook(separate)

@@ -5,12 +5,15 @@ checkpoint.py has the files of a checkpoint, state.py its content, weight_files.
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
+from torch import nn
 
 from faithful.checkpoint import accelerate_format, checkpoints, weight_files
 from faithful.errors import Refused
@@ -18,8 +21,11 @@ from faithful.launch import launcher, machine, rank_sync
 from faithful.saving import state, whole_weights
 from faithful.tensors.names import parameters_of
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
-def save_state(accelerator, output_dir):
+
+def save_state(accelerator: "Accelerator", output_dir: Path | str | None) -> str:
     steps, project = accelerator.steps, accelerator.project_configuration
     folder = checkpoint_folder(accelerator, output_dir)
     in_parts = not accelerator.strategy.replicates or accelerator.backend.in_parts
@@ -59,7 +65,7 @@ def save_state(accelerator, output_dir):
     return str(folder)
 
 
-def asynchronous(accelerator):
+def asynchronous(accelerator: "Accelerator") -> bool:
     """Whether to write while training goes on: FAITHFUL_ASYNC_SAVE (1 or 0), or as the class says. The last checkpoint
     of a run that was told to stop is written at once."""
     choice = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(accelerator.async_save)))
@@ -68,21 +74,21 @@ def asynchronous(accelerator):
     return choice == "1" and not accelerator.stopping
 
 
-def room_for_a_copy(parts):
+def room_for_a_copy(parts: dict[str, torch.Tensor]) -> bool:
     """Whether the host has room for a second copy of these tensors, in each process of this machine, twice."""
     size = sum(tensor.nbytes for tensor in parts.values())
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return psutil.virtual_memory().available > 2 * size * processes
 
 
-def wait(accelerator, seconds=None):
+def wait(accelerator: "Accelerator", seconds: float | None = None) -> None:
     """Waits until the checkpoint that is being written is complete, and tells the user if it could not be."""
     if accelerator.saving is not None:
         accelerator.saving.wait(seconds)
         look(accelerator)
 
 
-def look(accelerator):
+def look(accelerator: "Accelerator") -> None:
     """Takes note of how writing a checkpoint ended, if it has ended."""
     save = accelerator.saving
     if save is None or not save.finished():
@@ -96,13 +102,13 @@ def look(accelerator):
         accelerator.newest = save.step, save.folder
 
 
-def default_folder(accelerator):
+def default_folder(accelerator: "Accelerator") -> Path:
     """The folder of checkpoints that the script saves without a path."""
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
     return Path(accelerator.project_dir, "checkpoints") if automatic else Path(accelerator.project_dir)
 
 
-def checkpoint_folder(accelerator, output_dir):
+def checkpoint_folder(accelerator: "Accelerator", output_dir: Path | str | None) -> Path:
     """The folder of the next checkpoint. output_dir: the script's, or None."""
     project, folder = accelerator.project_configuration, default_folder(accelerator)
     if not project.automatic_checkpoint_naming:
@@ -116,7 +122,7 @@ def checkpoint_folder(accelerator, output_dir):
     return folder
 
 
-def load_state(accelerator, input_dir):
+def load_state(accelerator: "Accelerator", input_dir: Path | str | None) -> None:
     if input_dir is None and not accelerator.named_folder:
         raise Refused(
             "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
@@ -151,7 +157,7 @@ def load_state(accelerator, input_dir):
 
 
 @contextlib.contextmanager
-def readable(folder):
+def readable(folder: Path | str) -> Iterator[None]:
     """Turns an error in reading a file of a checkpoint into a refusal that names it."""
     try:
         yield
@@ -160,7 +166,9 @@ def readable(folder):
         raise Refused(f"{error.filename or folder} cannot be read ({why}): take another checkpoint") from None
 
 
-def save_model(accelerator, model, folder, max_shard_size, safe_serialization):
+def save_model(
+    accelerator: "Accelerator", model: nn.Module, folder: Path, max_shard_size: int | str, safe_serialization: bool
+) -> None:
     offloaded = any(map(has_offloaded_params, model.modules()))
     if not offloaded and (empty := sum(parameter.is_meta for parameter in model.parameters())):
         raise Refused(

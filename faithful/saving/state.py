@@ -8,6 +8,9 @@ state, its place in the data. The rest is stored once. Tensors are stored as saf
 import math
 import random
 import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,11 +23,16 @@ from faithful.tensors.names import local, parameters_of
 from faithful.tensors.serialization import pack, unpack
 from faithful.training import loaders
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
+    from faithful.strategies.base import Strategy
+    from faithful.training.model import PreparedModel
+
 WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
-def state_dict(accelerator, alone, keeps):
+def state_dict(accelerator: "Accelerator", alone: bool, keeps: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main one.
     keeps: whether this rank stores what all ranks have alike, see checkpoint.Save."""
     plan = accelerator.plan
@@ -61,17 +69,19 @@ def state_dict(accelerator, alone, keeps):
     return parts | (tensors if keeps else {}), state
 
 
-def numbers_of_groups(optimizer):
+def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The param_groups of a torch optimizer, without the parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def host_copy(parts):
+def host_copy(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the host, in memory of their own."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
 
 
-def rest_of(strategy, optimizer, models):
+def rest_of(
+    strategy: "Strategy", optimizer: torch.optim.Optimizer, models: "list[PreparedModel]"
+) -> dict[str, dict[str, Any]]:
     """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
     parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
     in_models = {id(parameter) for prepared in models for parameter in prepared.model.parameters()}
@@ -83,17 +93,17 @@ def rest_of(strategy, optimizer, models):
     return {at: state for at, state in rest.items() if state}
 
 
-def parameters_in(optimizer):
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def dtypes_of_moments(parts, index):
+def dtypes_of_moments(parts: dict[str, torch.Tensor], index: int) -> dict[str, str]:
     """{place: dtype} of the optimizer's state of a prepared model in `parts`, {name: tensor}."""
     prefix = tensor_keys.of_model(index) + tensor_keys.OPTIMIZER
     return {name: str(tensor.dtype) for name, tensor in parts.items() if name.startswith(f"{prefix}/")}
 
 
-def refuse_other_moments(folder, state, parts):
+def refuse_other_moments(folder: Path, state: dict[str, Any], parts: tensor_files.TensorFile) -> None:
     """Raises Refused unless the rank's file has each tensor of the optimizer's state that the main process has saved: a
     parameter without any would begin anew in silence. An earlier version did not note them."""
     for index, wanted in enumerate(state.get("moments", [])):
@@ -105,7 +115,9 @@ def refuse_other_moments(folder, state, parts):
             )
 
 
-def read_values(folder, state, tensors, names):
+def read_values(
+    folder: Path, state: dict[str, Any], tensors: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> list[Any]:
     """The values of these keys of the state, as `pack` was given them. Raises Refused if they are damaged."""
     try:
         return [unpack(state.get(name, []), tensors) for name in names]
@@ -114,7 +126,7 @@ def read_values(folder, state, tensors, names):
         raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
 
 
-def name_not_finite(accelerator, folder):
+def name_not_finite(accelerator: "Accelerator", folder: Path) -> None:
     """Notes the first weight that is NaN or infinite: the next step would stop, or with FP8 might not."""
     found = []
     for prepared in accelerator.models:
@@ -127,7 +139,7 @@ def name_not_finite(accelerator, folder):
         accelerator.note(f"{folder}: the weight {told[0]} holds values that are not finite, as they were saved")
 
 
-def load_state_dict(accelerator, folder):
+def load_state_dict(accelerator: "Accelerator", folder: Path) -> int:
     """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
     that saved it."""
     plan, rank = accelerator.plan, accelerator.process_index
@@ -199,7 +211,7 @@ def load_state_dict(accelerator, folder):
     return saved_by
 
 
-def compare_numbers(accelerator, folder, numbers):
+def compare_numbers(accelerator: "Accelerator", folder: Path, numbers: dict[str, tuple[int, int]]) -> None:
     """Raises Refused if the checkpoint lacks what the script has prepared. Notes what it holds in addition: a script
     that evaluates needs no optimizer. numbers: {what: (number in the script, number in the checkpoint)}"""
     lacks = [
@@ -214,7 +226,7 @@ def compare_numbers(accelerator, folder, numbers):
         accelerator.note(f"{folder} also holds {', '.join(more)} that the script has not prepared: not loaded")
 
 
-def restore_rest(optimizer, saved):
+def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
     """Loads what `rest_of` returned."""
     parameters = parameters_in(optimizer)
     for at, values in saved.items():
@@ -223,13 +235,13 @@ def restore_rest(optimizer, saved):
         optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **on_device}
 
 
-def holds_own_parts(accelerator):
+def holds_own_parts(accelerator: "Accelerator") -> bool:
     """Whether ranks hold different tensors: shards, or FP8 histories."""
     sharded = any(accelerator.strategy.sharded(each.model.parameters()) for each in accelerator.models)
     return sharded or (accelerator.backend.codes and accelerator.num_processes > 1)
 
 
-def random_state():
+def random_state() -> dict[str, torch.Tensor]:
     """{name: state} of this process's random generators: Python's, numpy's, torch's for CPU and accelerator."""
     version, numbers, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
@@ -247,7 +259,7 @@ def random_state():
     return state
 
 
-def set_random_state(parts):
+def set_random_state(parts: Mapping[str, torch.Tensor]) -> None:
     version, *numbers = parts["random/python"].tolist()
     gauss = parts["random/python_gauss"].item()
     random.setstate((version, tuple(numbers), None if math.isnan(gauss) else gauss))

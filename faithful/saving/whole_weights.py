@@ -6,20 +6,28 @@ model gets its weights as `accelerator.get_state_dict` returns them.
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
 from types import MethodType
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import rank_sync
 from faithful.models.averages import WholeTensors
 from faithful.tensors.names import named, parameters_of, unwrapped
 
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
-def state_dict(accelerator, model, accelerates):
+
+def state_dict(
+    accelerator: "Accelerator", model: nn.Module, accelerates: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way."""
     need_all(accelerator, model)
@@ -30,7 +38,7 @@ def state_dict(accelerator, model, accelerates):
     return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
 
 
-def need_all(accelerator, model):
+def need_all(accelerator: "Accelerator", model: nn.Module) -> None:
     """Raises Refused if the main process alone asks for weights that are sharded."""
     if accelerator.strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True):
         raise Refused(
@@ -39,12 +47,12 @@ def need_all(accelerator, model):
         )
 
 
-def of_fp8(name):
+def of_fp8(name: str) -> bool:
     """Whether an entry of a state_dict is FP8 state: a scale, a history."""
     return ".fp8_" in f".{name}" or name.endswith("_extra_state")
 
 
-def pieces(accelerator, model):
+def pieces(accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
     """As `state_dict`, for one tensor after the other: see Strategy.pieces. None where that is not to be used."""
     if not accelerator.strategy.sharded(model.parameters()):
         return None
@@ -55,33 +63,36 @@ def pieces(accelerator, model):
     return {name: piece for name, piece in pieces.items() if not of_fp8(name)}
 
 
-def saved_whole(accelerator, model):
+def saved_whole(accelerator: "Accelerator", model: nn.Module) -> None:
     """Makes `save_pretrained` of a prepared model, and of its parts, write whole weights."""
     if accelerator.strategy.replicates and not accelerator.backend.codes:
         return
     for module in unwrapped(model).modules():
         if callable(getattr(type(module), "save_pretrained", None)):
-            module.save_pretrained = MethodType(save_pretrained, module)  # a copy of the module gets its own
+            # a copy of the module gets its own
+            module.save_pretrained = MethodType(save_pretrained, module)  # pyrefly: ignore[bad-argument-type]
             prepared_parts[module] = ref(accelerator), ref(model)
 
 
-prepared_parts = WeakKeyDictionary()  # {module with save_pretrained: weak (Accelerator, prepared model)}
-hold_whole = []  # prepared models whose save_pretrained is running, with whole weights in them
+# of each module with save_pretrained, and the prepared model
+prepared_parts: "WeakKeyDictionary[nn.Module, tuple[ref[Accelerator], ref[nn.Module]]]" = WeakKeyDictionary()
+hold_whole: list[nn.Module] = []  # prepared models whose save_pretrained is running, with whole weights in them
 
 
-def preparer(module):
+def preparer(module: nn.Module) -> "tuple[Accelerator, nn.Module] | tuple[None, None]":
     """(Accelerator, prepared model) of a module of the model, or (None, None) for a copy of it."""
-    run, model = (held() for held in prepared_parts.get(module, (lambda: None,) * 2))
-    if run is None or not any(model is prepared.model for prepared in run.models):
+    held = prepared_parts.get(module)
+    run, model = (held[0](), held[1]()) if held else (None, None)
+    if run is None or model is None or not any(model is prepared.model for prepared in run.models):
         return None, None
     return run, model
 
 
-def save_pretrained(self, *args, **kwargs):
+def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Every process calls it where weights are sharded. There the main process alone writes. A model's may call that of
     its part."""
     run, prepared = preparer(self)
-    if prepared is None or any(prepared is model for model in hold_whole):
+    if run is None or prepared is None or any(prepared is model for model in hold_whole):
         return type(self).save_pretrained(self, *args, **kwargs)
     if kwargs.get("state_dict") is not None:
         if not kwargs["state_dict"]:  # what get_state_dict returns on the other processes: these write nothing
@@ -98,7 +109,7 @@ def save_pretrained(self, *args, **kwargs):
 
 
 @contextlib.contextmanager
-def inside(model, weights):
+def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Replaces the model's parameters by `weights`, {name: tensor}. Parameters that modules share stay shared. Modules
     that FSDP2 shards get back their own class: diffusers writes its name."""
     own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model)}

@@ -3,6 +3,8 @@ with their scales. A checkpoint holds those, and as JSON in bytes the class that
 
 import importlib
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,17 +15,17 @@ from faithful.tensors.names import local
 CLASS = ".class"  # ends the key of the class in a checkpoint
 
 
-def parts_of(key, state):
+def parts_of(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
     """{key: plain tensor} of an optimizer's state `key`: this process's shard of it, or what that consists of."""
-    part = state.to_local() if isinstance(state, DTensor) else state
+    part: Any = state.to_local() if isinstance(state, DTensor) else state
     if not type(part).__module__.startswith("torchao.optim."):
         return {key: local(state)}
     return {f"{key}.{name}": getattr(part, name) for name in part.__tensor_flatten__()[0]}
 
 
-def class_of(state):
+def class_of(state: torch.Tensor) -> torch.Tensor | None:
     """The class of a low-bit state and what it is made with besides tensors, uint8 [bytes]; None for a plain tensor."""
-    part = state.to_local() if isinstance(state, DTensor) else state
+    part: Any = state.to_local() if isinstance(state, DTensor) else state
     if not type(part).__module__.startswith("torchao.optim."):
         return None
     context = [{"dtype": str(c)[6:]} if isinstance(c, torch.dtype) else c for c in part.__tensor_flatten__()[1] or ()]
@@ -31,7 +33,7 @@ def class_of(state):
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def put_together(values):
+def put_together(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse: {key: state} of a checkpoint's {key: tensor}. Raises Refused if this torchao has no such class."""
     states = dict(values)
     for at in [key for key in values if key.endswith(CLASS)]:
@@ -51,7 +53,7 @@ def put_together(values):
     return states
 
 
-def refuse_other_rows(parts):
+def refuse_other_rows(parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Raises Refused if a checkpoint, a Mapping of each process that saved, has low-bit states: the blocks of their
     scales do not end where rows end."""
     if any(place.endswith(CLASS) for place in parts[0]):

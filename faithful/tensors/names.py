@@ -1,51 +1,55 @@
 """Names, shards, sizes and hashes of tensors, for evidence, checkpoints and the record."""
 
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
+from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+T = TypeVar("T")
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def unwrapped(model):
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP's, DeepSpeed's and torch.compile's wrapper. FSDP2 has none: it changes the model's class."""
     while True:
         if isinstance(model, DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine":
-            model = model.module
+            model = model.module  # pyrefly: ignore[bad-assignment]
         elif "_orig_mod" in model._modules:
-            model = model._orig_mod
+            model = model._orig_mod  # pyrefly: ignore[bad-assignment]
         else:
             return model
 
 
-def named(pairs):
+def named(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Yields (name, value) with the names that an unwrapped model has without activation checkpointing, and before the
     script has compiled it."""
     for name, value in pairs:
         yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), value
 
 
-def parameters_of(model, remove_duplicate=True):
+def parameters_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields (name, parameter) with the names that the model had before it was prepared."""
     yield from named(unwrapped(model).named_parameters(remove_duplicate=remove_duplicate))
 
 
-def local(tensor):
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, without torchao's wrapper. Of a weight of MS-AMP's levels: its codes."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", getattr(part, "codes", part))
 
 
-def rows_of(parameter):
+def rows_of(parameter: DTensor) -> tuple[int, int]:
     """(the first row, the number of rows) that this process holds of a DTensor that is sharded by its rows."""
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return start[0], shape[0]
 
 
-def elements(tensors):
+def elements(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     """{dtype name: number of elements}, of a weight of MS-AMP's levels that of its codes."""
     counts = {}
     with torch._C.DisableTorchFunctionSubclass():
@@ -55,12 +59,12 @@ def elements(tensors):
     return counts
 
 
-def size(tensors):
+def size(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of all `tensors` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def fingerprint(model):
+def fingerprint(model: nn.Module) -> str | None:
     """A hash of the weights and their names. Runs of one seed have the same at the start, in any config. None if this
     process has no values of them (faithful/loading/meta_init.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -69,7 +73,7 @@ def fingerprint(model):
     return sha256(repr(sums).encode()).hexdigest()
 
 
-def hashable(values):
+def hashable(values: torch.Tensor) -> torch.Tensor:
     """The values in a dtype that torch hashes; 16-bit ones in fp32, into which a run puts them in all configs but
     ZeRO's."""
     if values.is_complex():
@@ -78,13 +82,13 @@ def hashable(values):
 
 
 @torch.no_grad()
-def nudge(model):
+def nudge(model: nn.Module) -> None:
     """Changes every weight to the next larger number of its dtype, to measure the effect of rounding."""
     for parameter in model.parameters():
         parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
 
 
-def sum_of_sample_hashes(tensors):
+def sum_of_sample_hashes(tensors: Iterable[torch.Tensor]) -> int:
     """The sum of the sha256 of every sample of a batch, modulo 2**256.
 
     tensors: each of shape [batch, ...]; a sample is one row of all of them. The sum does not depend on the order of the

@@ -1,6 +1,8 @@
 """Python values as JSON and tensors, for checkpoints, which hold no pickle."""
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from faithful.errors import Refused
 COLLECTIONS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 
 
-def pack(value, tensors, at):
+def pack(value: Any, tensors: dict[str, torch.Tensor], at: str) -> Any:
     """`value` as JSON. Its tensors go to `tensors`, under names that begin with `at`. Types that JSON lacks become
     {"!": kind, ...}. Raises Refused for types that only a pickle could hold."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -42,11 +44,11 @@ def pack(value, tensors, at):
     )
 
 
-def local_copy(tensor):
+def local_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
-def unpack(value, tensors):
+def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The inverse of `pack`."""
     if isinstance(value, list):
         return [unpack(inner, tensors) for inner in value]
