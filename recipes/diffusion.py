@@ -45,7 +45,8 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     guidance: float = 2.0  # how much more than without it the class counts; 1 means none
 
 
-def evaluate(accelerator, model, loader, samples, step):
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader, samples: diffusion.Samples,
+             step: int) -> dict[str, float]:  # step: in the name of the picture of samples  # fmt: skip
     """Mean loss over the held-out set, every sample once; and what images that the model draws are worth."""
     seen = []
     model.eval()
@@ -55,15 +56,15 @@ def evaluate(accelerator, model, loader, samples, step):
     measures = samples.measures(accelerator, model, step)
     model.train()
     losses = torch.cat(seen).double()
-    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"  # pyrefly: ignore[bad-argument-type]
     return {"eval_loss": losses.mean().item()} | measures
 
 
-def main(args):
+def main(args: Arguments) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=options.trackers(args.report_to),
-        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),  # pyrefly: ignore[bad-argument-type]
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )
@@ -94,7 +95,7 @@ def main(args):
     samples, best = diffusion.Samples(train_set, output_dir, args.guidance), model if average is None else average
 
     model.train()
-    batches = iter(train_loader)
+    batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
     bar = options.bar(args.max_steps, progress.step, order.global_batch_size, accelerator.is_main_process)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):

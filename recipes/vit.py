@@ -48,7 +48,7 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     seed: int = 0  # of weights, sample order and dropout
 
 
-def evaluate(accelerator, model, loader):
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict[str, float]:
     """Mean loss and accuracy over the held-out set. Every sample counts once."""
     seen = []
     model.eval()
@@ -59,15 +59,15 @@ def evaluate(accelerator, model, loader):
         seen.append(accelerator.gather_for_metrics((loss, logits.argmax(-1) == batch["labels"])))
     model.train()
     losses, hits = (torch.cat(values).double() for values in zip(*seen, strict=True))
-    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"  # pyrefly: ignore[bad-argument-type]
     return {"eval_loss": losses.mean().item(), "accuracy": hits.mean().item()}
 
 
-def main(args):
+def main(args: Arguments) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=options.trackers(args.report_to),
-        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),  # pyrefly: ignore[bad-argument-type]
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )
@@ -95,7 +95,7 @@ def main(args):
     output_dir = data.describe(accelerator, train_set)
 
     model.train()
-    batches = iter(train_loader)
+    batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
     bar = options.bar(args.max_steps, progress.step, order.global_batch_size, accelerator.is_main_process)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):

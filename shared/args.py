@@ -17,6 +17,15 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+if typing.TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+    from accelerate.utils import GradScalerKwargs
+    from tqdm.auto import tqdm
+
+Options = typing.TypeVar("Options")  # the dataclass of a recipe's options
 
 
 class Refused(Exception):
@@ -25,7 +34,7 @@ class Refused(Exception):
 
     exit_code = 2
 
-    def __init__(self, *lines):
+    def __init__(self, *lines: object) -> None:
         super().__init__(*("\n".join(short(part, 2000) for part in str(line).split("\n")) for line in lines))
 
 
@@ -47,7 +56,7 @@ class Run:
 
 # The least and the greatest value of each option that is a number, in all recipes and in --grad_scaler. None: no bound
 # that one would meet by mistake. An option of your own without a row takes every finite number.
-RANGES = {
+RANGES: dict[str, tuple[float, float | None]] = {
     "logging_steps": (0, None), "eval_steps": (0, None), "save_steps": (0, None), "save_total_limit": (1, None),
     "per_device_eval_batch_size": (1, None), "per_device_train_batch_size": (1, None),
     "dataloader_num_workers": (0, 1024), "image_size": (1, 1 << 16), "freeze": (0, None), "layer_decay": (0, 1),
@@ -62,10 +71,10 @@ RANGES = {
 MOST = 2**31 - 1  # of a number without a bound
 
 
-def number(kind, least=-MOST, most=None):
+def number(kind: type[int] | type[float], least: float = -MOST, most: float | None = None) -> Callable[[str], float]:
     """The `type` of an option, for argparse: an int or a float from `least` to `most`."""
 
-    def parsed(text):
+    def parsed(text: str) -> float:
         try:
             value = kind(text) if len(text) < 30 else None  # Python refuses to read thousands of digits
         except ValueError:
@@ -78,7 +87,7 @@ def number(kind, least=-MOST, most=None):
     return parsed
 
 
-def said(kind, least, most):
+def said(kind: type[int] | type[float], least: float, most: float | None) -> str:
     """The range in words: `a whole number, 1 or more`."""
     name = "a whole number" if kind is int else "a number"
     if most is None:
@@ -86,7 +95,7 @@ def said(kind, least, most):
     return f"{name} from {least} to {most}"
 
 
-def short(text, most=60):
+def short(text: str, most: int = 60) -> str:
     """The text on one line, of at most so many characters."""
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
@@ -95,18 +104,18 @@ def short(text, most=60):
 class Parser(argparse.ArgumentParser):
     """All ranks parse the same line; only rank 0 prints what is wrong with it."""
 
-    def __init__(self, description=None):
+    def __init__(self, description: str | None = None) -> None:
         super().__init__(
             description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
 
-    def error(self, message):
+    def error(self, message: str) -> typing.NoReturn:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {short(message, 2000)} (--help lists the options)", file=sys.stderr)
         sys.exit(2)
 
 
-def parse(cls, argv=None):
+def parse(cls: type[Options], argv: Sequence[str] | None = None) -> Options:
     """Fills the dataclass `cls` from `argv` (default: the command line). Exits with code 2 on a bad option."""
     args = cls(**vars(parser_of(cls).parse_args(argv)))
     if str(getattr(args, "dtype", None)).endswith("16"):
@@ -116,11 +125,11 @@ def parse(cls, argv=None):
     return args
 
 
-def parser_of(cls, kind=Parser):
+def parser_of(cls: type, kind: type[Parser] = Parser) -> Parser:
     """The parser, of this kind, for the options of the dataclass `cls`: its own first, then those that it inherits."""
     source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
     types_of = typing.get_type_hints(cls)
-    parser = kind((inspect.getmodule(cls).__doc__ or "").strip())
+    parser = kind((sys.modules[cls.__module__].__doc__ or "").strip())
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
         comment = re.search(rf"^ +{field.name}\b[^#\n]*#(.*)$", source, re.M)
         help = f"{comment.group(1).strip() if comment else ''} (default: {field.default})".replace("%", "%%").strip()
@@ -129,34 +138,34 @@ def parser_of(cls, kind=Parser):
         if isinstance(of_type, types.UnionType):  # `int | None`
             of_type = next(member for member in of_type.__args__ if member is not type(None))
         if of_type is bool:
-            how = {"action": argparse.BooleanOptionalAction}
+            how: dict[str, typing.Any] = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(of_type) is typing.Literal:
             how = {"choices": typing.get_args(of_type)}
         else:
-            of_text = number(of_type, *RANGES.get(field.name, ())) if of_type in (int, float) else of_type
+            of_text = number(of_type, *RANGES.get(field.name, (-MOST, None))) if of_type in (int, float) else of_type
             how = {"type": of_text, "metavar": of_type.__name__.upper()}
         parser.add_argument(*flags, default=field.default, help=help, **how)
     return parser
 
 
-def that_count(args):
+def that_count(args: Run) -> dict[str, typing.Any]:
     """{option: value} of the options that change what is computed."""
     return {key: value for key, value in dataclasses.asdict(args).items() if key not in Run.__annotations__}
 
 
-def given(args):
+def given(args: Run) -> dict[str, typing.Any]:
     """{option: value} of the options that have a value, for trackers and the record."""
     return {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
 
 
-def grad_scaler(text):
+def grad_scaler(text: str) -> "list[GradScalerKwargs]":
     """Accelerate's handlers for fp16's gradient scaler, from `"init_scale=1024,growth_interval=100"`; "" means none."""
     from accelerate.utils import GradScalerKwargs
 
     kinds = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
     try:
         pairs = [item.split("=") for item in text.split(",") if item]
-        values = {key: number(kinds[key], *RANGES[key])(value) for key, value in pairs}
+        values: dict[str, typing.Any] = {key: number(kinds[key], *RANGES[key])(value) for key, value in pairs}
     except argparse.ArgumentTypeError as error:
         Parser().error(f"--grad_scaler {short(text)}: {error}")  # there is no Accelerator yet
     except (KeyError, ValueError):
@@ -165,7 +174,7 @@ def grad_scaler(text):
     return [GradScalerKwargs(**values)] if values else []
 
 
-def trackers(report_to):
+def trackers(report_to: str | None) -> "list[GeneralTracker | str]":
     """The trackers for `accelerator.log`: the console and, if --report_to names one, a tracker of Accelerate."""
     from accelerate.tracking import GeneralTracker
     from tqdm.auto import tqdm
@@ -173,28 +182,26 @@ def trackers(report_to):
     class Console(GeneralTracker):
         name, requires_logging_directory, tracker = "console", False, None
 
-        def store_init_configuration(self, values):
+        def store_init_configuration(self, values: dict[str, typing.Any]) -> None:
             pass
 
-        def log(self, values, step, **kwargs):
+        def log(self, values: dict[str, typing.Any], step: int | None = None, **kwargs: object) -> None:
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
-    return [Console()] + ([report_to] if report_to else [])
+    return [Console(), *([report_to] if report_to else [])]
 
 
-def bar(max_steps, step, samples, main):
-    """A progress bar over optimizer steps with samples per second, on the main process of a terminal.
-
-    samples: of one optimizer step, over all processes.
-    """
+def bar(max_steps: int, step: int, samples: int, main: bool) -> "tqdm":
+    """A progress bar over optimizer steps with samples per second, on the main process of a terminal. samples: of one
+    optimizer step, over all processes."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
         @property
-        def format_dict(self):
+        def format_dict(self) -> dict[str, typing.Any]:
             values = super().format_dict
             steps_per_second = values["rate"] or (values["n"] - values["initial"]) / max(values["elapsed"], 1e-9)
-            return values | {"samples_per_second": f"{samples * steps_per_second:.0f} samples/s"}
+            return {**values, "samples_per_second": f"{samples * steps_per_second:.0f} samples/s"}
 
     style = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {samples_per_second}{postfix}]"
     return Bar(total=max_steps, initial=step, disable=None if main else True, bar_format=style)
@@ -203,16 +210,16 @@ def bar(max_steps, step, samples, main):
 # ---- files of a run, which may be anyone's ----
 
 
-def whole(first, last):
+def whole(first: int, last: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and first <= value <= last
 
 
-def numbers(value):
+def numbers(value: object) -> bool:
     small = isinstance(value, list) and 0 < len(value) <= 64
     return small and all(type(one) in (int, float) and abs(one) < 1e6 for one in value)
 
 
-def texts(value):
+def texts(value: object) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
@@ -227,7 +234,7 @@ DATA_FORM = {
 }  # fmt: skip
 
 
-def read_object(path):
+def read_object(path: Path) -> dict[str, typing.Any]:
     """The object in a JSON file. Raises Refused for anything else."""
     try:
         if not path.is_file():  # a pipe would be waited for

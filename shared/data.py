@@ -8,18 +8,24 @@ and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` an
 import functools
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from shared.args import Refused, short
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 ABOUT = """image_size in_chans num_classes mean std interpolation crop_pct left_out sequence_length vocab_size
            classes""".split()  # of a dataset, for data.json
 
 
-def loading(num_workers, dtype=torch.float32):
+def loading(num_workers: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Options of the DataLoaders; images arrive in `dtype`."""
     return {
         "collate_fn": functools.partial(as_is, dtype=dtype),
@@ -29,30 +35,28 @@ def loading(num_workers, dtype=torch.float32):
     }
 
 
-def as_is(batch, dtype=torch.float32):
+def as_is(batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The collate function: the datasets above return whole batches, which only change their dtype."""
     return {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
 
 
 class Progress:
-    """How far a run is: optimizer steps taken and global batches used, which are more if fp16 skipped a step.
+    """How far a run is: optimizer steps taken and global batches used, which are more if fp16 skipped a step. same:
+    {name: value} that a resumed run must have, too. Register the object for checkpointing."""
 
-    same: {name: value} that a resumed run must have, too. Register the object for checkpointing.
-    """
-
-    def __init__(self, same):
+    def __init__(self, same: dict[str, Any]) -> None:
         self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
 
-    def due(self, every):
+    def due(self, every: int) -> bool:
         """Whether something that happens every `every` steps is due before the next step. True once per step."""
         due = bool(every) and self.step > 0 and self.step % every == 0 and self.last_due != self.step
         self.last_due = self.step
         return due
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"same": self.same, "step": self.step, "batch": self.batch}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         was = state["same"]
         differs = [f"{key} {was.get(key)} -> {value}" for key, value in self.same.items() if was.get(key) != value]
         if differs:
@@ -61,24 +65,22 @@ class Progress:
 
 
 class Order(torch.utils.data.Sampler):
-    """An endless sampler over all epochs of a run, which starts where `progress` is.
+    """An endless sampler over all epochs of a run, which starts where `progress` is. length: samples in the set.
+    global_batch_size: samples per optimizer step, over all processes and micro-batches. Each epoch leaves out the few
+    samples that do not fill a global batch; they differ from epoch to epoch. The indices of epoch e begin at
+    e * length, because random crops depend on the epoch."""
 
-    length: samples in the set. global_batch_size: samples per optimizer step, over all processes and micro-batches.
-    Each epoch leaves out the few samples that do not fill a global batch; they differ from epoch to epoch. The indices
-    of epoch e begin at e * length, because random crops depend on the epoch.
-    """
-
-    def __init__(self, length, global_batch_size, seed, progress):
+    def __init__(self, length: int, global_batch_size: int, seed: int, progress: Progress) -> None:
         self.length, self.global_batch_size, self.seed, self.progress = length, global_batch_size, seed, progress
         self.batches_per_epoch = length // global_batch_size
-        self.epoch = self.permutation = None
+        self.epoch, self.permutation = -1, torch.empty(0)
         if not self.batches_per_epoch:
             raise Refused(
                 f"the training set has {length} samples, less than one global batch of {global_batch_size}: lower "
                 "--per_device_train_batch_size, --gradient_accumulation_steps or the number of processes"
             )
 
-    def batch(self, number):
+    def batch(self, number: int) -> torch.Tensor:
         """The indices of global batch `number`, counted from the start of the run, without epochs."""
         epoch, at = divmod(number, self.batches_per_epoch)
         if epoch != self.epoch:
@@ -86,25 +88,25 @@ class Order(torch.utils.data.Sampler):
             self.epoch, self.permutation = epoch, torch.randperm(self.length, generator=generator)
         return self.permutation[at * self.global_batch_size : (at + 1) * self.global_batch_size]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         for number in itertools.count(self.progress.batch):
             epoch = number // self.batches_per_epoch
             yield from (self.batch(number) + epoch * self.length).tolist()
 
 
-def global_batch_size(accelerator, args):
+def global_batch_size(accelerator: Accelerator, args: Any) -> int:
     """Samples per optimizer step. Tensor-parallel processes share a batch."""
     parallel = accelerator.parallelism_config
     processes = accelerator.num_processes // (parallel.non_data_parallel_size if parallel else 1)
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
 
 
-def about(dataset):
+def about(dataset: object) -> dict[str, Any]:
     """The facts about the data that inference needs, for JSON."""
     return {key: getattr(dataset, key) for key in ABOUT if hasattr(dataset, key)}
 
 
-def describe(accelerator, dataset):
+def describe(accelerator: Accelerator, dataset: Any) -> Path:
     """Writes data.json into the run's folder, for predict and export. Returns the folder."""
     folder = Path(accelerator.project_dir or "runs/latest")
     if accelerator.is_main_process:
@@ -119,9 +121,9 @@ def describe(accelerator, dataset):
     return folder
 
 
-def write(path, content):
+def write(path: Path, content: bytes) -> None:
     """Puts a file of these bytes in the place of another, or of nothing, in one step. A symlink goes, not the file that
-    it leads to. path: a Path. Raises OSError, also if the place is that of a folder, a pipe or a device."""
+    it leads to. Raises OSError, also if the place is that of a folder, a pipe or a device."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no file")
     temporary = path.with_name(f"{path.name}.tmp")
@@ -131,7 +133,7 @@ def write(path, content):
     temporary.replace(path)
 
 
-def load(name, offline, *args, **kwargs):
+def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
     """`datasets.load_dataset`, with all its types of errors as one line. offline: names that need no network."""
     import datasets
 
@@ -143,7 +145,7 @@ def load(name, offline, *args, **kwargs):
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
 
 
-def column(split, key, name):
+def column(split: "Dataset", key: str, name: str) -> list[Any]:
     """All values of a column. `datasets` finds text that is not UTF-8 only here."""
     try:
         return split[key][:]
@@ -154,19 +156,19 @@ def column(split, key, name):
         ) from None
 
 
-def split_of(loaded, name):
+def split_of(loaded: "DatasetDict", name: str) -> "tuple[Dataset, Dataset]":
     """Returns (training split, held-out split). A tenth of the training split is held out if there is no other."""
     train = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     held_out = next((loaded[split] for split in ("test", "validation") if split in loaded), None)
     if held_out is None:
         if len(train) < 2:
             raise Refused(f"--dataset {name} has {len(train)} samples: too few to hold some out")
-        both = train.train_test_split(test_size=0.1, seed=0)
+        both: Any = train.train_test_split(test_size=0.1, seed=0)
         train, held_out = both["train"], both["test"]
     return train, held_out
 
 
-def refuse_labels_out_of_range(name, split, column):
+def refuse_labels_out_of_range(name: str, split: "Dataset", column: str) -> None:
     """Raises Refused for labels out of range. Hub sets use -1 for samples without a label, which a loss cannot take."""
     labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
     wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))

@@ -7,18 +7,20 @@ A model learns the velocity on the straight way from noise, at time 0, to an ima
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torchvision
+from accelerate import Accelerator
 from timm.layers import Mlp
 from timm.models.vision_transformer import Attention
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from shared import data
 from shared.args import Refused
-from shared.data import about
+from shared.images import HubImages, Images
 
 DIT_SIZES = {  # width, depth, heads; from small on the paper's. All widths are multiples of 16, as FP8 needs
     "dit_nano": (128, 6, 4),
@@ -34,7 +36,7 @@ EACH = 8  # images of each class that are drawn
 class Block(nn.Module):
     """A transformer block whose norms get shift, scale and gate from the condition. tokens (batch, tokens, width)."""
 
-    def __init__(self, width, heads):
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.attn = Attention(width, heads, qkv_bias=True)
@@ -44,21 +46,21 @@ class Block(nn.Module):
         nn.init.zeros_(self.modulation.weight)  # each block begins as the identity
         nn.init.zeros_(self.modulation.bias)
 
-    def forward(self, tokens, condition):
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition))[:, None].chunk(6, -1)
         tokens = tokens + gate1 * self.attn(self.norm1(tokens) * (1 + scale1) + shift1)
         return tokens + gate2 * self.mlp(self.norm2(tokens) * (1 + scale2) + shift2)
 
 
 class DiffusionTransformer(nn.Module):
-    """images (batch, channels, size, size), times (batch,) in [0, 1], labels (batch,) -> velocities like images.
-
-    The label `num_classes` means no class.
-    """
+    """images (batch, channels, size, size), times (batch,) in [0, 1], labels (batch,) -> velocities like images. The
+    label `num_classes` means no class."""
 
     _no_split_modules = ["Block"]
 
-    def __init__(self, image_size, channels, num_classes, width, depth, heads, patch_size):
+    def __init__(
+        self, image_size: int, channels: int, num_classes: int, width: int, depth: int, heads: int, patch_size: int
+    ) -> None:
         super().__init__()
         self.patch_size, self.width, self.num_classes = patch_size, width, num_classes
         self.side = image_size // patch_size
@@ -73,7 +75,7 @@ class DiffusionTransformer(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, images, times, labels):
+    def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         condition = self.time(waves(times, self.width).to(tokens.dtype)) + self.classes(labels)
         for block in self.blocks:
@@ -83,14 +85,14 @@ class DiffusionTransformer(nn.Module):
         return pixels.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-def waves(times, width):
+def waves(times: Tensor, width: int) -> Tensor:
     """Cosines and sines of times in [0, 1] at width / 2 frequencies from 1000 down to 0.1, (batch, width)."""
     frequencies = 1000 * torch.exp(-math.log(1e4) * torch.arange(width // 2, device=times.device) / (width // 2))
     angles = times[:, None].float() * frequencies
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-def dit(name, image_size, in_chans, num_classes):
+def dit(name: str, image_size: int, in_chans: int, num_classes: int) -> DiffusionTransformer:
     """A diffusion transformer, one of DIT_SIZES, with random weights."""
     if name not in DIT_SIZES:
         raise Refused(f"no model {name!r}: one of {', '.join(DIT_SIZES)}")
@@ -100,14 +102,14 @@ def dit(name, image_size, in_chans, num_classes):
     return DiffusionTransformer(image_size, in_chans, num_classes, *DIT_SIZES[name], patch_size)
 
 
-def losses(model, images, labels, noise, times):
+def losses(model: nn.Module, images: Tensor, labels: Tensor, noise: Tensor, times: Tensor) -> Tensor:
     """The squared error of the velocity, (batch,) float32."""
     at = times.view(-1, 1, 1, 1)
     velocities = model((1 - at) * noise + at * images, times, labels)
     return (velocities.float() - (images - noise).float()).square().mean((1, 2, 3))
 
 
-def train_losses(model, batch, num_classes, label_dropout):
+def train_losses(model: nn.Module, batch: dict[str, Tensor], num_classes: int, label_dropout: float) -> Tensor:
     """`losses` with random noise and times. A part of the labels becomes "no class", as guidance needs."""
     images, labels = batch["pixel_values"], batch["labels"]
     times = torch.rand(len(images), device=images.device).to(images.dtype)
@@ -116,7 +118,7 @@ def train_losses(model, batch, num_classes, label_dropout):
 
 
 @torch.no_grad()
-def held_out_losses(model, images, labels):
+def held_out_losses(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """`losses` as the mean over four times, each with one noise: the same for an image in whichever batch it is."""
     generator, seen = torch.Generator().manual_seed(0), []
     for time in (0.125, 0.375, 0.625, 0.875):
@@ -126,12 +128,11 @@ def held_out_losses(model, images, labels):
 
 
 @torch.no_grad()
-def sample(model, noise, labels, num_classes, guidance=1.0, steps=25):
-    """Images of these classes, in the shape of `noise`, by Euler's method with equal steps.
-
-    guidance: how many times the step from the velocity without a class to that with it
-    (https://arxiv.org/abs/2207.12598); 1 means none.
-    """
+def sample(
+    model: nn.Module, noise: Tensor, labels: Tensor, num_classes: int, guidance: float = 1.0, steps: int = 25
+) -> Tensor:
+    """Images of these classes, in the shape of `noise`, by Euler's method with equal steps. guidance: how many times
+    the step from the velocity without a class to that with it (https://arxiv.org/abs/2207.12598); 1 means none."""
     images, no_class = noise, torch.full_like(labels, num_classes)
     for step in range(steps):
         times = torch.full_like(noise[:, 0, 0, 0], step / steps)
@@ -143,7 +144,9 @@ def sample(model, noise, labels, num_classes, guidance=1.0, steps=25):
     return images
 
 
-def draw(model, about, device, guidance, classes, seed=0):
+def draw(
+    model: nn.Module, about: dict[str, Any], device: torch.device, guidance: float, classes: list[int], seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """EACH images of each of these classes in [-1, 1]. about: data.about of the data set. Returns (images, labels)."""
     labels = torch.tensor(classes).repeat_interleave(EACH)
     shape = len(labels), about["in_chans"], about["image_size"], about["image_size"]
@@ -153,18 +156,16 @@ def draw(model, about, device, guidance, classes, seed=0):
 
 
 class Samples:
-    """Draws images of up to ten classes, writes them as a picture into `folder`, and measures them.
+    """Draws images of up to ten classes, writes them as a picture into `folder`, and measures them. Nothing has to be
+    trained for the measures: they compare with up to 2,000 images of the training set."""
 
-    Nothing has to be trained for the measures: they compare with up to 2,000 images of the training set.
-    """
-
-    def __init__(self, train_set, folder, guidance):
-        self.about, self.folder, self.guidance = about(train_set), folder, guidance
+    def __init__(self, train_set: Images | HubImages, folder: Path, guidance: float) -> None:
+        self.about, self.folder, self.guidance = data.about(train_set), folder, guidance
         count = min(2000, 2**26 // (train_set.in_chans * train_set.image_size**2))
         chosen = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[:count]
         self.real = train_set.__getitems__(chosen.tolist())
 
-    def measures(self, accelerator, model, step):
+    def measures(self, accelerator: Accelerator, model: nn.Module, step: int) -> dict[str, float]:
         """accuracy: the part whose nearest real image is of the class that was asked for. diversity: how far two images
         of a class are apart, over the same of real ones; 0 is always the same image. Every rank calls it."""
         classes = list(range(min(self.about["num_classes"], 10)))
@@ -180,7 +181,7 @@ class Samples:
         return {"accuracy": right.double().mean().item()} | diversity
 
 
-def save_picture(images, file):
+def save_picture(images: Tensor, file: str | Path) -> None:
     """Writes images in [-1, 1] as a PNG, a row for each class; small ones are enlarged."""
     times = max(1, 32 // images.shape[-1])
     images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
@@ -190,7 +191,7 @@ def save_picture(images, file):
 
 
 @torch.no_grad()
-def update(average, model, step, decay):
+def update(average: nn.Module, model: nn.Module, step: int, decay: float) -> None:
     """Moves the average of weights (EMA) towards the model's. The first steps count more, as its start is random."""
     decay = min(decay, (1 + step) / (10 + step))
     get_ema_multi_avg_fn(decay)(list(average.parameters()), list(model.parameters()), None)

@@ -5,7 +5,9 @@ import importlib.metadata
 import io
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +15,10 @@ from torch.nn.functional import interpolate
 
 from shared import data
 from shared.args import Refused
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # by content: others, as EPS, start programs
 OFFLINE = "digits, photos, synthetic, textures"
@@ -25,20 +31,17 @@ class Broken(Refused):
 
 
 class Images(torch.utils.data.Dataset):
-    """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64.
-
-    A whole batch is indexed at once, so the loader costs one gather per batch, not one Python call per sample. Indices
-    of epoch e begin at e * len(set).
-    """
+    """Images in memory, (n, channels, height, width) uint8 or float32, with labels (n,) int64. A batch is indexed at
+    once, which costs one gather per batch, not one Python call per sample. Indices of epoch e begin at e * len(set)."""
 
     classes, left_out = None, ()
 
-    def __init__(self, pixels, labels, num_classes):
+    def __init__(self, pixels: torch.Tensor, labels: torch.Tensor, num_classes: int) -> None:
         self.pixels, self.labels, self.num_classes = pixels, labels, num_classes
         self.in_chans, self.image_size = pixels.shape[1], pixels.shape[-1]
         self.mean = self.std = (0.5,)
 
-    def fitted(self, image_size, config):
+    def fitted(self, image_size: int | None, config: dict[str, Any]) -> "Images":
         """Prepares these images for a model: its image size, channels (grey becomes RGB) and normalization."""
         self.image_size = image_size or self.image_size
         self.in_chans = config.get("in_chans", self.in_chans)
@@ -47,12 +50,12 @@ class Images(torch.utils.data.Dataset):
             self.mean, self.std = ((sum(values) / len(values),) for values in (self.mean, self.std))
         return self
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices):
-        indices = torch.as_tensor(indices) % len(self.labels)
-        pixels = self.pixels[indices]
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        at = torch.as_tensor(indices) % len(self.labels)
+        pixels = self.pixels[at]
         if pixels.dtype == torch.uint8:
             pixels = pixels.float().div_(127.5).sub_(1)
         if pixels.shape[-1] != self.image_size:
@@ -62,31 +65,29 @@ class Images(torch.utils.data.Dataset):
         if self.mean != (0.5,) or self.std != (0.5,):
             mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
             pixels = ((pixels + 1) / 2 - mean) / std
-        return {"pixel_values": pixels, "labels": self.labels[indices]}
+        return {"pixel_values": pixels, "labels": self.labels[at]}
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         """sha256 of every pixel and label."""
         digest = hashlib.sha256(repr((tuple(self.pixels.shape), str(self.pixels.dtype))).encode())
-        digest.update(self.pixels.numpy())
-        digest.update(self.labels.numpy())
+        for part in (self.pixels, self.labels):
+            digest.update(part.numpy())  # pyrefly: ignore[bad-argument-type]
         return digest.hexdigest()
 
 
 class Synthetic(Images):
-    """One million random 3x224x224 images of 1000 classes, which cost no time to load.
+    """One million random 3x224x224 images of 1000 classes, which cost no time to load. A batch is a view into a fixed
+    pool of images, so that the loader does not limit a speed measurement."""
 
-    A batch is a view into a fixed pool of images, so that the loader does not limit a speed measurement.
-    """
-
-    def __init__(self, image_size=224, length=1_000_000, pool=256):
+    def __init__(self, image_size: int = 224, length: int = 1_000_000, pool: int = 256) -> None:
         pixels = torch.randn(pool, 3, image_size, image_size, generator=torch.Generator().manual_seed(0))
         super().__init__(pixels, torch.arange(pool) * 997 % 1000, num_classes=1000)
         self.length = length
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         count, pool = len(indices), len(self.labels)
         if count > pool:
             return super().__getitems__(indices)
@@ -95,14 +96,15 @@ class Synthetic(Images):
 
 
 class HubImages(torch.utils.data.Dataset):
-    """A split of a `datasets` dataset with an image and a label column, with timm's transforms for the model.
+    """A split of a `datasets` dataset with an image and a label column, with timm's transforms for the model. split:
+    its image column is not decoded, so that an error can name the image. config: mean, std, interpolation and crop_pct
+    of the model. Training images get a random resized crop and a random flip, which depend on (seed, epoch, index)
+    only: they are the same on any number of processes and workers, and after a resume."""
 
-    split: its image column is not decoded, so that an error can name the image. config: mean, std, interpolation and
-    crop_pct of the model. Training images get a random resized crop and a random flip, which depend on (seed, epoch,
-    index) only: they are the same on any number of processes and workers, and after a resume.
-    """
-
-    def __init__(self, split, columns, image_size, config, train, seed=0, left_out=()):
+    def __init__(
+        self, split: "Dataset", columns: tuple[str, str], image_size: int, config: dict[str, Any], train: bool,
+        seed: int = 0, left_out: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         from timm.data import create_transform
 
         self.split, (self.image_column, self.label_column), self.seed = split, columns, seed
@@ -110,21 +112,16 @@ class HubImages(torch.utils.data.Dataset):
         self.num_classes, self.image_size, self.in_chans = len(self.classes), image_size, 3
         self.mean, self.std = (tuple(config.get(key, (0.5,) * 3)) for key in ("mean", "std"))
         self.interpolation, self.crop_pct = config.get("interpolation", "bicubic"), config.get("crop_pct", 1.0)
-        self.transform = create_transform(
-            (3, image_size, image_size),
-            is_training=train,
-            color_jitter=None,
-            mean=self.mean,
-            std=self.std,
-            interpolation=self.interpolation,
-            crop_pct=self.crop_pct,
-            scale=(0.08, 1.0) if image_size >= 128 else (0.5, 1.0),  # 8% of a 32 x 32 image shows nothing
-        )
+        scale = (0.08, 1.0) if image_size >= 128 else (0.5, 1.0)  # 8% of a 32 x 32 image shows nothing
+        self.transform: Any = create_transform(
+            (3, image_size, image_size), is_training=train, color_jitter=None,  # pyrefly: ignore[bad-argument-type]
+            mean=self.mean, std=self.std, interpolation=self.interpolation, crop_pct=self.crop_pct, scale=scale,
+        )  # fmt: skip
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.split)
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         drawn = [divmod(index, len(self)) for index in indices]
         rows, pixels = self.split[[index for _, index in drawn]], []
         before = random.getstate()
@@ -137,12 +134,12 @@ class HubImages(torch.utils.data.Dataset):
         random.setstate(before)
         return {"pixel_values": torch.stack(pixels), "labels": torch.tensor(rows[self.label_column])}
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         """The fingerprint of `datasets`, which changes with the data and with every transform of it."""
         return self.split._fingerprint
 
 
-def read_image(entry, index):
+def read_image(entry: dict[str, Any], index: int) -> "Image":
     """Reads {"path", "bytes"} as an RGB image; grey and palette images are converted. Raises Broken with its name."""
     from PIL import Image
 
@@ -159,12 +156,12 @@ def read_image(entry, index):
         ) from None
 
 
-def images(name, image_size=None, config=None, seed=0, skip_broken=0):
+def images(
+    name: str, image_size: int | None = None, config: dict[str, Any] | None = None, seed: int = 0, skip_broken: int = 0
+) -> tuple[Images | HubImages, ...]:
     """Returns (training set, held-out set) by name: digits, photos, textures, synthetic, a Hub dataset or a folder.
-
     image_size: pixels; None means the data's own, or the model's. config: from vision.data_config. seed: of the random
-    crops and flips. skip_broken: leave out up to this many images that cannot be read.
-    """
+    crops and flips. skip_broken: leave out up to this many images that cannot be read."""
     config = config or {}
     image_size = image_size or config.get("image_size")
     offline = {"digits": digits, "photos": photos, "textures": textures}
@@ -175,19 +172,17 @@ def images(name, image_size=None, config=None, seed=0, skip_broken=0):
     return hub_images(name, image_size or 224, config, seed, skip_broken)
 
 
-def digits():
-    """scikit-learn's 1,797 handwritten digits, 1x8x8; every fifth sample is held out.
-
-    Reads the file that `load_digits` reads, because importing scikit-learn takes more than a second in each process.
-    """
+def digits() -> tuple[Images, Images]:
+    """scikit-learn's 1,797 handwritten digits, 1x8x8; every fifth sample is held out. Reads the file that `load_digits`
+    reads, because importing scikit-learn takes more than a second in each process."""
     path = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-    rows = torch.from_numpy(np.loadtxt(path, dtype=np.uint8, delimiter=","))
+    rows = torch.from_numpy(np.loadtxt(str(path), dtype=np.uint8, delimiter=","))
     pixels, labels = rows[:, :-1].float().view(-1, 1, 8, 8).div(8).sub(1), rows[:, -1].long()
     held_out = torch.arange(len(labels)) % 5 == 4
     return (Images(pixels[~held_out], labels[~held_out], 10), Images(pixels[held_out], labels[held_out], 10))
 
 
-def photos():
+def photos() -> tuple[Images, Images]:
     """32x32 colour patches of ten photographs; the class is the photograph."""
     from sklearn.datasets import load_sample_image
 
@@ -196,12 +191,12 @@ def photos():
     return patches_of([*pictures, load_sample_image("china.jpg"), load_sample_image("flower.jpg")])
 
 
-def textures():
+def textures() -> tuple[Images, Images]:
     """32x32 grey patches of eight grey pictures, from bricks to the moon; the class is the picture."""
     return patches_of(shipped("textures", "brick camera coins grass gravel moon page text"))
 
 
-def shipped(dataset, names):
+def shipped(dataset: str, names: str) -> list[np.ndarray]:
     """Loads pictures that come with scikit-image."""
     try:
         import skimage.data
@@ -214,13 +209,13 @@ def shipped(dataset, names):
         ) from None
 
 
-def patches_of(pictures, size=32, stride=16, per_class=700):
-    """Cuts `pictures`, uint8 (height, width[, channels]), into patches. Returns (training set, held-out set).
-
-    The left three quarters of each picture are for training and the right quarter is held out. No patch crosses the
-    border, so no part of a held-out patch is in the training set. Each picture gives at most `per_class` training
-    patches and a quarter of that held out, so that no picture dominates.
-    """
+def patches_of(
+    pictures: list[np.ndarray], size: int = 32, stride: int = 16, per_class: int = 700
+) -> tuple[Images, Images]:
+    """Cuts `pictures`, uint8 (height, width[, channels]), into patches. Returns (training set, held-out set). The left
+    three quarters of each picture are for training and the right quarter is held out. No patch crosses the border, so
+    no part of a held-out patch is in the training set. Each picture gives at most `per_class` training patches and a
+    quarter of that held out, so that no picture dominates."""
     numbers, train, held_out = np.random.default_rng(0), [], []
     for label, picture in enumerate(pictures):
         pixels = torch.from_numpy(np.atleast_3d(picture)[:, :, :3].copy()).permute(2, 0, 1)
@@ -235,13 +230,15 @@ def patches_of(pictures, size=32, stride=16, per_class=700):
     return joined(train), joined(held_out)
 
 
-def joined(parts):
+def joined(parts: list[Images]) -> Images:
     """One set of several."""
     pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
     return Images(pixels, labels, parts[0].num_classes)
 
 
-def hub_images(name, image_size, config, seed=0, skip_broken=0):
+def hub_images(
+    name: str, image_size: int, config: dict[str, Any], seed: int = 0, skip_broken: int = 0
+) -> tuple[HubImages, ...]:
     """Loads any image classification set that `datasets` can load: a Hub name, or a folder with a folder per class."""
     import datasets
 
@@ -265,7 +262,7 @@ def hub_images(name, image_size, config, seed=0, skip_broken=0):
     return tuple(sets)
 
 
-def refuse_empty_classes(folder):
+def refuse_empty_classes(folder: Path) -> None:
     """Raises Refused if a class has no images, which `datasets` would ignore, or if splits differ in classes."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from torchvision.datasets import DatasetFolder
@@ -274,14 +271,14 @@ def refuse_empty_classes(folder):
     splits, classes = [folder / name for name in names if (folder / name).is_dir()] or [folder], {}
     for split in splits:
         try:
-            classes[split] = set(DatasetFolder(split, None, tuple(ImageFolder.EXTENSIONS)).classes)
+            classes[split] = set(DatasetFolder(split, None, tuple(ImageFolder.EXTENSIONS)).classes)  # pyrefly: ignore[bad-argument-type]
         except FileNotFoundError as error:
             raise Refused(f"{split}: {str(error).split(' Supported')[0]} Put images in, or remove the folder") from None
         if differing := sorted(classes[split] ^ classes[splits[0]]):
             raise Refused(f"{split} and {splits[0]} differ in classes: {', '.join(differing[:3])}")
 
 
-def without_broken(name, split, column, most, left_out):
+def without_broken(name: str, split: "Dataset", column: str, most: int, left_out: list[str]) -> "Dataset":
     """The split without broken images, whose names go to `left_out`. Reads every image once, before training."""
     kept, allowed = [], most - len(left_out)
     for index, entry in enumerate(split[column]):
@@ -295,4 +292,4 @@ def without_broken(name, split, column, most, left_out):
         raise Refused(
             f"--dataset {name}: {len(broken)} images are broken, --skip_broken allows {allowed} more: {broken[0]}"
         )
-    return split.select(kept)
+    return split.select(kept)  # pyrefly: ignore[bad-return]

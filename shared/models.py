@@ -3,7 +3,9 @@
 Every model lists the class names of its blocks in `_no_split_modules`: FSDP2 shards the model by them.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -11,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shared.args import Refused
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 GPT_SIZES = {  # shape, width, depth, heads; GPT-2's shape in GPT-3's sizes, Llama's in those of Llama 3.2
     "gpt_nano": ("gpt2", 128, 4, 4),
     "gpt_small": ("gpt2", 768, 12, 12),
@@ -30,31 +33,30 @@ BERT_SIZES = {
 }
 
 
-def ready(model, blocks, dropout):
+def ready(model: Model, blocks: Iterable[torch.nn.Module], dropout: float) -> Model:
     """Sets the names of the model's blocks, and this rate wherever it has dropout. Returns the model."""
     if blocks:
-        model._no_split_modules = sorted({type(block).__name__ for block in blocks})
+        model._no_split_modules = sorted({type(block).__name__ for block in blocks})  # pyrefly: ignore[bad-argument-type]
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
         if "attention_dropout" in vars(module):  # Llama's attention
-            module.attention_dropout = dropout
+            module.attention_dropout = dropout  # pyrefly: ignore[bad-argument-type]
         if "drop_rate" in vars(module):  # ResNet's head
-            module.drop_rate = dropout
+            module.drop_rate = dropout  # pyrefly: ignore[bad-argument-type]
     return model
 
 
-def at_least_float32(logits):
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     """Converts 16-bit logits, from FSDP2 or --dtype, to float32 for the loss."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
-    """A causal language model of transformers: one of GPT_SIZES with random weights, a published model, or a run's.
-
-    Input (batch, tokens) int64; the `logits` of the output are (batch, tokens, vocab_size). The head shares the weight
-    of the embedding.
-    """
+def gpt(
+    name: str, vocab_size: int, sequence_length: int, pretrained: bool = False, dropout: float = 0.0
+) -> "transformers.PreTrainedModel":
+    """A causal language model: one of GPT_SIZES with random weights, a published model, or a run's. Input (batch,
+    tokens) int64; the output's `logits` are (batch, tokens, vocab_size). The head shares the embedding's weight."""
     options = {"use_cache": False, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
     if name.startswith("gpt"):
         options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
@@ -71,11 +73,11 @@ def gpt(name, vocab_size, sequence_length, pretrained=False, dropout=0.0):
     return ready(model, first_list(model), dropout)
 
 
-def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropout=0.0):
-    """An encoder of transformers with a classification head: one of BERT_SIZES, a published model, or a run's.
-
-    Input (batch, tokens) int64 input_ids and attention_mask; the `logits` of the output are (batch, num_classes).
-    """
+def bert(
+    name: str, vocab_size: int, sequence_length: int, num_classes: int, pretrained: bool = False, dropout: float = 0.0
+) -> "transformers.PreTrainedModel":
+    """An encoder of transformers with a classification head: one of BERT_SIZES, a published model, or a run's. Input
+    (batch, tokens) int64 input_ids and attention_mask; the `logits` of the output are (batch, num_classes)."""
     kind = transformers.AutoModelForSequenceClassification
     if pretrained:  # a head for other classes is replaced by a new one
         model = published(kind, name, sequence_length, ignore_mismatched_sizes=True, num_labels=num_classes)
@@ -84,7 +86,9 @@ def bert(name, vocab_size, sequence_length, num_classes, pretrained=False, dropo
     return ready(model, first_list(model), dropout)
 
 
-def sized(name, sizes, vocab_size, sequence_length, **options):
+def sized(
+    name: str, sizes: dict[str, tuple[str, int, int, int]], vocab_size: int, sequence_length: int, **options: Any
+) -> "transformers.PreTrainedConfig":
     """transformers' configuration for one of our sizes."""
     if name not in sizes:
         raise Refused(f"no model {name!r}: one of {', '.join(sizes)}, or a Hub name or run folder with --pretrained")
@@ -94,17 +98,12 @@ def sized(name, sizes, vocab_size, sequence_length, **options):
     if kind == "llama":
         options["num_key_value_heads"] = max(heads // 4, 2)
     return transformers.AutoConfig.for_model(
-        kind,
-        vocab_size=vocab_size,
-        max_position_embeddings=sequence_length,
-        hidden_size=width,
-        num_hidden_layers=depth,
-        num_attention_heads=heads,
-        **options,
-    )
+        kind, vocab_size=vocab_size, max_position_embeddings=sequence_length, hidden_size=width,
+        num_hidden_layers=depth, num_attention_heads=heads, **options,
+    )  # fmt: skip
 
 
-def published(kind, name, sequence_length, **options):
+def published(kind: Any, name: str, sequence_length: int, **options: Any) -> "transformers.PreTrainedModel":
     """A model with the weights of the Hub's `name`, or of the run in that folder, for this sequence length."""
     try:
         model = kind.from_pretrained(model_folder(name), dtype=torch.float32, **options)
@@ -116,22 +115,20 @@ def published(kind, name, sequence_length, **options):
     return model
 
 
-def first_list(model):
+def first_list(model: torch.nn.Module) -> torch.nn.ModuleList:
     """The blocks of a model of transformers."""
     return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
-def model_folder(name):
+def model_folder(name: str) -> str:
     """The folder of the weights of a recipe's run, if `name` is one; else `name`."""
     return str(Path(name, "model")) if Path(name, "data.json").is_file() else name
 
 
-def groups(model, args):
+def groups(model: torch.nn.Module, args: Any) -> list[dict[str, Any]]:
     """Parameter groups for the optimizer: all trainable parameters with their learning rate and weight decay.
-
     args.freeze: the number of first blocks that stay frozen, with everything before them. args.layer_decay: each block
-    learns at this fraction of the next block's rate; 1 means one rate for all.
-    """
+    learns at this fraction of the next block's rate; 1 means one rate for all."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]
     if args.freeze > len(blocks):

@@ -10,13 +10,15 @@
 torchao compiles its step, which needs a C++ compiler where there is no GPU.
 """
 
+from typing import Any
+
 import torch
 
 from shared import models
 from shared.args import Refused
 
 
-def optimizer(model, args, device):
+def optimizer(model: torch.nn.Module, args: Any, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer args.optimizer of the model's trainable parameters. device: torch.device of the training."""
     parameters, fused = models.groups(model, args), device.type == "cuda"
     if args.optimizer == "adamw":
@@ -42,7 +44,7 @@ def optimizer(model, args, device):
     return optim._AdamW(parameters, bf16_stochastic_round=True)  # its README names it so
 
 
-def in_and_outside_blocks(model, group):
+def in_and_outside_blocks(model: torch.nn.Module, group: dict[str, Any]) -> list[dict[str, Any]]:
     """Splits a parameter group in two: the matrices of the model's blocks, for Muon, and the rest, for AdamW, with the
     embeddings and the head (Jordan et al., "Muon", 2024)."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())

@@ -9,11 +9,15 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from shared import data, text
 from shared.args import Refused, short
@@ -24,22 +28,24 @@ TEMPLATE = (  # for a tokenizer that has none
 )
 PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("instruction", "response"))
 ASKED = 12  # held-out questions whose answers are written at the end of a run
+Messages = list[dict[str, str]]  # of a conversation: {"role", "content"}
+Tensors = Mapping[str, Callable[[], Tensor]]  # of each name: a function that returns the tensor
 
 
 class Chat(text.Text):
-    """Sequences of one conversation or, packed, of several.
+    """Sequences of one conversation or, packed, of several. learned: for each token, whether it belongs to an answer.
+    positions: of each token in its conversation."""
 
-    learned: for each token, whether it belongs to an answer. positions: of each token in its conversation.
-    conversations: lists of messages.
-    """
-
-    def __init__(self, tokens, starts, counts, length, tokenizer, learned, positions, conversations):
+    def __init__(
+        self, tokens: Tensor, starts: Tensor, counts: Tensor, length: int, tokenizer: "text.Tokenizer", learned: Tensor,
+        positions: Tensor, conversations: list[Messages],
+    ) -> None:  # fmt: skip
         super().__init__(tokens, starts, counts, length, tokenizer)
         self.learned, self.positions, self.conversations = learned, positions, conversations
         before = torch.cat([torch.zeros(1, dtype=torch.long), learned.long().cumsum(0)])
         self.label_counts = before[starts + counts + 1] - before[starts + 1]
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         batch = super().__getitems__(indices)
         at = self.starts[torch.as_tensor(indices) % len(self), None] + torch.arange(self.length + 1)
         at = at.clamp(max=len(self.tokens) - 1)
@@ -48,14 +54,14 @@ class Chat(text.Text):
         labels = batch["labels"].masked_fill(~self.learned[at[:, 1:]], -100)
         return {"input_ids": batch["input_ids"], "position_ids": positions, "labels": labels}
 
-    def mean_count(self, indices):
+    def mean_count(self, indices: Tensor) -> float:
         return self.label_counts[indices].double().mean().item()
 
 
-def logits(model, batch):
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The model's logits, (batch, tokens, vocab_size). A token attends to the earlier ones of its conversation, which
     begins where the position is 0."""
-    positions, attention = batch["position_ids"], getattr(model, "module", model).config._attn_implementation
+    positions, attention = batch["position_ids"], getattr(model, "module", model).config._attn_implementation  # pyrefly: ignore[missing-attribute]
     conversation = (positions == 0).cumsum(-1)
     mask = (conversation[:, :, None] == conversation[:, None, :]).tril()[:, None]
     if "flash" in attention:  # it takes no such mask, and finds the conversations by their positions
@@ -65,12 +71,12 @@ def logits(model, batch):
     return model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=mask).logits
 
 
-def chats(name, sequence_length, packing=True, skip_long=False, pretrained=None):
-    """Returns (training set, held-out set): tasks, a .json(l) file or a Hub set of conversations.
-
-    A set has a column "messages" or one of PAIRS. pretrained: a model (Hub name or folder) whose tokenizer and chat
-    template are used; else tokens are bytes. The held-out set is not packed: each of its sequences is a question.
-    """
+def chats(
+    name: str, sequence_length: int, packing: bool = True, skip_long: bool = False, pretrained: str | None = None
+) -> tuple[Chat, Chat]:
+    """Returns (training set, held-out set): tasks, a .json(l) file or a Hub set of conversations. A set has a column
+    "messages" or one of PAIRS. pretrained: a model (Hub name or folder) whose tokenizer and chat template are used;
+    else tokens are bytes. The held-out set is not packed: each of its sequences is a question."""
     if name == "tasks":
         parts = tasks()
     else:
@@ -85,7 +91,7 @@ def chats(name, sequence_length, packing=True, skip_long=False, pretrained=None)
     return rows(*train, tokenizer, sequence_length, packing), rows(*held_out, tokenizer, sequence_length, False)
 
 
-def messages(part, name):
+def messages(part: "text.Dataset", name: str) -> list[Messages]:
     """The conversations of a split, as lists of messages."""
     if "messages" in part.features:
         return data.column(part, "messages", name)
@@ -98,11 +104,13 @@ def messages(part, name):
     return [conversation(*both) for both in zip(*(data.column(part, key, name) for key in pair), strict=True)]
 
 
-def conversation(question, answer):
+def conversation(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def encode(conversations, tokenizer, length, name, skip_long):
+def encode(
+    conversations: list[Messages], tokenizer: "text.Tokenizer", length: int, name: str, skip_long: bool
+) -> tuple[list[list[int]], list[list[bool]], list[Messages]]:
     """Returns ([token ids], [whether each belongs to an answer], conversations), without those that are too long."""
     if not conversations:
         raise Refused(f"--dataset {name}: a split holds no conversation: leave it out, or put some in")
@@ -119,14 +127,12 @@ def encode(conversations, tokenizer, length, name, skip_long):
             f"--dataset {name}: {short.count(False)} of {len(short)} conversations do not fit into --sequence_length "
             f"{length}, the longest has {longest} tokens: raise it, or leave them out with --skip_long"
         )
-    return tuple(list(itertools.compress(each, short)) for each in (encoded["input_ids"], learned, conversations))
+    return tuple(list(itertools.compress(each, short)) for each in (encoded["input_ids"], learned, conversations))  # pyrefly: ignore[bad-return]
 
 
-def rendered(conversation, tokenizer, what):
-    """Returns (its text by the chat template, [(start, end) of each answer in it]).
-
-    An answer is what the template adds after the prompt for it, so templates need not mark it.
-    """
+def rendered(conversation: Messages, tokenizer: Any, what: str) -> tuple[str, list[tuple[int, int]]]:
+    """Returns (its text by the chat template, [(start, end) of each answer in it]). An answer is what the template adds
+    after the prompt for it, so templates need not mark it."""
     try:
         whole, answers = tokenizer.apply_chat_template(conversation, tokenize=False), []
         for i, message in enumerate(conversation):
@@ -145,7 +151,10 @@ def rendered(conversation, tokenizer, what):
     return whole, answers
 
 
-def rows(encoded, learned, conversations, tokenizer, length, packing):
+def rows(
+    encoded: list[list[int]], learned: list[list[bool]], conversations: list[Messages], tokenizer: "text.Tokenizer",
+    length: int, packing: bool,
+) -> Chat:  # fmt: skip
     """A Chat of these conversations, one a sequence, or packed in their order."""
     sizes = [len(ids) for ids in encoded]
     first, filled = [0], 0  # the conversations with which a sequence begins
@@ -161,37 +170,36 @@ def rows(encoded, learned, conversations, tokenizer, length, packing):
     return Chat(tokens.int(), starts, counts, length, tokenizer, mask, positions, conversations)
 
 
-def tasks(words=1500):
-    """Made here: questions about words of Python's documentation and about numbers, each with one right answer.
-
-    Every tenth word and number is held out, in all questions.
-    """
+def tasks(words: int = 1500) -> tuple[list[Messages], list[Messages]]:
+    """Made here: questions about words of Python's documentation and about numbers, each with one right answer. Every
+    tenth word and number is held out, in all questions."""
     found = sorted(set(re.findall(r"\b[a-z]{3,8}\b", " ".join(text.python_docs()))))
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:words].tolist()
     parts = [], []
     for i, word in enumerate(found[at] for at in order):
-        parts[i % 10 == 9].extend(
-            [
-                conversation(f"Write {word} in capitals.", word.upper()),
-                conversation(f"What is the first letter of {word}?", word[0]),
-                conversation(f"What is the last letter of {word}?", word[-1]),
-                conversation(f"Spell {word}.", "-".join(word)),
-                conversation(f"Say {word} twice.", f"{word} {word}"),
-            ]
-        )
+        parts[i % 10 == 9].extend([
+            conversation(f"Write {word} in capitals.", word.upper()),
+            conversation(f"What is the first letter of {word}?", word[0]),
+            conversation(f"What is the last letter of {word}?", word[-1]),
+            conversation(f"Spell {word}.", "-".join(word)),
+            conversation(f"Say {word} twice.", f"{word} {word}"),
+        ])  # fmt: skip
     for number in torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist():
         parts[number % 10 == 9].append(conversation(f"What comes after {number}?", str(number + 1)))
     return parts
 
 
-def answer(model, tokenizer, messages, context, length=text.SAMPLE, seconds=math.inf):
+def answer(
+    model: nn.Module, tokenizer: Any, messages: Messages, context: int, length: int = text.SAMPLE,
+    seconds: float = math.inf,
+) -> str:  # fmt: skip
     """The model's answer to these messages, the likeliest token each time. Under FSDP2 every rank calls it."""
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     whole = text.continuation(model, tokenizer, prompt, length, context, seconds=seconds, temperature=0)
     return whole.removeprefix(prompt).strip()
 
 
-def adapted(model, lora_rank=0, lora_alpha=16, checkpointing=False):
+def adapted(model: Any, lora_rank: int = 0, lora_alpha: int = 16, checkpointing: bool = False) -> nn.Module:
     """The model, with lora_rank > 0 with an adapter (LoRA, https://arxiv.org/abs/2106.09685) beside each linear layer
     but the head; then only adapters are trained. checkpointing: its blocks are computed again in the backward pass."""
     if checkpointing:
@@ -199,18 +207,16 @@ def adapted(model, lora_rank=0, lora_alpha=16, checkpointing=False):
     if not lora_rank:
         return model
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, get_peft_model  # pyrefly: ignore[missing-import]
     except ImportError:
         raise Refused("--lora_rank needs peft: ./launch.sh setup --extra lora, or pip install peft") from None
     options = LoraConfig(r=lora_rank, lora_alpha=lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, options)
 
 
-def merged(tensors, scale):
+def merged(tensors: Tensors, scale: float) -> Tensors:
     """The tensors of the plain model from those of one with adapters: weight + scale * B A. scale: alpha / rank.
-
-    tensors, and what is returned: {name: function that returns the tensor}, so that one after the other can be read.
-    """
+    Tensors are functions, so that one after the other can be read."""
     plain = {}
     adapters = {name.split(".lora_A.")[0]: name for name in tensors if ".lora_A." in name}
     pairs = {layer: (tensors[name], tensors[name.replace("lora_A", "lora_B")]) for layer, name in adapters.items()}
@@ -218,7 +224,7 @@ def merged(tensors, scale):
     shapes = [(tensors[f"{layer}.base_layer.weight"]().shape, b().shape[0]) for layer, (_, b) in pairs.items()]
     transposed = any(shape[0] != outputs for shape, outputs in shapes)
 
-    def weight(name, layer):
+    def weight(name: str, layer: str) -> Tensor:
         a, b = (each().float() for each in pairs[layer])
         change = scale * (b @ a)
         base = tensors[name]()
@@ -232,7 +238,7 @@ def merged(tensors, scale):
     return plain
 
 
-def merge(folder, scale):
+def merge(folder: Path, scale: float) -> None:
     """Replaces a saved model with adapters by the plain model, file by file."""
     files = {path: safe_open(path, "pt") for path in sorted(Path(folder).glob("model*.safetensors"))}
     inside = {path: set(file.keys()) for path, file in files.items()}
@@ -252,7 +258,7 @@ def merge(folder, scale):
         data.write(listed, (json.dumps(listing, indent=2) + "\n").encode())
 
 
-def leave(accelerator, model, held_out, folder, scale):
+def leave(accelerator: Accelerator, model: nn.Module, held_out: Chat, folder: Path, scale: float) -> None:
     """At the end of a run: writes answers to held-out questions and what `from_pretrained` needs, and merges adapters
     into the model. Every rank calls it."""
     model.eval()

@@ -10,12 +10,20 @@ import itertools
 import math
 import sysconfig
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
 
 from shared import data
 from shared.args import Refused
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 END = "<|endoftext|>"
 SAMPLE = 100  # tokens of the sample at the end of a run
@@ -24,55 +32,54 @@ SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a folder's text files
 
 
 class Text(torch.utils.data.Dataset):
-    """Sequences from one array of tokens: (n, length) int64 input_ids and labels, which are the next tokens.
+    """Sequences from one array of tokens: (n, length) int64 input_ids and labels, which are the next tokens. tokens:
+    all tokens in one array. starts, counts: where each sequence begins and how many labels it has (the rest is
+    padding). classes, classes_of: the names of the classes and the class of each sequence, for classification."""
 
-    tokens: all tokens in one array. starts, counts: where each sequence begins and how many labels it has (the rest is
-    padding). classes, classes_of: the names of the classes and the class of each sequence, for classification.
-    """
-
-    def __init__(self, tokens, starts, counts, length, tokenizer, classes=None, classes_of=None):
+    def __init__(
+        self, tokens: Tensor, starts: Tensor, counts: Tensor, length: int, tokenizer: "Tokenizer",
+        classes: list[str] | None = None, classes_of: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.tokens, self.starts, self.counts, self.tokenizer = tokens, starts, counts, tokenizer
-        self.classes, self.classes_of = classes, torch.empty(0) if classes is None else classes_of
+        self.classes, self.classes_of = classes, torch.empty(0) if classes_of is None else classes_of
         self.length = self.sequence_length = length
         self.vocab_size = -(-len(tokenizer) // 16) * 16  # a multiple of 16, as FP8 needs; the last few are never used
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitems__(self, indices):
-        indices = torch.as_tensor(indices) % len(self)
-        at = self.starts[indices, None] + torch.arange(self.length + 1)
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        rows = torch.as_tensor(indices) % len(self)
+        at = self.starts[rows, None] + torch.arange(self.length + 1)
         tokens = self.tokens[at.clamp(max=len(self.tokens) - 1)].long()
-        padding = torch.arange(self.length) >= self.counts[indices, None]
+        padding = torch.arange(self.length) >= self.counts[rows, None]
         ids = tokens[:, :-1].masked_fill(padding, self.tokenizer.eos_token_id)
         if self.classes:
-            return {"input_ids": ids, "attention_mask": (~padding).long(), "labels": self.classes_of[indices]}
+            return {"input_ids": ids, "attention_mask": (~padding).long(), "labels": self.classes_of[rows]}
         return {"input_ids": ids, "labels": tokens[:, 1:].masked_fill(padding, -100)}
 
-    def mean_count(self, indices):
+    def mean_count(self, indices: Tensor) -> float:
         """The mean number of labels of these sequences, without loading them."""
         return self.counts[indices].double().mean().item()
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         """sha256 of every token and of where sequences begin."""
         digest = hashlib.sha256(f"{self.length} {self.vocab_size}".encode())
         for part in (self.tokens, self.starts, self.counts, self.classes_of):
-            digest.update(part.numpy())
+            digest.update(part.numpy())  # pyrefly: ignore[bad-argument-type]
         return digest.hexdigest()
 
 
-def encode(tokenizer, columns, length):
+def encode(tokenizer: "Tokenizer", columns: list[list[str]], length: int) -> list[list[int]]:
     """Token ids of texts or pairs, with a published encoder's special tokens, or with our END before each text."""
     if tokenizer.cls_token is None:
         columns = [[END + END.join(row) for row in zip(*columns, strict=True)]]
     return tokenizer(*columns, truncation=True, max_length=length)["input_ids"]
 
 
-def labelled(name, sequence_length, vocab_size=0, pretrained=None):
+def labelled(name: str, sequence_length: int, vocab_size: int = 0, pretrained: str | None = None) -> tuple[Text, ...]:
     """Returns (training set, held-out set) of python_packages, a .csv or .json file, or a Hub dataset ("name:part").
-
-    The class is the column "label". The text is the first column of strings; if there are two, the text is the pair.
-    """
+    The class is the column "label". The text is the first column of strings; if there are two, the text is the pair."""
     file_format = Path(name).suffix[1:].removesuffix("l")  # jsonl is json to `datasets`
     if name == "python_packages":
         loaded = python_packages()
@@ -101,12 +108,12 @@ def labelled(name, sequence_length, vocab_size=0, pretrained=None):
     return tuple(sequences(part, columns, tokenizer, sequence_length, name) for part in (train, held_out))
 
 
-def texts_in(part, columns, name):
+def texts_in(part: "Dataset", columns: list[str], name: str) -> list[list[str]]:
     """A list of texts for each of these columns."""
     return [[text or "" for text in data.column(part, column, name)] for column in columns]
 
 
-def sequences(part, columns, tokenizer, length, name):
+def sequences(part: "Dataset", columns: list[str], tokenizer: "Tokenizer", length: int, name: str) -> Text:
     """A Text with one sequence, which has a class, for each row of a labelled split."""
     encoded = encode(tokenizer, texts_in(part, columns, name), length)
     ids = [torch.tensor(tokens, dtype=torch.int32) for tokens in encoded]
@@ -115,7 +122,7 @@ def sequences(part, columns, tokenizer, length, name):
     return Text(torch.cat(ids), starts, counts, length, tokenizer, part.features["label"].names, labels)
 
 
-def python_packages(size=400):
+def python_packages(size: int = 400) -> "DatasetDict":
     """Pieces of the source of ten packages of the standard library; the class is the package."""
     import datasets
 
@@ -125,15 +132,15 @@ def python_packages(size=400):
         for source in files(Path(sysconfig.get_paths()["stdlib"], name)):
             package_of |= {source[at : at + size]: name for at in range(0, len(source), size)}
     columns = {"text": list(package_of), "label": list(package_of.values())}
-    return datasets.DatasetDict(train=datasets.Dataset.from_dict(columns))
+    return datasets.DatasetDict(train=datasets.Dataset.from_dict(columns))  # pyrefly: ignore[bad-argument-type]
 
 
-def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
+def texts(
+    name: str, sequence_length: int, vocab_size: int = 0, packing: bool = True, pretrained: str | None = None
+) -> tuple[Text, ...]:
     """Returns (training set, held-out set): python_docs, python_source, a text file, a folder of them, a Hub dataset.
-
     vocab_size: of a byte-level BPE trained on the training documents; 0 means bytes. pretrained: a model (Hub name or
-    folder) whose tokenizer is used instead.
-    """
+    folder) whose tokenizer is used instead."""
     train, held_out = ([text for text in data.column(part, "text", name) if text] for part in documents(name))
     if not train or not held_out:
         raise Refused(f"--dataset {name} has no text to {'train on' if held_out else 'hold out'}")
@@ -143,7 +150,7 @@ def texts(name, sequence_length, vocab_size=0, packing=True, pretrained=None):
     return tuple(cut(part, tokenizer, sequence_length, packing) for part in (train, held_out))
 
 
-def documents(name):
+def documents(name: str) -> "tuple[Dataset, ...]":
     """Returns (training documents, held-out documents), `datasets` with a column "text"."""
     path = Path(name).expanduser()
     if name == "python_docs":
@@ -155,27 +162,24 @@ def documents(name):
     train, held_out = data.split_of(data.load(name, "python_docs, python_source", name), name)
     if "text" not in train.features:
         raise Refused(f'--dataset {name} has columns {", ".join(train.features)}; one named "text" is needed')
-    return train.select_columns("text"), held_out.select_columns("text")
+    return train.select_columns("text"), held_out.select_columns("text")  # pyrefly: ignore[bad-return]
 
 
-def hold_out_a_tenth(whole):
+def hold_out_a_tenth(whole: list[str]) -> "tuple[Dataset, ...]":
     """Every tenth of these documents or, of a single one, its last tenth, is held out."""
     import datasets
 
     held_out = [text for i, text in enumerate(whole) if i % 10 == 9]
     train = [text for i, text in enumerate(whole) if i % 10 != 9]
     if not held_out:
-        whole = "\n".join(whole)
-        train, held_out = [whole[: len(whole) * 9 // 10]], [whole[len(whole) * 9 // 10 :]]
+        text = "\n".join(whole)
+        train, held_out = [text[: len(text) * 9 // 10]], [text[len(text) * 9 // 10 :]]
     return tuple(datasets.Dataset.from_dict({"text": part}) for part in (train, held_out))
 
 
-def python_docs(page=4000):
-    """The topics of Python's `help()`, which are its language reference, in pages of about 4,000 characters.
-
-    Topics repeat each other's paragraphs. Only the first copy of a paragraph is kept, so that no held-out text is in
-    the training set.
-    """
+def python_docs(page: int = 4000) -> list[str]:
+    """The topics of Python's `help()`, its language reference, in pages of about 4,000 characters. Topics repeat each
+    other's paragraphs. Only the first copy of one is kept, so that no held-out text is in the training set."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -192,7 +196,7 @@ def python_docs(page=4000):
     return [text for text in pages if text]
 
 
-def python_source():
+def python_source() -> list[str]:
     """The standard library's modules, without tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (path.relative_to(root) for path in sorted(root.rglob("*.py")))
@@ -200,7 +204,7 @@ def python_source():
     return [path.read_text(encoding="utf-8", errors="replace") for path in kept]
 
 
-def files(path):
+def files(path: Path) -> list[str]:
     """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
     paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
     texts = []
@@ -221,7 +225,7 @@ def files(path):
     return texts
 
 
-def train_tokenizer(documents, vocab_size):
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
     """Trains a byte-level BPE of `vocab_size` tokens on `documents`; 0 means the bytes and an end of text only."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -232,26 +236,21 @@ def train_tokenizer(documents, vocab_size):
             f"--vocab_size {vocab_size} is too small: 0 means bytes, a BPE vocabulary has more than {smallest}"
         )
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(
-        documents if vocab_size else [],
-        vocab_size or smallest,
-        min_frequency=1,
-        show_progress=False,
-        special_tokens=[END],
-    )
+    options = {"min_frequency": 1, "show_progress": False, "special_tokens": [END]}
+    trained.train_from_iterator(documents if vocab_size else [], vocab_size or smallest, **options)
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained.to_str()), eos_token=END)
 
 
-def tokenizer_of(name):
+def tokenizer_of(name: str) -> "Tokenizer":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)  # pyrefly: ignore[bad-return]
     except (OSError, ValueError) as error:
         raise Refused(f"--model {name}: no tokenizer ({str(error).splitlines()[0]})") from None
 
 
-def cut(documents, tokenizer, length, packing):
+def cut(documents: list[str], tokenizer: "Tokenizer", length: int, packing: bool) -> Text:
     """Cuts `documents` into a Text of sequences with `length` labels each, or fewer at an end."""
     encoded = tokenizer([text for text in documents if text], add_special_tokens=False, verbose=False)["input_ids"]
     # Each document begins and ends with an end of text; when packed, two documents share one.
@@ -262,15 +261,17 @@ def cut(documents, tokenizer, length, packing):
         parts.append(torch.tensor(ends, dtype=torch.int32))
         sizes = torch.tensor([sizes.sum() + 1])
     first = sizes.cumsum(0) - sizes
-    starts = torch.cat([torch.arange(0, size - 1, length) + at for at, size in zip(first, sizes, strict=True)])
-    last = torch.cat([(at + size - 1).expand(-(-(size - 1) // length)) for at, size in zip(first, sizes, strict=True)])
+    starts = torch.cat([torch.arange(0, size - 1, length) + at for at, size in zip(first, sizes, strict=True)])  # pyrefly: ignore[no-matching-overload]
+    last = torch.cat([(at + size - 1).expand(-(-(size - 1) // length)) for at, size in zip(first, sizes, strict=True)])  # pyrefly: ignore[no-matching-overload]
     return Text(torch.cat(parts), starts, (last - starts).clamp(max=length), length, tokenizer)
 
 
-def continuation(model, tokenizer, prompt, length, context, seed=0, seconds=math.inf, temperature=0.8):
-    """Returns `prompt` with up to `length` sampled tokens after it, as text. Under FSDP2 every rank calls it, and each
-    token gathers the whole model; so it ends after `seconds`, on the clock of rank 0. temperature: 0 takes the
-    likeliest token."""
+def continuation(
+    model: nn.Module, tokenizer: "Tokenizer", prompt: str, length: int, context: int, seed: int = 0,
+    seconds: float = math.inf, temperature: float = 0.8,
+) -> str:  # fmt: skip
+    """`prompt` with up to `length` sampled tokens after it. Under FSDP2 every rank calls it, and each token gathers the
+    whole model; so it ends after `seconds`, on the clock of rank 0. temperature: 0 takes the likeliest token."""
     end = time.monotonic() + seconds
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]])
@@ -291,15 +292,15 @@ def continuation(model, tokenizer, prompt, length, context, seed=0, seconds=math
             if token == tokenizer.eos_token_id:
                 break
             ids = torch.cat([ids, token[None]], 1)
-    return tokenizer.decode(ids[0])
+    return tokenizer.decode(ids[0])  # pyrefly: ignore[bad-return]
 
 
-def readable(text):
+def readable(text: str) -> str:
     """The text with what a terminal would obey, such as escape sequences in a data set, as Python writes it: \\x1b."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def leave(accelerator, model, dataset, folder, prompt=None):
+def leave(accelerator: Accelerator, model: nn.Module, dataset: Text, folder: Path, prompt: str | None = None) -> None:
     """At the end of a run: prints a sample and saves what `from_pretrained` needs. Every rank calls it."""
     if prompt:
         model.eval()
@@ -307,6 +308,6 @@ def leave(accelerator, model, dataset, folder, prompt=None):
         accelerator.print(f"sample: {readable(sample)}", flush=True)
     if accelerator.is_main_process:
         if prompt:
-            data.write(Path(folder, "sample.txt"), f"{sample}\n".encode(errors="replace"))
-        accelerator.unwrap_model(model).config.save_pretrained(Path(folder, "model"))
+            data.write(Path(folder, "sample.txt"), f"{sample}\n".encode(errors="replace"))  # pyrefly: ignore[unbound-name]
+        accelerator.unwrap_model(model).config.save_pretrained(Path(folder, "model"))  # pyrefly: ignore[missing-attribute]
         dataset.tokenizer.save_pretrained(Path(folder, "model"))

@@ -3,6 +3,9 @@
 import argparse
 import signal
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
 
 import faithful
 from faithful.disk import names, replacing
@@ -11,11 +14,11 @@ from shared import args
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise args.Refused(f"{args.short(message, 2000)} ({self.prog} --help lists the options)")
 
 
-def parser(name, description):
+def parser(name: str, description: str | None) -> Parser:
     """A parser whose help begins with `./launch.sh <name>` and keeps the lines of the description. A bad option raises
     Refused."""
     return Parser(
@@ -26,7 +29,7 @@ def parser(name, description):
     )
 
 
-def die_with_me():
+def die_with_me() -> None:
     """Called in a child before it becomes a launcher: it is killed when this process ends, even by kill -9."""
     launcher.end_with_the_parent(signal.SIGKILL)  # the workers end with their launcher
 
@@ -35,7 +38,7 @@ RANGES, number = args.RANGES, args.number
 count = number(int, 1)  # for `add_argument(type=count)`
 
 
-def split(argv):
+def split(argv: list[str]) -> tuple[list[str], list[str] | None]:
     """(the words before `--`, those after it); the second is None without `--`."""
     if "--" not in argv:
         return argv, None
@@ -43,7 +46,7 @@ def split(argv):
     return argv[:at], argv[at + 1 :]
 
 
-def make_folder(folder):
+def make_folder(folder: Path) -> None:
     """Makes the folder for what a command writes, before it begins: at its end the work would be lost."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,7 @@ def make_folder(folder):
         raise args.Refused(f"nothing can be written to {folder}: {error.strerror}") from None
 
 
-def write(path, text):
+def write(path: Path, text: str) -> None:
     """Writes a file that a command leaves, in one step. Raises Refused if it cannot be written."""
     try:
         replacing.write_text(path, text)
@@ -59,14 +62,14 @@ def write(path, text):
         raise args.Refused(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def columns(rows):
+def columns(rows: Iterable[Iterable[object]]) -> list[str]:
     """Rows of strings as lines, in columns two spaces apart."""
-    rows = [[names.printable(str(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = [[names.printable(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
-def run(main):
+def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments. It is
     an error if what the command prints cannot be written, unless its reader has gone, as in `| head`."""
     printing.survive(plainly=True)

@@ -1,15 +1,18 @@
 """The page of a comparison: its tables, from tools/report.py, with pictures."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from tools import page, paired, report
 
 
-def colours(comparison):
+def colours(comparison: dict[str, Any]) -> dict[str, str]:
     """{config: its colour in every picture}; controls are grey."""
     rows = [row["config"] for row in comparison["rows"] if not row["control"]]
     return {name: page.colour(i) for i, name in enumerate(rows)}
 
 
-def interval_rows(comparison, name):
+def interval_rows(comparison: dict[str, Any], name: str) -> list[tuple[str, float, float, float, str]]:
     """The rows of page.intervals for a measure, in percent."""
     rows, colour_of = [], colours(comparison)
     if ends := report.spread(comparison, name).get("interval"):
@@ -22,7 +25,7 @@ def interval_rows(comparison, name):
     return rows
 
 
-def drawn_intervals(comparison):
+def drawn_intervals(comparison: dict[str, Any]) -> Iterator[str]:
     """One section per metric, the main one first, with the paired differences and the margin."""
     margin = comparison["margin"]
     for name in sorted(report.metric_names(comparison), key=lambda name: name != comparison["measure"]):
@@ -35,7 +38,9 @@ def drawn_intervals(comparison):
             yield page.section(f"Difference in {name}", drawn)
 
 
-def difference_curves(comparison, name):
+def difference_curves(
+    comparison: dict[str, Any], name: str
+) -> tuple[dict[str, list[list[float]]], list[list[float]] | None]:
     """({config: its differences to the baseline over the steps, in percent}, the same of the twin or None)."""
     curves, control = {}, None
     for row in comparison["rows"]:
@@ -50,7 +55,7 @@ def difference_curves(comparison, name):
     return curves, control
 
 
-def drawn_differences(comparison):
+def drawn_differences(comparison: dict[str, Any]) -> Iterator[str]:
     """Pictures of the difference to the baseline over the steps, for the main measure and the training loss."""
     colour_of, baseline = colours(comparison), comparison["baseline"]
     for name in dict.fromkeys([comparison["measure"], "loss"]):
@@ -66,7 +71,7 @@ def drawn_differences(comparison):
         yield page.section(f"Difference over the steps: {title}", drawn, in_numbers(series, "{:+.2f}%".format))
 
 
-def in_numbers(series, form):
+def in_numbers(series: dict[str, list[list[float]]], form: Callable[[float], str]) -> str:
     """A collapsed table of {name: [[step, mean, low, high]]}."""
     heads = ["step", *(word for name in series for word in (name, "from", "to"))]
     values_at = [{step: values for step, *values in points} for points in series.values()]
@@ -77,7 +82,7 @@ def in_numbers(series, form):
     return page.details("The same in numbers", page.table(heads, rows))
 
 
-def drawn_curves(comparison):
+def drawn_curves(comparison: dict[str, Any]) -> Iterator[str]:
     """A picture and a table of the training loss and of each held-out metric over the steps."""
     colour_of = colours(comparison)
     plain = [row for row in comparison["rows"] if not row["error"] and not row["control"]]
@@ -94,7 +99,7 @@ def drawn_curves(comparison):
         yield page.section(title, drawn, in_numbers(series, report.number))
 
 
-def drawn_speed(comparison):
+def drawn_speed(comparison: dict[str, Any]) -> str:
     rows = []
     for row in comparison["rows"]:
         if not row["error"]:
@@ -105,7 +110,7 @@ def drawn_speed(comparison):
     return page.picture(page.bars(rows, "samples per second, median step"), caption, command=comparison["command"])
 
 
-def drawn_memory(comparison):
+def drawn_memory(comparison: dict[str, Any]) -> str:
     rows = []
     for row in comparison["rows"]:
         if not row["error"] and not row["control"]:
@@ -117,7 +122,7 @@ def drawn_memory(comparison):
     return page.picture(draw, "Model states, counted on live tensors.", key, comparison["command"])
 
 
-def whole_page(comparison):
+def whole_page(comparison: dict[str, Any]) -> str:
     """The whole report as one HTML file."""
     parts = [*drawn_intervals(comparison), *drawn_differences(comparison)]
     for title, heads, rows in report.tables(comparison):

@@ -29,8 +29,10 @@ import contextlib
 import logging
 import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -65,8 +67,12 @@ NEEDED |= dict.fromkeys(("gpt", "sft"), ("sequence_length", "vocab_size"))
 # Strategies whose checkpoints hold whole tensors, slices along one dimension, or slices of the flattened tensor.
 READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
+Part = Mapping[str, torch.Tensor]  # the tensors of a file
+Load = Callable[[], torch.Tensor]  # reads a tensor
+Loads = Mapping[str, Load]  # of each name: how its tensor is read
 
-def part_of(path):
+
+def part_of(path: Path) -> Part:
     """The tensors in a file of weights, or those of a checkpoint's only model."""
     if any(name.startswith(tensor_keys.of_model(1)) for name in tensor_files.TensorFile(path)):
         raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
@@ -74,13 +80,13 @@ def part_of(path):
     return tensors or tensor_files.TensorFile(path)  # before format 2 without the prefix
 
 
-def record_of(run):
+def record_of(run: Path) -> dict[str, Any]:
     """The run.json of a run, with its data.json, if there is one, as "data"."""
     record = records.record_of(run)
     return record | {"data": records.data_of(run)} if (run / "data.json").exists() else record
 
 
-def source_of(run, step=None):
+def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
     """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
     record = record_of(run)
     status, strategy = record["status"], record["plan"]["strategy"]
@@ -121,12 +127,12 @@ def source_of(run, step=None):
     )
 
 
-def has_part(path):
+def has_part(path: Path) -> bool:
     """Whether this rank's file holds tensors of the model, not only random state."""
     return any("model/" in name for name in part_of(path))
 
 
-def plain_tensors(files):
+def plain_tensors(files: list[Path]) -> Loads:
     """{name: function that returns the CPU tensor} of the unconverted model, so that it can be written tensor by
     tensor. files: all files of one source, in order of rank."""
     parts = [part_of(path) for path in files]
@@ -145,7 +151,7 @@ def plain_tensors(files):
     }
 
 
-def without_adapters(tensors, record):
+def without_adapters(tensors: Loads, record: dict[str, Any]) -> Loads:
     """`tensors` with the adapters (LoRA) of a run of recipes/sft.py merged into the weights."""
     if record["recipe"] != "sft" or not any(".lora_A." in name for name in tensors):
         return tensors
@@ -157,7 +163,7 @@ def without_adapters(tensors, record):
         raise Refused(f"the adapters cannot be merged ({type(error).__name__}: {names.short(str(error))})") from None
 
 
-def as_fp32(load, folder, name):
+def as_fp32(load: Load, folder: Path, name: str) -> torch.Tensor:
     try:
         tensor = load()
     except (LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
@@ -166,13 +172,13 @@ def as_fp32(load, folder, name):
     return tensor.float().contiguous() if tensor.is_floating_point() else tensor.contiguous()
 
 
-def timm_name(name):
+def timm_name(name: str) -> str:
     for theirs, ours in TE_BLOCK.items():
         name = name.replace(theirs, ours)
     return name
 
 
-def from_checkpoint(parts, tp_dims):
+def from_checkpoint(parts: list[Part], tp_dims: dict[str, int | None]) -> Loads:
     """Joins the tensors of a checkpoint. A single file holds whole tensors. Several files hold one of these:
 
     - FSDP2's shards, torch.chunk along dimension 0: the last ones are smaller, or empty if there are fewer rows than
@@ -190,25 +196,25 @@ def from_checkpoint(parts, tp_dims):
     return tensors
 
 
-def joined(parts, key, dim, shape):
+def joined(parts: list[Part], key: str, dim: int | None, shape: str) -> torch.Tensor:
     """The tensor of the checkpoint's files; dim: along which it is split, or None if each file has it whole. shape: the
     key of its shape, if it was stored flat."""
     tensor = parts[0][key] if dim is None else torch.cat([part[key] for part in parts], dim)
     return tensor.view(parts[0][shape].tolist()) if shape in parts[0] else tensor
 
 
-def from_levels(parts):
+def from_levels(parts: list[Part]) -> Loads:
     """Plain weights from amp8's exact state: `all/model/<name>` is the same in every file, `rank/master/<layer>` is in
     one file, and every file holds some rows of `rows/model/<name>`."""
     kinds = ("all/model/", "rows/model/", "rank/master/")
     of_key = {key: part for part in parts for key in part if key.startswith(kinds)}
 
-    def read(key):
+    def read(key: str | None) -> torch.Tensor:
         if key is None:
             raise LookupError("its codes or its scale are missing")
         return torch.cat([part[key] for part in parts]) if key.startswith("rows/") else of_key[key][key]
 
-    def decoded(codes, scale):
+    def decoded(codes: str | None, scale: str | None) -> torch.Tensor:
         values, scales = read(codes), read(scale)
         if torch.broadcast_shapes(values.shape, scales.shape) != values.shape:  # what a stranger has made larger
             raise ValueError(f"{tuple(values.shape)} codes, {tuple(scales.shape)} scales")
@@ -227,7 +233,7 @@ def from_levels(parts):
 
 
 @contextlib.contextmanager
-def written_whole(output):
+def written_whole(output: Path) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `output` at the end: a reader sees all of it or nothing."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +243,7 @@ def written_whole(output):
         raise Refused(f"{output} cannot be written: {error}") from None
 
 
-def refuse_other_than_a_file(output):
+def refuse_other_than_a_file(output: Path) -> None:
     """Raises Refused before the work if the output is there and is no regular file."""
     try:
         replacing.check_target(output)
@@ -245,7 +251,7 @@ def refuse_other_than_a_file(output):
         raise Refused(f"--output {error}") from None
 
 
-def export(run, output=None, step=None, max_shard_size="10GB"):
+def export(run: Path, output: Path | None = None, step: int | None = None, max_shard_size: str = "10GB") -> str:
     """Writes `output` (default: RUN/export.safetensors), above `max_shard_size` in several files with an index. Returns
     a line that says what was written."""
     files, source = source_of(run, step)
@@ -274,7 +280,7 @@ def export(run, output=None, step=None, max_shard_size="10GB"):
     return f"{what}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
 
 
-def load(run, step=None):
+def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     from shared import diffusion, vision
 
@@ -289,7 +295,7 @@ def load(run, step=None):
     files, source = source_of(run, step)
     tensors = {name: load() for name, load in without_adapters(plain_tensors(files), record).items()}
 
-    def build():
+    def build() -> torch.nn.Module:
         if record["recipe"] == "diffusion":
             return diffusion.dit(record["args"]["model"], *(record["data"][key] for key in NEEDED["vit"]))
         return vision.as_recorded(record, run)
@@ -312,7 +318,7 @@ def load(run, step=None):
     return model.eval().float(), record, source
 
 
-def held_out(run, record, count):
+def held_out(run: Path, record: dict[str, Any], count: int) -> dict[str, torch.Tensor]:
     """{name: tensor} of the model's inputs for some held-out samples of the run's dataset."""
     from shared import images, sft, text, vision
 
@@ -324,7 +330,8 @@ def held_out(run, record, count):
         _, part = text.texts(*what, tokenizer)
     elif recipe == "sft":
         names = ["input_ids"]
-        _, part = sft.chats(*(args[key] for key in ("dataset", "sequence_length", "packing", "skip_long")), tokenizer)
+        what = args["dataset"], args["sequence_length"], args["packing"], args["skip_long"]
+        _, part = sft.chats(*what, tokenizer)
     elif recipe == "bert":
         names = ["input_ids", "attention_mask"]
         _, part = text.labelled(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
@@ -342,16 +349,16 @@ def held_out(run, record, count):
 class Logits(torch.nn.Module):
     """Wraps a model of transformers: returns the logits for tokens and, for an encoder, the mask."""
 
-    def __init__(self, model):
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, attention_mask=None):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         more = {"use_cache": False} if attention_mask is None else {"attention_mask": attention_mask}
         return self.model(input_ids=input_ids, **more).logits
 
 
-def to_onnx(run, output=None, step=None, samples=16):
+def to_onnx(run: Path, output: Path | None = None, step: int | None = None, samples: int = 16) -> str:
     """Writes `output` (default: RUN/export.onnx). Returns a line that says what was written and how it compares."""
     try:
         import onnx
@@ -368,7 +375,7 @@ def to_onnx(run, output=None, step=None, samples=16):
         model, length = Logits(model).eval(), inputs["input_ids"].shape[1]
         sizes[1], shorter = torch.export.Dim("tokens", max=length), length // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    program = torch.onnx.export(
+    program: Any = torch.onnx.export(
         model,
         tuple(tensor[:2] for tensor in inputs.values()),
         dynamo=True,
@@ -391,7 +398,9 @@ def to_onnx(run, output=None, step=None, samples=16):
     )
 
 
-def largest_difference(model, session, inputs, shorter):
+def largest_difference(
+    model: torch.nn.Module, session: Any, inputs: dict[str, torch.Tensor], shorter: int | None
+) -> float:
     """The largest difference of onnxruntime's logits to torch's: for all samples, one, and all but it. shorter: the
     number of tokens of the last, for another length than the export saw; None for images."""
     worst = 0.0
@@ -404,7 +413,7 @@ def largest_difference(model, session, inputs, shorter):
     return worst
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     parser = cli.parser("export", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")

@@ -15,9 +15,10 @@ import signal
 import sys
 import textwrap
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -35,12 +36,12 @@ GROUPS = {  # by the first word of a name
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 
-def names(kind):
+def names(kind: str) -> list[str]:
     folder, suffix = FOLDERS[kind]
     return sorted(path.stem for path in folder.glob(f"*{suffix}"))
 
 
-def suggestion(name, kind):
+def suggestion(name: str, kind: str) -> str:
     """The advice for a name that does not exist: the closest name, or where to look."""
     stem = Path(name).stem.lower().replace("-", "_")
     if closest := difflib.get_close_matches(stem, names(kind), n=1):
@@ -49,7 +50,7 @@ def suggestion(name, kind):
     return f"{stem} is a {other}: ./launch.sh CONFIG RECIPE" if stem in names(other) else "./launch.sh ls lists them"
 
 
-def file_of(name, kind):
+def file_of(name: str | Path, kind: str) -> Path:
     """The file of a config or recipe: a path, or a name with or without its suffix."""
     name, (folder, suffix) = str(name), FOLDERS[kind]
     for file in (Path(name), folder / f"{name.removesuffix(suffix)}{suffix}"):
@@ -58,16 +59,16 @@ def file_of(name, kind):
     raise args.Refused(f"no {kind} {name}: {suggestion(name, kind)}")
 
 
-def config(name):
+def config(name: str | Path) -> Path:
     return file_of(name, "config")
 
 
-def recipe(name):
+def recipe(name: str | Path) -> Path:
     """A recipe, or any script by its path."""
     return file_of(name, "recipe")
 
 
-def sound_config(name):
+def sound_config(name: str | Path) -> tuple[Path, dict[str, Any]]:
     """(file, mapping) of a config. Raises Refused with all problems of the file, one for each line."""
     from faithful.config.config_file import file_problems
 
@@ -75,17 +76,17 @@ def sound_config(name):
     lines, mapping = file_problems(file)
     if lines:
         raise args.Refused(*(f"{file.name}: {line}" for line in lines))
-    return file, mapping
+    return file, mapping or {}
 
 
-def description(name):
+def description(name: str) -> str:
     """The description in a config's first line, without what the config needs and what its group's title says."""
     line = config(name).read_text().splitlines()[0].removeprefix("# ")
     sentence = line.split(". ")[0].rstrip(".").split("; ")[-1]
     return re.sub(r"^(One device|DistributedDataParallel|FSDP2|DeepSpeed ZeRO-\d)[,:] ", "", sentence)
 
 
-def listing():
+def listing() -> Iterator[str]:
     """Configs by strategy, each group in the order of PRECISIONS, then recipes; at most 100 columns."""
     for first, title in GROUPS.items():
         group = [name for name in names("config") if name.startswith(first)]
@@ -93,12 +94,15 @@ def listing():
         yield from block(title, {name: description(name) for name in group})
     yield from block(
         "Recipes",
-        {name: ast.get_docstring(ast.parse(recipe(name).read_text())).splitlines()[0] for name in names("recipe")},
+        {
+            name: (ast.get_docstring(ast.parse(recipe(name).read_text())) or "").splitlines()[0]
+            for name in names("recipe")
+        },
     )
     yield "./launch.sh CONFIG RECIPE launches one. docs/configs.md says what each config needs."
 
 
-def block(title, lines):
+def block(title: str, lines: dict[str, str]) -> Iterator[str]:
     yield title
     width = max(map(len, lines)) + 4
     for name, words in lines.items():
@@ -106,7 +110,7 @@ def block(title, lines):
     yield ""
 
 
-def option(words, name, default=None):
+def option(words: list[str], name: str, default: str | None = None) -> str | None:
     """The last value of `--name`, with underscores or dashes, in a command line."""
     value = default
     for word, following in zip(words, [*words[1:], None], strict=False):
@@ -116,7 +120,7 @@ def option(words, name, default=None):
     return value
 
 
-def flags():
+def flags() -> set[str]:
     """The options of `accelerate launch` without a value: the word after one is the next option, or the recipe."""
     from faithful.config.schema import launch_options
 
@@ -124,15 +128,15 @@ def flags():
     return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}
 
 
-def is_recipe(file):
+def is_recipe(file: str | Path) -> bool:
     """Whether a script has the options that all recipes share."""
     return "options.Run" in Path(file).read_text()
 
 
-def arguments_of(file):
+def arguments_of(file: str | Path) -> type[args.Run]:
     """The dataclass of a recipe's options. Read without importing the recipe, as torch takes seconds."""
     tree = ast.parse(Path(file).read_text())
-    kept = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Arguments"]
+    kept: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Arguments"]
     if not kept:
         raise args.Refused(f"{file} has no dataclass Arguments, which recipes have: python {file} --help")
     module = types.ModuleType("recipe", ast.get_docstring(tree))
@@ -146,11 +150,11 @@ def arguments_of(file):
 class Quiet(args.Parser):
     """Raises Refused for a bad option, where the recipe itself would exit."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise args.Refused(args.short(message, 2000))
 
 
-def parse_options(file, words):
+def parse_options(file: str | Path, words: list[str]) -> args.Run:
     """The options of a recipe from a command line, before anything is launched. Raises Refused for a bad one."""
     try:
         cls = arguments_of(file)
@@ -160,7 +164,7 @@ def parse_options(file, words):
         raise args.Refused(f"{Path(file).stem}: {refused}; python {name} --help lists the options") from None
 
 
-def main(what, *rest):
+def main(what: str, *rest: str) -> None:
     if what == "ls":
         print("\n".join(listing()))
     elif what == "flags":
@@ -169,7 +173,7 @@ def main(what, *rest):
         sys.argv[0] = Path(rest[0]).name
         args.parse(arguments_of(rest[0]), ["--help"])
     else:
-        print(file_of(*rest, what))
+        print(file_of(*rest, what))  # pyrefly: ignore[bad-argument-count]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import math
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from shared.args import Refused
 from tools import paired
@@ -15,14 +17,16 @@ from tools.records import ASIDE, FREE, check_alike, label, logged, nudged, setti
 
 COSTS = ("step_seconds", "samples_per_second", "peak_memory_bytes")
 TIMES = COSTS[:2]
+Run = dict[str, Any]  # of records.read
+Row = dict[str, Any]  # of the report, see row_of
 TRAINING_LOSS = "training loss, last tenth"  # of runs that log no metric
 
 
-def over_seeds(values):
+def over_seeds(values: list[float]) -> dict[str, Any]:
     return {"values": values, "mean": statistics.mean(values), "spread": max(values) - min(values)}
 
 
-def measures(run, fallback=False):
+def measures(run: Run, fallback: bool = False) -> dict[str, float]:
     """{name: number} of what gets a verdict. fallback: no run logged a metric, so the training loss is compared."""
     record = run["record"]
     throughput = record["throughput"]
@@ -34,20 +38,20 @@ def measures(run, fallback=False):
     }
 
 
-def training_loss(record):
+def training_loss(record: dict[str, Any]) -> float:
     """The mean over the last tenth of the steps, because the loss of one step depends on its batch."""
     curve = record["seen"]["loss_curve"]
     return statistics.fmean(loss for _, loss in curve[-max(1, len(curve) // 10) :])
 
 
-def main_measure(names):
+def main_measure(names: Iterable[str]) -> str | None:
     """The metric of the answer: a held-out loss if there is one."""
     names = [name for name in names if name not in COSTS]
     losses = [name for name in names if "loss" in name]
     return next(iter([*losses, *names]), None)
 
 
-def curves(runs):
+def curves(runs: list[Run]) -> dict[str, list[list[float]]]:
     """{name: [[step, mean, min, max]]} over seeds, for the training loss and every held-out metric."""
     points = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -60,7 +64,7 @@ def curves(runs):
     }
 
 
-def differences(runs, baseline, confidence):
+def differences(runs: list[Run], baseline: list[Run], confidence: float) -> dict[str, list[list[float]]]:
     """{name: [[step, mean, low, high]]}: the paired difference to the baseline at each step, relative to it."""
     pairs_at = defaultdict(lambda: defaultdict(list))  # {name: {step: [(the baseline's value, this config's)]}}
     run_of = {run["seed"]: run for run in baseline}
@@ -78,12 +82,12 @@ def differences(runs, baseline, confidence):
             scale = abs(statistics.fmean(before for before, _ in pairs))
             if len(pairs) == len(runs) and scale:
                 mean, low, high = paired.interval([after - before for before, after in pairs], confidence)
-                ends = (mean, mean) if low is None else (low, high)  # a single pair has no interval
+                ends = (mean, mean) if low is None or high is None else (low, high)  # a single pair has no interval
                 curves[name].append([step, mean / scale, ends[0] / scale, ends[1] / scale])
     return dict(curves)
 
 
-def row_of(name, runs, seeds, fallback):
+def row_of(name: str, runs: list[Run], seeds: set[int | None], fallback: bool) -> Row:
     """A row of the report: the numbers of all its runs, or the reason why it has none."""
     row = {
         "config": name,
@@ -91,7 +95,7 @@ def row_of(name, runs, seeds, fallback):
         "seeds": sorted(seeds, key=lambda seed: -1 if seed is None else seed),
         "error": None,
     }
-    missing = sorted(seeds - {run["seed"] for run in runs})
+    missing = sorted(seeds - {run["seed"] for run in runs})  # pyrefly: ignore[bad-specialization]
     errors = [f"seed {run['seed']}: {run['problem']}" for run in runs if run["problem"]]
     errors += [f"no run with seed {', '.join(map(str, missing))}"] if missing and not errors else []
     if errors:
@@ -124,7 +128,7 @@ def row_of(name, runs, seeds, fallback):
     }
 
 
-def judge(rows, margin, confidence):
+def judge(rows: list[Row], margin: float, confidence: float) -> None:
     """Adds to every row its difference to the baseline (rows[0]) and the verdict on it."""
     baseline = rows[0]
     for row in rows[1:] if not baseline["error"] else ():
@@ -137,7 +141,7 @@ def judge(rows, margin, confidence):
                 measure |= {"kind": "emulated", "verdict": "emulated, not ranked"}
 
 
-def grouped(runs, vary):
+def grouped(runs: list[Run], vary: Collection[str]) -> dict[str, list[Run]]:
     """{row: its runs}; the first is the baseline."""
     processes = defaultdict(set)
     for run in runs:
@@ -157,7 +161,16 @@ def grouped(runs, vary):
     return groups
 
 
-def make(runs, command, baseline=None, vary=(), price=None, margin=0.01, looks=1, guess=lambda record: None):
+def make(
+    runs: list[Run],
+    command: str,
+    baseline: str | None = None,
+    vary: Collection[str] = (),
+    price: float | None = None,
+    margin: float = 0.01,
+    looks: int = 1,
+    guess: Callable[[dict[str, Any]], object] = lambda record: None,
+) -> dict[str, Any]:
     """Makes the report from runs that `read` returned. looks: how often the comparison is looked at before it ends.
     guess: a function from a record to its memory estimate."""
     check_alike(runs, vary)
@@ -187,7 +200,7 @@ def make(runs, command, baseline=None, vary=(), price=None, margin=0.01, looks=1
     for row in rows[1:]:
         if not row["error"] and not rows[0]["error"]:
             row["difference_curves"] = differences(groups[row["config"]], in_pairs, confidence)
-    record = next((run["record"] for run in runs if not run["problem"]), None)
+    record = next(run["record"] for run in runs if not run["problem"])
     args_shown = {key: value for key, value in record["args"].items() if key not in FREE and key not in vary}
     comparison = {
         "schema_version": 2,
@@ -220,20 +233,20 @@ def make(runs, command, baseline=None, vary=(), price=None, margin=0.01, looks=1
     return comparison
 
 
-def chances(each_seed):
+def chances(each_seed: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     """{name: what the seed alone does to it}, from the measures of the baseline's runs."""
     if not each_seed:
         return {}
     return {name: paired.chance([numbers[name] for numbers in each_seed]) for name in each_seed[0]}
 
 
-def undecided(comparison):
+def undecided(comparison: dict[str, Any]) -> list[str]:
     """The configs whose main measure has no verdict yet and could get one from more seeds."""
     rows = [row for row in comparison["rows"][1:] if not row["control"] and not row["error"]]
     return [row["config"] for row in rows if row["measures"].get(comparison["measure"], {}).get("kind") == "unknown"]
 
 
-def assert_close(comparison, name, rtol):
+def assert_close(comparison: dict[str, Any], name: str, rtol: float) -> list[str]:
     """One line for each final metric that is further than rtol from that of the row `name`."""
     rows = {row["config"]: row for row in reversed(comparison["rows"]) if not row["control"]}
     if name not in rows:

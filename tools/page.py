@@ -15,10 +15,12 @@ import html
 import io
 import re
 import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jinja2
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -27,6 +29,8 @@ INK, DIM, RULE, PAPER = "#0d0e01", "#0d0e02", "#0d0e03", "#0d0e04"
 COLOURS = [f"#0c0d0{i}" for i in range(8)]
 VARIABLES = {INK: "ink", DIM: "dim", RULE: "rule", PAPER: "paper"} | {name: f"c{i}" for i, name in enumerate(COLOURS)}
 WIDE, NARROW = 860, 350  # pixels
+Draw = Callable[[Figure, bool], None]
+Points = Sequence[Sequence[float]]  # [[x, mean, low, high]]
 STYLE = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 12, "text.color": INK, "axes.edgecolor": RULE,
     "axes.labelcolor": DIM, "axes.titlecolor": INK, "axes.titlesize": 12, "axes.titlelocation": "left",
@@ -37,7 +41,7 @@ STYLE = {
 }  # fmt: skip
 
 
-def colour(i):
+def colour(i: int) -> str:
     """A colour for the i-th of several things; they repeat after eight."""
     return COLOURS[i % len(COLOURS)]
 
@@ -45,7 +49,9 @@ def colour(i):
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
-def whole(title, command, answer, parts, notes=()):
+def whole(
+    title: str, command: str, answer: Iterable[tuple[str, str]], parts: Iterable[str], notes: Iterable[str] = ()
+) -> str:
     """The page. answer: [(what, words)], one line each, which stand first. notes: sentences, which stand last."""
     folder = Path(__file__).parent
     loader = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True)
@@ -55,26 +61,26 @@ def whole(title, command, answer, parts, notes=()):
     )
 
 
-def section(title, *parts):
+def section(title: str, *parts: str) -> str:
     return f"<h2>{html.escape(title)}</h2>\n" + "\n".join(parts)
 
 
-def details(summary, *parts):
+def details(summary: str, *parts: str) -> str:
     """What a reader opens if they want it."""
     return f"<details><summary>{html.escape(summary)}</summary>\n{''.join(parts)}</details>"
 
 
-def words(text):
+def words(text: str) -> str:
     return f"<p>{html.escape(text)}</p>"
 
 
-def pairs(rows):
+def pairs(rows: Iterable[tuple[str, str]]) -> str:
     """[(what, words)], one line each."""
     return "\n".join(f"<div><b>{html.escape(what)}</b> {html.escape(said)}</div>" for what, said in rows)
 
 
-def table(heads, rows):
-    def cell(value, tag="td"):
+def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    def cell(value: object, tag: str = "td") -> str:
         css = ' class="words"' if len(str(value)) > 60 or value == "truth" else ""
         return f"<{tag}{css}>{html.escape(str(value))}</{tag}>"
 
@@ -83,13 +89,13 @@ def table(heads, rows):
     return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
-def legend(pairs):
+def legend(pairs: Iterable[tuple[str, str]]) -> str:
     """[(name, colour)] above a picture."""
     keys = (f'<span><i style="background: var(--{VARIABLES[at]})"></i>{html.escape(name)}</span>' for name, at in pairs)
     return f'<div class="legend">{" ".join(keys)}</div>'
 
 
-def picture(draw, caption, key="", command=None):
+def picture(draw: Draw, caption: str, key: str = "", command: str | None = None) -> str:
     """draw(figure, narrow) as SVG, with a legend above and a caption below, which can say what made it."""
     command = command and textwrap.shorten(command, 200, placeholder=" ...")  # the page has the whole one at its top
     made_by = f"<br>Made by <code>{html.escape(command)}</code>" if command else ""
@@ -97,7 +103,7 @@ def picture(draw, caption, key="", command=None):
     return f"<figure>{key}{wide}{narrow}<figcaption>{html.escape(caption)}{made_by}</figcaption></figure>"
 
 
-def svg(draw, name, narrow=False):
+def svg(draw: Draw, name: str, narrow: bool = False) -> str:
     """One picture as the text of an SVG element. A function sets the figure's height; its width is given."""
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"{name} {narrow}"}):  # ids: unlike others, alike each time
         figure = Figure(figsize=((NARROW if narrow else WIDE) / 72, 4), facecolor="none")
@@ -109,17 +115,17 @@ def svg(draw, name, narrow=False):
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.S)
-    box = re.search(r'viewBox="[^"]*"', text)[0]
+    box = re.search(r'viewBox="[^"]*"', text)[0]  # pyrefly: ignore[unsupported-operation]
     text = re.sub(r"<svg[^>]*>", f'<svg {box} role="img" aria-label="{html.escape(name)}">', text, count=1)
     text = re.sub(r'<g id="[^"]*"', "<g", text).replace("xlink:href", "href")
     text = re.sub(r" font-family: [^;]*;| *<style.*?</style>\n", "", text)
     return re.sub("|".join(VARIABLES), lambda match: f"var(--{VARIABLES[match[0]]})", text)
 
 
-def standalone(draw, name):
+def standalone(draw: Draw, name: str) -> str:
     """A picture as an SVG file of its own, light or dark as its reader."""
     style = (Path(__file__).parent / "page.html").read_text()
-    style = re.search(r"(:root .*?)\nbody", style, re.S)[1] + " svg { background: var(--paper) }"
+    style = re.search(r"(:root .*?)\nbody", style, re.S)[1] + " svg { background: var(--paper) }"  # pyrefly: ignore[unsupported-operation]
     attributes = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
     return re.sub(r"<svg( [^>]*)>", rf"<svg{attributes}\1>\n<style>{style}</style>", svg(draw, name), count=1) + "\n"
 
@@ -127,11 +133,11 @@ def standalone(draw, name):
 # ------------------------------------------------------------------------------------------------------ usual pictures
 
 
-def height(figure, pixels):
+def height(figure: Figure, pixels: float) -> None:
     figure.set_figheight(pixels / 72)
 
 
-def named(axes, names, narrow):
+def named(axes: Axes, names: Sequence[str], narrow: bool) -> None:
     """A row for each name, the first on top: names stand at the left, or on a phone above their rows."""
     axes.set_ylim(len(names) - 0.5, -0.75 if narrow else -0.5)
     axes.grid(axis="y", visible=False)
@@ -141,14 +147,18 @@ def named(axes, names, narrow):
         axes.text(0, i - 0.27, name, transform=axes.get_yaxis_transform(), va="bottom", fontsize=11)
 
 
-def intervals(rows, margin=None, label="difference to the baseline, %"):
+def intervals(
+    rows: Sequence[tuple[str, float, float, float, str]],
+    margin: float | None = None,
+    label: str = "difference to the baseline, %",
+) -> Draw:
     """Means with their intervals, one below the other, against zero and, shaded, the margin around it.
 
     rows: [(name, mean, low, high, colour)]. An interval whose name ends with "*" may leave the picture: it doesn't set
     the scale, and an arrow says that it goes on.
     """
 
-    def draw(figure, narrow):
+    def draw(figure: Figure, narrow: bool) -> None:
         height(figure, 44 + (44 if narrow else 30) * len(rows))
         axes = figure.add_subplot()
         inside = [abs(value) for name, _, low, high, _ in rows for value in (low, high) if not name.endswith("*")]
@@ -172,17 +182,17 @@ def intervals(rows, margin=None, label="difference to the baseline, %"):
     return draw
 
 
-def line(axes, points, at):
+def line(axes: Axes, points: Points, at: str) -> None:
     """A mean with its band. points: [[x, mean, low, high]]."""
     x, mean, low, high = zip(*points, strict=True)
     axes.fill_between(x, low, high, color=at, alpha=0.16, lw=0)
     axes.plot(x, mean, color=at, lw=2, marker="o" if len(x) <= 10 else "")
 
 
-def lines(series, label="optimizer step"):
+def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer step") -> Draw:
     """Means with their bands over the steps, in one frame. series: [(name, colour, [[step, mean, low, high]])]."""
 
-    def draw(figure, narrow):
+    def draw(figure: Figure, narrow: bool) -> None:
         height(figure, 240 if narrow else 340)
         axes = figure.add_subplot()
         for _, at, points in series:
@@ -200,11 +210,16 @@ def lines(series, label="optimizer step"):
     return draw
 
 
-def panels(series, shade=None, label="optimizer step", unit="%"):
+def panels(
+    series: Sequence[tuple[str, str, Points]],
+    shade: Points | None = None,
+    label: str = "optimizer step",
+    unit: str = "%",
+) -> Draw:
     """A frame for each series, all to one scale, with a line at zero and, in each, `shade` behind it: points like a
     series', of what they are compared with. series: [(name, colour, [[step, mean, low, high]])]."""
 
-    def draw(figure, narrow):
+    def draw(figure: Figure, narrow: bool) -> None:
         across = min(len(series), 1 if narrow else 3)
         down = -(-len(series) // across)
         height(figure, 30 + (120 if narrow else 170) * down)
@@ -227,10 +242,10 @@ def panels(series, shade=None, label="optimizer step", unit="%"):
     return draw
 
 
-def bars(rows, label):
+def bars(rows: Sequence[tuple[str, list[tuple[float, str]], str, bool]], label: str) -> Draw:
     """Horizontal bars. rows: [(name, [(length, colour)], text behind the bar, pale)]."""
 
-    def draw(figure, narrow):
+    def draw(figure: Figure, narrow: bool) -> None:
         height(figure, 44 + (44 if narrow else 30) * len(rows))
         axes = figure.add_subplot()
         longest = max((sum(length for length, _ in pieces) for _, pieces, _, _ in rows), default=0) or 1
@@ -249,10 +264,10 @@ def bars(rows, label):
     return draw
 
 
-def strip(cells):
+def strip(cells: Sequence[str]) -> Draw:
     """A row of cells in the order given, in several rows where they are many. cells: [colour]."""
 
-    def draw(figure, narrow):
+    def draw(figure: Figure, narrow: bool) -> None:
         across = min(len(cells), 20 if narrow else 50)
         down = -(-len(cells) // across)
         # Many cells are squares of at least 16 pixels. As squares a few would be large: these are 40 high.

@@ -20,35 +20,37 @@ for t intervals of few seeds.
 import functools
 import math
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 ERROR = 0.05  # how often a verdict may be wrong, over all looks
 FEWEST = 5  # pairs; with fewer, the differences of real runs are too far from normal (results/paired.json)
 MOST = 10_000  # the largest number of seeds that is suggested
 
 
-def level(looks=1):
+def level(looks: int = 1) -> float:
     """The confidence level of each interval if there are this many looks."""
     return 1 - ERROR / looks
 
 
-def looks(most):
+def looks(most: int) -> list[int]:
     """The numbers of seeds after which to look: 8, 16, 32, ... up to `most`."""
     counts = [8 * 2**i for i in range(20) if 8 * 2**i < most]
     return [*counts, most]
 
 
 @functools.cache
-def quantile(confidence, freedom):
+def quantile(confidence: float, freedom: int) -> float:
     from scipy import stats  # takes a second, too long before an error message
 
     return float(stats.t.ppf((1 + confidence) / 2, freedom))
 
 
-def half_width(deviation, pairs, confidence):
+def half_width(deviation: float, pairs: int, confidence: float) -> float:
     return quantile(confidence, pairs - 1) * deviation / math.sqrt(pairs)
 
 
-def interval(differences, confidence=0.95):
+def interval(differences: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None, float | None]:
     """(mean, low, high) of paired differences; (mean, None, None) for a single pair, which has no interval."""
     mean = statistics.fmean(differences)
     if len(differences) < 2:
@@ -57,7 +59,7 @@ def interval(differences, confidence=0.95):
     return mean, mean - half, mean + half
 
 
-def seeds_for(deviation, margin, confidence=0.95):
+def seeds_for(deviation: float, margin: float, confidence: float = 0.95) -> int | None:
     """The number of seeds with which a difference of `margin` shows, at this standard deviation; None: too many."""
     if half_width(deviation, MOST, confidence) > margin:
         return None
@@ -68,12 +70,14 @@ def seeds_for(deviation, margin, confidence=0.95):
     return high
 
 
-def judge(baseline, values, margin=0.01, confidence=0.95):
+def judge(
+    baseline: Sequence[float], values: Sequence[float], margin: float = 0.01, confidence: float = 0.95
+) -> dict[str, Any]:
     """The verdict on `values` against `baseline`; both have one number per seed, in the same order."""
     pairs, mean = len(values), statistics.fmean(baseline)
     differences = [value - before for value, before in zip(values, baseline, strict=True)]
     difference, low, high = interval(differences, confidence)
-    result = {
+    result: dict[str, Any] = {
         "pairs": pairs,
         "difference": difference,
         "relative": None,
@@ -87,7 +91,7 @@ def judge(baseline, values, margin=0.01, confidence=0.95):
         return result | {"verdict": "cannot tell: the baseline is zero" if not mean else "cannot tell: not finite"}
     scale = abs(mean)
     result["relative"] = difference / scale
-    if low is not None:
+    if low is not None and high is not None:
         result |= {"interval": [low / scale, high / scale], "resolution": (high - low) / 2 / scale}
         result["deviation"] = statistics.stdev(differences) / scale
     if pairs < FEWEST:
@@ -106,7 +110,7 @@ def judge(baseline, values, margin=0.01, confidence=0.95):
     return result | {"verdict": words}
 
 
-def chance(values):
+def chance(values: Sequence[float]) -> dict[str, Any]:
     """How much the seed alone changes a result: the standard deviation of `values` over seeds, over their mean."""
     mean = statistics.fmean(values)
     if len(values) < 2 or not mean:
@@ -117,7 +121,7 @@ def chance(values):
     return {"values": len(values), "deviation": deviation, "interval": [-half, half]}
 
 
-def percent(share):
+def percent(share: float) -> str:
     """A share with two significant digits: 1%, 0.34%, 12%."""
     value = 100 * share
     if value == 0:
@@ -125,7 +129,7 @@ def percent(share):
     return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
 
 
-def needs(result, margin):
+def needs(result: dict[str, Any], margin: float) -> str:
     """A sentence: how many seeds would show a difference of the margin."""
     if result.get("resolution") is None:
         return "-"
@@ -137,5 +141,5 @@ def needs(result, margin):
     return f"{shows}; {more(result['more_seeds'], margin)}" if result["more_seeds"] else shows
 
 
-def more(seeds, margin):
+def more(seeds: int, margin: float) -> str:
     return f"{seeds} more seed{'s' * (seeds > 1)} for {percent(margin)}"

@@ -11,9 +11,12 @@ run's own evaluation: under bf16 autocast for bf16 and FP8 configs (evaluation d
 rounded to e4m3 if FSDP2 gathered them in FP8. `--precision plain` computes in fp32.
 """
 
+import argparse
 import contextlib
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,24 +27,29 @@ from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
 from tools.export import load, record_of  # noqa: E402
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 
 
-def precision_of(precision, model, record, device):
+def precision_of(
+    precision: str, model: torch.nn.Module, record: dict[str, Any], device: torch.device
+) -> contextlib.AbstractContextManager:
     """The context to compute in: of --precision plain, nothing; else the autocast of the run's evaluation, and the
     weights are rounded in place if the evaluation used rounded ones."""
     if precision == "plain":
         return contextlib.nullcontext()
-    precision = (record.get("evidence") or {}).get("eval_precision")
-    if precision is None:
+    evaluated = (record.get("evidence") or {}).get("eval_precision")
+    if evaluated is None:
         raise Refused("run.json does not say in which precision the run was evaluated: add --precision plain")
-    if "gathered as e4m3" in precision:
+    if "gathered as e4m3" in evaluated:
         round_weights(model, record)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.split(",")[0])
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(evaluated.split(",")[0])
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-def round_weights(model, record):
+def round_weights(model: torch.nn.Module, record: dict[str, Any]) -> None:
     """Rounds the weights of FP8 layers to e4m3 with one scale per tensor, like torchao's FP8 all-gather."""
     left = {entry["name"] for entry in record["evidence"].get("linear_skipped", ())}
     for name, module in model.named_modules():
@@ -51,7 +59,7 @@ def round_weights(model, record):
             module.weight.data = codes.float() / scale.float()
 
 
-def files_of(inputs):
+def files_of(inputs: Iterable[Path]) -> Iterator[Path]:
     for path in inputs:
         if path.is_dir():
             yield from sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
@@ -59,20 +67,20 @@ def files_of(inputs):
             yield path
 
 
-def transform_of(about):
+def transform_of(about: dict[str, Any]) -> "Callable[[Image], torch.Tensor]":
     """Returns the transform of the run's held-out images: RGB image -> (channels, image_size, image_size) float32."""
     if "interpolation" in about:
         from timm.data import create_transform
 
         keys = ("mean", "std", "interpolation", "crop_pct")
         try:
-            return create_transform((3, about["image_size"], about["image_size"]), **{key: about[key] for key in keys})
+            return create_transform((3, about["image_size"], about["image_size"]), **{key: about[key] for key in keys})  # pyrefly: ignore[bad-return]
         except (LookupError, TypeError, ValueError) as error:
             raise Refused(
                 f"data.json does not say how images were prepared ({type(error).__name__}: {error})"
             ) from None
 
-    def transform(image):
+    def transform(image: "Image") -> torch.Tensor:
         import numpy as np
 
         image = image.convert("L" if about["in_chans"] == 1 else "RGB")
@@ -86,7 +94,14 @@ def transform_of(about):
     return transform
 
 
-def classes(model, record, paths, precision="evaluated", batch_size=64, device="cpu"):
+def classes(
+    model: torch.nn.Module,
+    record: dict[str, Any],
+    paths: list[Path],
+    precision: str = "evaluated",
+    batch_size: int = 64,
+    device: str | torch.device = "cpu",
+) -> list[tuple[Path, str, float]]:
     """[(path, class, probability)] for image files."""
     device, about = torch.device(device), record["data"]
     class_names = about.get("classes") or [str(label) for label in range(about["num_classes"])]
@@ -105,7 +120,7 @@ def classes(model, record, paths, precision="evaluated", batch_size=64, device="
     return rows
 
 
-def of_text(args, device):
+def of_text(args: argparse.Namespace, device: torch.device) -> str:
     """What the model makes of --prompt: how it goes on or, from an encoder, its class and probability."""
     if args.prompt is None or args.inputs:
         raise Refused(f"{args.run} was trained on texts: give it --prompt TEXT and no files")
@@ -125,7 +140,7 @@ def of_text(args, device):
     return f"{record['data']['classes'][row.argmax()]}\t{row.max():.4f}"
 
 
-def of_images(args, device):
+def of_images(args: argparse.Namespace, device: torch.device) -> str:
     """A line for each image: file, class, probability."""
     paths = list(files_of(args.inputs))
     if not paths or args.prompt is not None:
@@ -140,7 +155,7 @@ def of_images(args, device):
     )
 
 
-def drawn(args, device):
+def drawn(args: argparse.Namespace, device: torch.device) -> str:
     """Draws a picture of the classes of a diffusion model, and returns a line about it."""
     if args.inputs or args.prompt is not None:
         raise Refused(f"{args.run} draws images: give it no files and no --prompt, but --classes")
@@ -159,7 +174,7 @@ def drawn(args, device):
     return f"{file}: {diffusion.EACH} images of each of {', '.join(names[label] for label in classes)}"
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     parser = cli.parser("predict", __doc__)
     parser.add_argument("run", type=Path, help="the folder of a run, with its run.json")
     parser.add_argument("inputs", type=Path, nargs="*", help="image files, and folders of them")
@@ -176,7 +191,7 @@ def main(argv):
     args = parser.parse_intermixed_args(argv)
     device = torch.device("cpu")
     if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator() or device
     ways = {"gpt": of_text, "sft": of_text, "bert": of_text, "diffusion": drawn}
     print(ways.get(record_of(args.run)["recipe"], of_images)(args, device))
 

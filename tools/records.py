@@ -3,7 +3,9 @@
 import contextlib
 import math
 import re
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from faithful.disk import readers
 from faithful.disk.names import printable
@@ -18,15 +20,15 @@ ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside m
 FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
 
 
-def words(value):
+def words(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def line(value):
+def line(value: object) -> bool:
     return value is not None and word(value)
 
 
-def logged_number(value):
+def logged_number(value: object) -> bool:
     return number(value) or value in NOT_FINITE
 
 
@@ -81,7 +83,7 @@ COMPARISON = {"rows": [ROW], "measure": words, "args": dict, "recipe": words, "d
 DATA = {f"{key}?": form for key, form in args.DATA_FORM.items()}
 
 
-def record_of(folder):
+def record_of(folder: Path) -> dict[str, Any]:
     """The run.json of a run. Raises Refused if there is none, or if it does not hold what a run writes."""
     try:
         record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), RECORD)
@@ -95,7 +97,7 @@ def record_of(folder):
         raise Refused(f"{folder} is not the folder of a run: no readable run.json ({error})") from None
 
 
-def data_of(folder):
+def data_of(folder: Path) -> dict[str, Any]:
     """The data.json of a recipe's run. Raises Refused if it does not hold what a recipe writes."""
     try:
         return readers.of_kind(folder / "data.json", readers.value_of(folder / "data.json"), DATA)
@@ -104,7 +106,7 @@ def data_of(folder):
 
 
 @contextlib.contextmanager
-def believed(folder):
+def believed(folder: Path) -> Iterator[None]:
     """Turns the error of who meets a missing key or another type in a run's record into Refused."""
     try:
         yield
@@ -113,7 +115,7 @@ def believed(folder):
         raise Refused(f"{folder}/run.json does not hold what a run writes ({why})") from None
 
 
-def rows_of(folder):
+def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that have a step, with the numbers in them: {name: number}. Torn rows are left out, and
     what a script has logged beside numbers. Raises Refused if it is no file."""
     try:
@@ -123,7 +125,7 @@ def rows_of(folder):
         raise Refused(f"{folder}/metrics.jsonl cannot be read: {error}") from None
 
 
-def read(folder, seed=None):
+def read(folder: str | Path, seed: int | None = None) -> dict[str, Any]:
     """Reads a run from its folder: record, metrics, seed, and the reason why it cannot be used (or None).
 
     seed: the seed of the launch; the default is the record's, or the one in the folder's name."""
@@ -145,7 +147,7 @@ def read(folder, seed=None):
         return run | {"problem": str(error)}
 
 
-def problem(record, metrics):
+def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None:
     """The reason why this run cannot be used, or None."""
     if record.get("schema_version") != SCHEMA:
         version = short(record.get("schema_version"))
@@ -174,19 +176,19 @@ def problem(record, metrics):
     return f"run.json and metrics.jsonl disagree on {printable(', '.join(wrong)[:200])}" if wrong else None
 
 
-def logged(record):
+def logged(record: dict[str, Any]) -> dict[str, float]:
     """The last metrics that the run logged."""
     values = (record.get("final") or {}).get("metrics") or {}
     values = {key: float(value) if value in NOT_FINITE else value for key, value in values.items() if key not in ASIDE}
     return {key: value for key, value in values.items() if number(value) or str(value) in NOT_FINITE}
 
 
-def nudged(run):
+def nudged(run: dict[str, Any]) -> bool:
     """Whether the run started from weights changed by one rounding (the twin)."""
     return bool(((run["record"] or {}).get("seen") or {}).get("nudged"))
 
 
-def label(record, vary=(), processes=False):
+def label(record: dict[str, Any], vary: Collection[str] = (), processes: bool = False) -> str:
     """The row of the report that a run belongs to: its config and the options that were allowed to vary."""
     how = record["plan"]
     name = record["config"].get("name") or f"{how['strategy']}_{how.get('precision')}"
@@ -194,11 +196,11 @@ def label(record, vary=(), processes=False):
     return " ".join([name, *(f"{key}={short(setting(record, key))}" for key in vary)])
 
 
-def setting(record, key):
+def setting(record: dict[str, Any], key: str) -> Any:
     return (record.get("seen") or {}).get("samples_per_step") if key == "global_batch_size" else record["args"].get(key)
 
 
-def fixed(record, vary):
+def fixed(record: dict[str, Any], vary: Collection[str]) -> dict[str, Any]:
     """A flat dict of everything that must be equal if two runs differ in the config only."""
     flat = {key: value for key, value in record["args"].items() if key not in FREE}
     flat |= {f"version of {key}": value for key, value in record["versions"].items()}
@@ -208,14 +210,14 @@ def fixed(record, vary):
     return {key: value for key, value in flat.items() if key not in vary}
 
 
-def comparable(run):
+def comparable(run: dict[str, Any]) -> bool:
     """Whether the record says what was run. A failed run can be comparable, too."""
     record = run["record"]
     keys = ("args", "versions", "recipe", "device_name", "code_sha256", "config", "plan")
     return bool(record) and record.get("schema_version") == SCHEMA and all(record.get(key) for key in keys)
 
 
-def check_alike(runs, vary):
+def check_alike(runs: Iterable[dict[str, Any]], vary: Collection[str]) -> None:
     """Refuses runs that differ in more than the config, and names each difference once. A run that lacks evidence is
     compared by what its record has."""
     runs = sorted(filter(comparable, runs), key=lambda run: bool(run["problem"]))
@@ -228,7 +230,7 @@ def check_alike(runs, vary):
         raise Refused("\n  ".join(["these runs differ in more than the config:", *lines.values()]) + f"\n{advice}")
 
 
-def differing(runs, vary):
+def differing(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[str, str]:
     """{name: the first difference} of options, versions, data and code."""
     first, lines = runs[0], {}
     seeds = {key for key in first["record"]["args"] if all(is_seed(run, key) for run in runs)}
@@ -243,7 +245,7 @@ def differing(runs, vary):
     return lines
 
 
-def differing_texts(runs, vary):
+def differing_texts(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[str, str]:
     """{row: a line} of rows whose runs had config files with other texts."""
     texts, lines = {}, {}
     for run in runs:
@@ -253,7 +255,7 @@ def differing_texts(runs, vary):
     return lines
 
 
-def differing_starts(runs, vary):
+def differing_starts(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[str, str]:
     """{what: a line} of runs of one seed that began with other weights, or with another batch."""
     starts, lines = {}, {}
     for run in runs:
@@ -267,13 +269,13 @@ def differing_starts(runs, vary):
     return lines
 
 
-def is_seed(run, key):
+def is_seed(run: dict[str, Any], key: str) -> bool:
     """Whether this option is the run's seed, whatever its name is."""
     option = run["record"]["args"].get(key)
     return option is not None and run["seed"] is not None and str(option) == str(run["seed"])
 
 
-def short(value):
+def short(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
         return f"{value[:12]}..."
     return printable(str(value)[:200])

@@ -7,7 +7,9 @@ first, with one line per config. tools/drawings.py adds the pictures.
 import csv
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 from tools import cli, paired
 from tools.judge import COSTS
@@ -15,13 +17,13 @@ from tools.judge import COSTS
 CLASSES = ("weight", "gradient", "master", "optimizer")
 
 
-def number(value, digits=4):
+def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
-def percent(value):
+def percent(value: float | None) -> str:
     """With a sign: +1.2%, -0.03%."""
     if value is None:
         return "-"
@@ -30,15 +32,15 @@ def percent(value):
     return f"{100 * value:+.1f}%" if abs(value) >= 0.01 else f"{100 * value:+.2g}%"
 
 
-def mebibytes(value):
+def mebibytes(value: float | None) -> str:
     return "-" if value is None else f"{value / 2**20:,.0f}"
 
 
-def row_title(row):
+def row_title(row: dict[str, Any]) -> str:
     return f"{row['config']} (control)" if row["control"] else row["config"]
 
 
-def difference(measure):
+def difference(measure: dict[str, Any]) -> str:
     """`+1.2% (-0.3% to +2.7%)`"""
     if measure.get("relative") is None:
         return "-"
@@ -46,30 +48,30 @@ def difference(measure):
     return percent(measure["relative"]) + (f" ({percent(ends[0])} to {percent(ends[1])})" if ends else "")
 
 
-def verdict_words(measure):
+def verdict_words(measure: dict[str, Any]) -> str:
     """`+1.2% (-0.3% to +2.7%), cannot tell: ...`"""
     if "verdict" not in measure:
         return "baseline"
     return measure["verdict"] if measure.get("relative") is None else f"{difference(measure)}, {measure['verdict']}"
 
 
-def spread(comparison, name):
+def spread(comparison: dict[str, Any], name: str) -> dict[str, Any]:
     """What the seed alone does to a result: {} or {"values", "deviation", "interval"}."""
     return comparison["chance"].get(name) or {}
 
 
-def chance(comparison, name):
+def chance(comparison: dict[str, Any], name: str) -> str:
     """How much the seed alone changes a result: `21%`."""
     deviation = spread(comparison, name).get("deviation")
     return "-" if deviation is None else paired.percent(deviation)
 
 
-def level(comparison):
+def level(comparison: dict[str, Any]) -> str:
     """Of the intervals: `95%`."""
     return f"{100 * comparison['confidence']:.3g}%"
 
 
-def answer(comparison):
+def answer(comparison: dict[str, Any]) -> list[tuple[str, str]]:
     """The answer: [(config, its effect on the loss)]."""
     name, baseline = comparison["measure"], comparison["rows"][0]
     lines = []
@@ -85,18 +87,18 @@ def answer(comparison):
     return lines
 
 
-def metric_names(comparison):
+def metric_names(comparison: dict[str, Any]) -> list[str]:
     row = next((row for row in comparison["rows"] if not row["error"]), None)
     return [name for name in row["measures"] if name not in COSTS] if row else []
 
 
-def classes(comparison):
+def classes(comparison: dict[str, Any]) -> list[str]:
     """The classes of bytes per parameter: the common ones, then those that a strategy adds."""
     names = [name for row in comparison["rows"] for name in row.get("bytes_per_parameter", {})]
     return list(dict.fromkeys([*CLASSES, *(name for name in names if name != "total")]))
 
 
-def tables(comparison):
+def tables(comparison: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """[(title, heads, rows)]: all numbers of the report except the curves."""
     sound = [row for row in comparison["rows"] if not row["error"]]
     rows = [[row_title(row), row["truth"]] for row in sound if not row["control"]]
@@ -106,7 +108,7 @@ def tables(comparison):
     yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "truth"], rows
 
 
-def results(comparison):
+def results(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names, heads, rows = metric_names(comparison), ["config", "seeds", "Linear in FP8"], []
     for name in names:
         heads += [name, f"difference, {level(comparison)} interval", "verdict", "resolution"]
@@ -129,7 +131,7 @@ def results(comparison):
     return heads, rows
 
 
-def other_seeds(comparison, names):
+def other_seeds(comparison: dict[str, Any], names: list[str]) -> list[str]:
     """The row of the other control: what chance alone does."""
     cells = [f"{comparison['rows'][0]['config']}, other seeds (control)", "", ""]
     for name in names:
@@ -139,7 +141,7 @@ def other_seeds(comparison, names):
     return cells
 
 
-def speeds(comparison, sound):
+def speeds(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     heads = ["config", "step, ms", "90%, ms", "samples/s", "against the baseline", "GPU utilisation"]
     heads += ["samples per unit of price"] if comparison["price_per_hour"] else []
     rows = []
@@ -153,7 +155,7 @@ def speeds(comparison, sound):
     return heads, rows
 
 
-def memories(comparison, sound):
+def memories(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     names, rows = classes(comparison), []
     heads = ["config", *(f"{name}, B/param" for name in names), "total, B/param", "peak memory, MiB"]
     heads += ["against the baseline", "estimated peak, MiB", "wire, bytes/step"]
@@ -165,7 +167,7 @@ def memories(comparison, sound):
     return heads, rows
 
 
-def notes(comparison):
+def notes(comparison: dict[str, Any]) -> Iterator[str]:
     """Notes for the reader, one sentence each."""
     sound = [row for row in comparison["rows"] if not row["error"]]
     yield (
@@ -215,7 +217,7 @@ def notes(comparison):
         yield f"{comparison['device']}; {versions}; {comparison['date']}; commit {commit}."
 
 
-def text(comparison):
+def text(comparison: dict[str, Any]) -> str:
     """The report for the terminal."""
     out = ["", *(f"{config}: {said}" for config, said in answer(comparison))]
     for title, heads, rows in tables(comparison):
@@ -232,7 +234,7 @@ def text(comparison):
     return "\n".join([*out, "", *notes(comparison)])
 
 
-def markdown(comparison):
+def markdown(comparison: dict[str, Any]) -> str:
     out = ["# " + title_of(comparison), "", *(f"- **{config}** {said}" for config, said in answer(comparison))]
     out += ["", "```", comparison["command"], "```"]
     for title, heads, rows in tables(comparison):
@@ -240,19 +242,19 @@ def markdown(comparison):
     return "\n".join([*out, "", *(f"- {line}" for line in notes(comparison)), ""])
 
 
-def table(heads, rows):
+def table(heads: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def title_of(comparison):
+def title_of(comparison: dict[str, Any]) -> str:
     return (
         f"{comparison['recipe'] or 'Runs'}: {len([r for r in comparison['rows'] if not r['control']])} configs compared"
     )
 
 
-def spreadsheet(comparison, file):
+def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
     """One line per row, every number unrounded."""
     lines = []
     for row in comparison["rows"]:
@@ -282,7 +284,7 @@ def spreadsheet(comparison, file):
     writer.writerows(lines)
 
 
-def write(comparison, folder):
+def write(comparison: dict[str, Any], folder: str | Path) -> None:
     """Writes all four files and prints the tables."""
     from tools import drawings  # imports matplotlib
 

@@ -5,14 +5,16 @@
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful.disk.names import printable  # noqa: E402
 from tools import cli, records  # noqa: E402
 
 
-def rows(record):
+def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     evidence, throughput, final = record["evidence"] or {}, record["throughput"], record["final"] or {}
     per_second, memory = throughput["samples_per_second_median"], record["peak_memory_bytes"]
     yield "run", f"{record['recipe']}, {record['config']['name'] or 'no config file'}, {record['status']}"
@@ -32,7 +34,7 @@ def rows(record):
     yield "error", record["error"]
 
 
-def text(folder):
+def text(folder: Path) -> str:
     table = [(name, printable(str(value))) for name, value in rows(records.record_of(folder)) if value]
     files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(files)}"))
@@ -42,7 +44,7 @@ def text(folder):
 # ------------------------------------------------------------------------------------------------------------ as a page
 
 
-def curves(record, logged):
+def curves(record: dict[str, Any], logged: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """{name: [[step, value]]}: the training loss of every step, then the measures of each evaluation."""
     points_of = {"loss": record["seen"]["loss_curve"]}
     for row in logged:
@@ -52,7 +54,7 @@ def curves(record, logged):
     return {name: [[*point, point[1], point[1]] for point in points] for name, points in points_of.items() if points}
 
 
-def drawn_curves(points_of):
+def drawn_curves(points_of: dict[str, list[list[float]]]) -> Iterator[str]:
     """One picture with all losses, then one picture for each other measure."""
     from tools import drawings, page, report
 
@@ -68,7 +70,7 @@ def drawn_curves(points_of):
         yield page.section(group[0].capitalize(), drawn, drawings.in_numbers(numbers, report.number) if numbers else "")
 
 
-def drawn_memory(record):
+def drawn_memory(record: dict[str, Any]) -> str:
     """A bar chart of the model states by class, for the whole model and for each process."""
     from tools import page, report
 
@@ -93,7 +95,7 @@ def drawn_memory(record):
     return page.section("Memory", picture, table, page.words(said))
 
 
-def drawn_layers(evidence):
+def drawn_layers(evidence: dict[str, Any]) -> str:
     """A strip with every Linear layer in the order of the model, in FP8 or not, and a table with the reasons."""
     from tools import page
 
@@ -107,7 +109,7 @@ def drawn_layers(evidence):
     return page.section("Layers in FP8", drawn, why)
 
 
-def in_words(record):
+def in_words(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what was counted in sentences: (what, sentence)."""
     plan, evidence = record["plan"], record["evidence"]
     processes, parts = plan["num_processes"], evidence["truth"].split(" | ")
@@ -135,7 +137,7 @@ def in_words(record):
         yield "sent", f"{evidence['wire_bytes_per_step']:,} bytes by each process in an optimizer step"
 
 
-def page_of(folder):
+def page_of(folder: Path) -> str:
     from tools import page
 
     record, logged = records.record_of(folder), records.rows_of(folder)
@@ -154,7 +156,7 @@ def page_of(folder):
     return page.whole(title, record["command"], list(table.items()), parts, record.get("notes", ()))
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     parser = cli.parser("show", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--html", action="store_true", help="write run.html into it")

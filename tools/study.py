@@ -3,7 +3,9 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
+from faithful.config.settings import Settings
 from tools import report
 from tools.estimate import read_config
 
@@ -12,21 +14,21 @@ FILE = ROOT / "results" / "study" / "summary.json"
 
 
 @functools.cache
-def read():
+def read() -> Any:
     """results/study/summary.json, or None where nobody has run the study."""
     return json.loads(FILE.read_text()) if FILE.is_file() else None
 
 
-def precision(asked):
+def precision(asked: Settings) -> tuple[str, str | None, str | None]:
     return asked.precision, asked.backend, asked.level
 
 
 @functools.cache
-def precision_of(config):
+def precision_of(config: str) -> tuple[str, str | None, str | None]:
     return precision(read_config(ROOT / "accelerate_configs" / f"{config}.yml", 1))
 
 
-def of(asked, recipe, pretrained):
+def of(asked: Settings, recipe: str, pretrained: bool) -> list[dict[str, Any]]:
     """The study's results for what a config asks for: of its trainings of this recipe, or else of all, either from
     random weights or fine-tuned. Ways with options of their own, such as another optimizer, are not the config's."""
     study = read()
@@ -38,7 +40,7 @@ def of(asked, recipe, pretrained):
     return [result for result in results if study["tasks"][result["task"]]["recipe"] == recipe] or results
 
 
-def verdict(results):
+def verdict(results: list[dict[str, Any]]) -> tuple[str | None, str]:
     """(kind, words) of several results, the worst first; (None, "") without a verdict. kind: worse, unknown, equal,
     better."""
     said = {}
@@ -53,7 +55,7 @@ def verdict(results):
     return kinds[0], "; ".join(f"{names.get(kind, kind)} ({', '.join(said[kind])})" for kind in kinds)
 
 
-def distance(results, parameters):
+def distance(results: list[dict[str, Any]], parameters: float) -> str:
     """One sentence: how far a model is from what the study trained."""
     study, sizes = read(), sorted({result["parameters"] for result in results})
     trained = " to ".join(dict.fromkeys(f"{size / 1e6:.1f}M" for size in (sizes[0], sizes[-1])))

@@ -15,9 +15,12 @@ import inspect
 import json
 import runpy
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import accelerate
+import torch
 import torch.distributed as dist
 from accelerate import data_loader
 from accelerate.utils import gather_object
@@ -27,8 +30,9 @@ sys.path.append(str(ROOT))
 from faithful import Refused, accelerator  # noqa: E402
 from faithful.saving.state import random_state, set_random_state  # noqa: E402
 from faithful.training import steps  # noqa: E402
-from tools.shadow import Looking, high_precision, layers_of, measured  # noqa: E402
+from tools.shadow import Looking, Weight, high_precision, layers_of, measured  # noqa: E402
 
+State = tuple[dict[str, torch.Tensor], Any]  # tensors of the model and optimizer, and random numbers
 SEPARATE = 24  # above this number, whole blocks are put back to high precision
 
 
@@ -37,13 +41,17 @@ class Done(SystemExit):
 
 
 class Watch:
-    def __init__(self, args):
+    accelerator: Any  # None before `begin`
+    arm: str | None
+    shadows: Sequence[Weight] = ()
+
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.accelerator, self.phase, self.taken = args, None, "look", 0
         self.batches, self.rates, self.at = [], [], 0  # of the pair's steps; at: the next batch to repeat
         self.arm, self.losses, self.results, self.curve = None, [], [], []
         self.open = contextlib.ExitStack()  # the layers that are in high precision now
 
-    def begin(self, running, evidence):
+    def begin(self, running: accelerator.Accelerator, evidence: Any) -> None:
         self.accelerator, self.evidence = running, evidence
         self.layers = layers_of(evidence.model)
         self.groups = groups_of(list(self.layers))
@@ -51,7 +59,7 @@ class Watch:
 
     # ---- what the script's own loop calls ----
 
-    def batches_of(self, loader, batches):
+    def batches_of(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches that the script sees."""
         while True:
             if self.phase == "again" and self.evidence.model.training:
@@ -65,7 +73,7 @@ class Watch:
                     self.batches.append((batch, loader.end_of_dataloader))
             yield batch
 
-    def before_update(self):
+    def before_update(self) -> None:
         groups = self.optimizer().param_groups
         if self.phase == "pair":
             self.rates.append([group["lr"] for group in groups])
@@ -73,7 +81,7 @@ class Watch:
             for group, rate in zip(groups, self.rates[len(self.losses)], strict=True):
                 group["lr"] = rate
 
-    def after_update(self):
+    def after_update(self) -> None:
         loss = self.accelerator.steps.loss
         for shadow in self.shadows:
             shadow.step(self.accelerator)
@@ -89,11 +97,9 @@ class Watch:
         if len(self.losses) == self.args.after:
             self.end_arm()
 
-    shadows = ()
-
     # ---- pairs ----
 
-    def begin_pair(self):
+    def begin_pair(self) -> None:
         if len(self.results) == self.args.pairs:
             self.finish()
         self.start, self.phase = self.state(), "pair"
@@ -101,7 +107,7 @@ class Watch:
         self.waiting = ["again", *self.groups, "all"]
         self.arm = "none"
 
-    def end_arm(self):
+    def end_arm(self) -> None:
         half = self.losses[-max(1, self.args.after // 2) :]
         self.result[self.arm] = sum(half) / len(half)
         self.open.close()
@@ -118,21 +124,21 @@ class Watch:
         chosen = [self.layers[name] for name in names]
         self.shadows = self.open.enter_context(high_precision(chosen, self.optimizer()))
 
-    def state(self):
+    def state(self) -> State:
         running, evidence = self.accelerator, self.evidence
         tensors = running.backend.tensors(running.strategy, evidence.model, evidence.optimizers[0])
         return {name: tensor.clone() for name, tensor in tensors.items()}, random_state()
 
-    def restore(self, state):
+    def restore(self, state: State) -> None:
         running, evidence = self.accelerator, self.evidence
         tensors = {name: tensor.clone() for name, tensor in state[0].items()}  # the optimizer keeps what it loads
         running.backend.restore(running.strategy, evidence.model, evidence.optimizers[0], tensors)
         set_random_state(state[1])
 
-    def optimizer(self):
+    def optimizer(self) -> torch.optim.Optimizer:
         return self.accelerator.strategy.torch_optimizer(self.evidence.optimizers[0])
 
-    def finish(self):
+    def finish(self) -> NoReturn:
         running = self.accelerator
         everyone = gather_object([self.looking.rows])
         if running.is_main_process:
@@ -146,7 +152,7 @@ class Watch:
         raise Done(0)
 
 
-def groups_of(names):
+def groups_of(names: list[str]) -> dict[str, list[str]]:
     """{name: [layers]}: each layer or, if there are many, each block, with its name for a skip list."""
     if len(names) <= SEPARATE:
         return {name: [name] for name in names}
@@ -159,15 +165,15 @@ def groups_of(names):
     return groups
 
 
-def watching(watch):
+def watching(watch: Watch) -> type[accelerator.Accelerator]:
     """The Accelerator that the script gets."""
 
     class Accelerator(accelerator.Accelerator):
-        def project_folder(self, merged):
+        def project_folder(self, merged: dict[str, Any]) -> Any:
             merged |= {"project_dir": str(Path(watch.args.to) / "run"), "project_config": None}
             return super().project_folder(merged)
 
-        def __init__(self, *args, **kwargs):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if not self.plan.emulated and self.plan.backend != "msamp":
                 raise Refused(
@@ -175,42 +181,42 @@ def watching(watch):
                     f"{self.plan.implementation}'s kernels: run it on a CPU"
                 )
 
-        def prepare(self, *args, **kwargs):
+        def prepare(self, *args: Any, **kwargs: Any) -> Any:
             prepared = super().prepare(*args, **kwargs)
             if self.evidence and watch.accelerator is None:
                 watch.begin(self, self.evidence[0])
             return prepared
 
-        def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+        def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
             self.max_norm = max_norm
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
-        def before_update(self, optimizer):
+        def before_update(self, optimizer: torch.optim.Optimizer) -> None:
             super().before_update(optimizer)
             watch.before_update()
 
-        def after_update(self, optimizer):
+        def after_update(self, optimizer: torch.optim.Optimizer) -> None:
             super().after_update(optimizer)
             watch.after_update()
 
-        def log(self, *args, **kwargs):  # repeated steps do not belong to the run's record
+        def log(self, *args: object, **kwargs: object) -> None:  # repeated steps do not belong to the run's record
             self.begin()
 
-        def save_state(self, *args, **kwargs):
+        def save_state(self, *args: Any, **kwargs: Any) -> Any:
             pass
 
     # faithful looks up there what a script passes by position
-    Accelerator.__init__.__signature__ = inspect.signature(accelerate.Accelerator.__init__)
+    Accelerator.__init__.__signature__ = inspect.signature(accelerate.Accelerator.__init__)  # pyrefly: ignore[missing-attribute]
     return Accelerator
 
 
-def give_batches(watch, cls):
+def give_batches(watch: Watch, cls: type) -> None:
     """Makes loaders of this class ask `watch` for the next batch."""
     iterate = cls.__iter__
     cls.__iter__ = lambda loader: watch.batches_of(loader, iterate(loader))
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", required=True)
     for name, default in (("look", 20), ("pairs", 8), ("after", 8)):
