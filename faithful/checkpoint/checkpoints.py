@@ -37,59 +37,47 @@ from faithful.launch import launcher
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
 
-Entry = tuple[int, str, str]  # of a manifest: bytes, name of the hash, hash
+Entry = dict[str, Any]  # of a manifest: ENTRY
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
 STAGED = ".checkpoint.tmp"  # in a folder that existed before
-# Formats of trainer_state.json. 1 had no number and no random states, 2 no skip list, 3 no models without an optimizer.
-FORMAT, READABLE = 4, (3, 4)
+FORMAT = 4  # of trainer_state.json
 RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
 MOST = 1_000_000  # processes
 # What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
-AGE = {"counter?": readers.count(), "saved?": readers.number}
-PLAN = {"num_processes": readers.count(1, MOST)} | {
-    f"{key}?": readers.word for key in ("strategy", "precision", "backend", "level")
-}
+AGE = {"counter": readers.count()}
+PLAN = {
+    "num_processes": readers.count(1, MOST), "fp8_options": dict, "skip": list, "offload": bool, "compile": bool,
+} | dict.fromkeys(("strategy", "precision", "backend", "level"), readers.word)  # fmt: skip
 RANKS = {"alone": bool, "plan": PLAN}
 STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
-LOADER = {"running": bool, "epoch?": (None, readers.count()), "same_workers?": bool}
+LOADER = {"running": bool, "epoch": readers.count(), "same_workers?": bool}
 WHOLE = AGE | RANKS | {
-    "steps": STEPS, "models?": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
+    "steps": STEPS, "models": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
     "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)},
-    "groups": list, "optimizers?": list, "schedulers": list, "registered": list, "moments?": [{str: str}],
-    "loaders": [lambda state: isinstance(state, bool | dict)],
+    "groups": list, "optimizers": list, "schedulers": list, "registered": list, "moments": [{str: str}],
+    "loaders": [LOADER],
 }  # fmt: skip
+ENTRY = {"bytes": readers.count(), "xxh3_128": str}  # of a manifest
 
 
-def digest(path: Path, kind: str = "xxh3_128") -> str:
+def digest(path: Path) -> str:
     """The hash of a file. xxh3_128 finds every damage by accident, and sha256 takes ten times as long as reading."""
     with os.fdopen(names.opened(path), "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128 if kind == "xxh3_128" else kind).hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def entry(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
 
 
-def is_entry(value: Any) -> bool:
-    """Whether this is an entry of a manifest."""
-    hashed = value.get("xxh3_128", value.get("sha256")) if isinstance(value, dict) else None
-    return isinstance(hashed, str) and readers.count()(value.get("bytes"))
-
-
-def hash_in(entry: dict[str, Any]) -> Entry:
-    """What a manifest says of a file."""
-    kind = "xxh3_128" if "xxh3_128" in entry else "sha256"  # as earlier versions wrote it
-    return entry["bytes"], kind, entry[kind]
-
-
 def manifest_of(folder: Path) -> dict[str, Entry]:
-    """{name: entry} of a checkpoint's files. Each name is that of a file in the folder, or of
-    one that is missing there. Raises OSError, and ValueError if it is damaged."""
+    """{name: ENTRY} of a checkpoint's files. Each name is that of a file in the folder, or of one that is missing
+    there. Raises OSError, and ValueError if it is damaged."""
     file = folder / MANIFEST
-    manifest = readers.of_kind(file, readers.value_of(file), {str: is_entry})
+    manifest = readers.of_kind(file, readers.value_of(file), {str: ENTRY})
     for name in manifest:
         names.inside(folder, name)
-    return {name: hash_in(wanted) for name, wanted in manifest.items()}
+    return manifest
 
 
 DAMAGE = (OSError, ValueError)  # what reading a damaged manifest raises
@@ -97,8 +85,7 @@ DAMAGE = (OSError, ValueError)  # what reading a damaged manifest raises
 
 def is_as_written(path: Path, wanted: Entry, whole: bool = True) -> bool:
     """Whether a file has the size and, read as a `whole`, the hash of its entry in a manifest."""
-    size, kind, value = wanted
-    return path.stat().st_size == size and (not whole or digest(path, kind) == value)
+    return path.stat().st_size == wanted["bytes"] and (not whole or digest(path) == wanted["xxh3_128"])
 
 
 class Save:
@@ -288,29 +275,28 @@ def list_checkpoints(output_dir: Path | str) -> list[Path]:
 
 
 def by_age(output_dir: Path | str) -> list[tuple[float, Path]]:
-    """[(counter of age_of, folder)] of the checkpoints in `output_dir`, newest first: by a counter, because clocks are
-    set, and a run that goes on from an older one writes smaller numbers than those of the steps that it gave up. Those
-    from before the counter was saved come after them, by their time. Then by number. Incomplete and damaged ones are
-    the last. Raises OSError for a folder that cannot be read, which may hold some (Path.glob finds none in it)."""
+    """[(age_of, folder)] of the checkpoints in `output_dir`, newest first: by a counter, because clocks are set, and a
+    run that goes on from an older one writes smaller numbers than those of the steps that it gave up. Incomplete and
+    damaged ones are the last, by number. Raises OSError for a folder that cannot be read, which may hold some
+    (Path.glob finds none in it)."""
     try:
         found = [path for path in map(Path(output_dir).joinpath, os.listdir(output_dir)) if number(path) is not None]
     except (FileNotFoundError, NotADirectoryError):
         found = []
-    ages = sorted(((*age_of(folder), number(folder), folder) for folder in found), reverse=True)
-    return [(counter, folder) for counter, _, _, folder in ages]
+    ages = sorted(((age_of(folder), number(folder), folder) for folder in found), reverse=True)
+    return [(age, folder) for age, _, folder in ages]
 
 
-def age_of(folder: Path) -> tuple[float, float]:
-    """(the counter, the time) of a checkpoint; larger ones are newer. 0 where its state has none, -1 where there is no
-    state or it is damaged, inf where it cannot be read: it may be sound, so nobody deletes it."""
+def age_of(folder: Path) -> float:
+    """The counter of a checkpoint; larger ones are newer. -1 where there is no state or it is damaged, inf where it
+    cannot be read: it may be sound, so nobody deletes it."""
     try:
-        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
-        return state.get("counter", 0), state.get("saved", 0)
+        return readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)["counter"]
     except ValueError:
-        return -1, 0
+        return -1
     except OSError as error:
         absent = error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # None: what is there is no file
-        return -1 if absent else math.inf, 0
+        return -1 if absent else math.inf
 
 
 def next_count(output_dir: Path | str) -> int:
@@ -424,15 +410,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """`trainer_state.json` of a checkpoint that `find` has verified."""
     file = folder / STATE
     try:
-        state = readers.of_kind(file, readers.value_of(file), {})
-    except ValueError as error:
-        raise Refused(f"{error}: take another checkpoint") from None
-    if state.get("format") not in READABLE:
-        raise Refused(
-            f"{folder} was written in format {state.get('format', 1)}, this version reads {READABLE[0]} and "
-            f"{READABLE[1]}: resume it with the version that wrote it, or export its weights and start from them"
-        )
-    try:
+        state = readers.of_kind(file, readers.value_of(file), {"format": readers.count()})
+        if state["format"] != FORMAT:
+            raise Refused(
+                f"{folder} was written in format {state['format']}, this version reads {FORMAT}: resume it with the "
+                "version that wrote it"
+            )
         return whole_state(file, state)
     except ValueError as error:
         raise Refused(f"{error}: take another checkpoint") from None
@@ -442,12 +425,7 @@ def whole_state(file: Path, state: dict[str, Any]) -> dict[str, Any]:
     """`state` if it has all that this version writes, each value of its type and range. Raises Damaged."""
     readers.of_kind(file, state, WHOLE)
     processes = state["plan"]["num_processes"]
-    within = {
-        "keeper?": readers.count(0, processes - 1),
-        "replicas?": lambda n: type(n) is int and n in range(1, processes + 1),
-    }
-    for loader in state["loaders"]:
-        readers.of_kind(file, loader, bool if isinstance(loader, bool) else LOADER, "loaders")
+    within = {"keeper": readers.count(0, processes - 1), "replicas": readers.count(1, processes)}
     return readers.of_kind(file, state, within)
 
 

@@ -5,7 +5,6 @@ The tensors of prepared model number i, in Accelerate's order, have these names 
     buffer/<name>              a persistent buffer
     optimizer/<name>/<state>   the optimizer's state of a parameter
     shape/<name>               ZeRO: the shape of the parameter of which model/<name> is a flat fragment
-    optimizer/group<n>/<state> ZeRO: a step counter of a parameter group
     te/<layer>                 TransformerEngine's scales and histories
     all/..., rows/..., rank/...  what amp8.exact_state returns, in place of the others, under MS-AMP's levels
 Beside them are random/<generator> (saving/state.py), and the tensors of JSON values in trainer_state.json
@@ -26,10 +25,6 @@ def buffer(name: str) -> str:
 def state(name: str, key: str) -> str:
     """Of the optimizer's state of a parameter."""
     return f"{OPTIMIZER}/{name}/{key}"
-
-
-def counter(group: int, key: str) -> str:
-    return state(f"group{group}", key)
 
 
 def shape(name: str) -> str:

@@ -7,7 +7,6 @@ state, its place in the data. The rest is stored once. Tensors are stored as saf
 
 import math
 import random
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,6 @@ def state_dict(accelerator: "Accelerator", alone: bool, keeps: bool) -> tuple[di
     registered = [each.state_dict() for each in accelerator._custom_objects]
     state = {
         "format": checkpoints.FORMAT,
-        "saved": time.time(),
         "plan": {key: getattr(plan, key) for key in PLANNED},
         "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
         "replicas": plan.replicas,
@@ -105,8 +103,8 @@ def dtypes_of_moments(parts: dict[str, torch.Tensor], index: int) -> dict[str, s
 
 def refuse_other_moments(folder: Path, state: dict[str, Any], parts: tensor_files.TensorFile) -> None:
     """Raises Refused unless the rank's file has each tensor of the optimizer's state that the main process has saved: a
-    parameter without any would begin anew in silence. An earlier version did not note them."""
-    for index, wanted in enumerate(state.get("moments", [])):
+    parameter without any would begin anew in silence."""
+    for index, wanted in enumerate(state["moments"]):
         saved = tensor_files.dtypes(parts, tensor_keys.of_model(index) + tensor_keys.OPTIMIZER)
         if wrong := sorted(saved.items() ^ wanted.items()):
             raise Refused(
@@ -120,7 +118,7 @@ def read_values(
 ) -> list[Any]:
     """The values of these keys of the state, as `pack` was given them. Raises Refused if they are damaged."""
     try:
-        return [unpack(state.get(name, []), tensors) for name in names]
+        return [unpack(state[name], tensors) for name in names]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = type(error).__name__
         raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
@@ -149,30 +147,23 @@ def load_state_dict(accelerator: "Accelerator", folder: Path) -> int:
     any_number = strategy.any_number_of_processes and backend.any_number_of_processes
     fixed = [key for key in PLANNED if key != "num_processes" or not any_number]
     differs = [
-        f"{key} {state['plan'].get(key)} -> {getattr(plan, key)}"
+        f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
         for key in fixed
-        if state["plan"].get(key) != getattr(plan, key)
+        if state["plan"][key] != getattr(plan, key)
     ]
     if differs:
         raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-    if saved_by != plan.num_processes and "replicas" not in state:
-        raise Refused(
-            f"{folder} is of an earlier version, which did not note how many copies of the model there were: resume "
-            f"with {saved_by} processes first"
-        )
-    keeper = state.get("keeper", 0)  # who stored, on this disk, what all processes had alike
+    keeper = state["keeper"]  # who stored, on this disk, what all processes had alike
     writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
     mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
     models = accelerator.models
-    if state["format"] == 3:  # it holds only models that have an optimizer, in the order of their evidence
-        models = [prepared for prepared in models if prepared.evidence]
     names = ("registered", "groups", "schedulers", "optimizers")
     registered, groups, schedulers, optimizers = read_values(folder, state, first, names)
     compare_numbers(
         accelerator,
         folder,
         {
-            "models": (len(models), state.get("models", len(models))),
+            "models": (len(models), state["models"]),
             "optimizers": (len(accelerator._optimizers), len(groups)),
             "schedulers": (len(accelerator._schedulers), len(schedulers)),
             "registered objects": (len(accelerator._custom_objects), len(registered)),

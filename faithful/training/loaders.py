@@ -185,14 +185,11 @@ def state_dict(epochs: list[Epoch], between_batches: bool) -> tuple[dict[str, to
     return parts, states
 
 
-def load_state_dict(
-    epochs: list[Epoch], parts: Mapping[str, torch.Tensor], states: list[dict[str, Any] | bool]
-) -> None:
-    """Loads what `collect` returned. In format 3 a state is only whether the loader was in the middle of an epoch."""
+def load_state_dict(epochs: list[Epoch], parts: Mapping[str, torch.Tensor], states: list[dict[str, Any]]) -> None:
+    """Loads what `state_dict` returned."""
     for i, (epoch, state) in enumerate(zip(epochs, states, strict=False)):
-        state, generator = state if isinstance(state, dict) else {"running": state}, epoch.generator()
-        if "epoch" in state:
-            epoch.loaders[0].set_epoch(state["epoch"])
+        generator = epoch.generator()
+        epoch.loaders[0].set_epoch(state["epoch"])
         if generator is not None and f"loader/{i}/now" in parts:
             generator.set_state(parts[f"loader/{i}/now"])
         epoch.forget_workers()

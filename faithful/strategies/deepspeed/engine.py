@@ -331,11 +331,10 @@ class Fragments:
         for at, group in enumerate(groups(self.zero)):
             earlier_state = self.optimizer.state.pop(masters(self.zero)[at], {})
             self.apart.add(at)
-            earlier = saved.get(f"group{at}", {})  # checkpoints had one counter for each flat master once
             for parameter in group:
                 view, own = self.views[id(parameter)], saved.get(names[id(parameter)], {})
                 held, state = self.optimizer.state.pop(view, {}), {}
-                for key, place in (earlier | own if own else {}).items():
+                for key, place in own.items():
                     value = parts[place]
                     where = view.device if value.dim() or fused else "cpu"
                     state[key] = filled(held.get(key), value.to(where))
