@@ -98,19 +98,12 @@ def load_exact_state(
         name = name if name in rows else name.rsplit("/", 1)[0]
         return rows_from(parts, key, *rows[name])  # pyrefly: ignore[not-iterable]
 
-    frozen: list[Any] = []
     for key, target in targets.items():
         value = entry(key)
-        if (target.dtype, value.dtype) == (torch.float16, torch.float8_e4m3fn) and key.endswith("weight"):
-            # A frozen weight under O3, saved when these were e4m3: times 2**7 its codes fill the range of fp16 codes.
-            value, name = value.to(torch.float16) * 2**7, key.rpartition("/")[2].rpartition(".")[0]
-            frozen.append(dict(named(root.named_modules()))[name])
         if (target.shape, target.dtype) != (value.shape, value.dtype):
             here, there = f"{target.dtype} {list(target.shape)}", f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{key} is {there} in the saved state, {here} in the model")
         target.copy_(value)
-    for layer in frozen:
-        layer.weight_scale.mul_(2**7)
     if optimizer is None:
         return
     parameters = dict(named(root.named_parameters()))
