@@ -37,7 +37,9 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import plan  # noqa: E402
 from faithful.config import settings as config_module  # noqa: E402
+from faithful.evidence.record import Record  # noqa: E402
 from faithful.launch import process  # noqa: E402
+from faithful.training.steps import Steps  # noqa: E402
 from shared import diffusion, text  # noqa: E402
 from shared.args import parse  # noqa: E402
 
@@ -204,6 +206,13 @@ def train(config, output_dir, *argv, code=0, **kwargs):
     codes = ranks.wait()
     assert set(codes) == {code}, f"exit codes {codes}\n{ranks.text()[-4000:]}"
     return Path(output_dir)
+
+
+def write_record(run, **changes):
+    """Writes the record of a run that has taken no step, with changes in it, into the folder `run`."""
+    made = Record(plan.Plan(None, "single", 1, "fp32", "cpu"), run, run, True)
+    made.write(Steps(1), [], None)
+    (run / "run.json").write_text(json.dumps(record(run) | changes))
 
 
 def record(run):

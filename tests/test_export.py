@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, distance, metrics, record, train, weights
+from conftest import ROOT, distance, metrics, record, train, weights, write_record
 from safetensors.torch import load_file, save_file
 
 from faithful.checkpoint import checkpoints, weight_files
@@ -235,11 +235,8 @@ def test_only_the_model_s_own_entries_are_exported(tmp_path):
     save_file(own | others, tmp_path / "model.safetensors")
     made = plain_state_dict([tmp_path / "model.safetensors"])
     assert made.keys() == own.keys() and made["head.weight"].dtype == torch.float32
-    for before in ("0:model/", "model/"):  # of this format of checkpoints, and of the first
-        save_file(
-            {f"{before}{name}": tensor for name, tensor in (own | others).items()}, tmp_path / "rank0.safetensors"
-        )
-        assert plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
+    save_file({f"0:model/{name}": tensor for name, tensor in (own | others).items()}, tmp_path / "rank0.safetensors")
+    assert plain_state_dict([tmp_path / "rank0.safetensors"]).keys() == own.keys()
     save_file({"0:model/a": torch.ones(1), "1:model/a": torch.ones(1)}, tmp_path / "rank0.safetensors")
     with pytest.raises(Refused, match="checkpoints of several models cannot be exported"):
         plain_state_dict([tmp_path / "rank0.safetensors"])
@@ -286,9 +283,7 @@ def test_levels_give_what_amp8_says_they_mean(tmp_path, level):
 
 def test_a_finished_model_in_several_files_is_one_file(tmp_path):
     model = {f"blocks.{i}.weight": torch.randn(64, 32, dtype=torch.bfloat16) for i in range(4)}
-    (tmp_path / "run.json").write_text(
-        json.dumps({"status": "finished", "recipe": "gpt", "plan": {"strategy": "fsdp"}})
-    )
+    write_record(tmp_path, status="finished", recipe="gpt")
     weight_files.write_weights(model, tmp_path / "model", "5KB", True)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 4
     assert "from the finished model (4 files)" in tool.export(tmp_path)
@@ -300,9 +295,7 @@ def test_a_finished_model_in_several_files_is_one_file(tmp_path):
 def test_a_large_export_is_several_files_with_an_index(tmp_path, run_tool):
     """transformers' own loader finds every tensor by the index; a later export in one file leaves none of them."""
     model = {f"blocks.{i}.weight": torch.randn(64, 32, dtype=torch.bfloat16) for i in range(4)}
-    (tmp_path / "run.json").write_text(
-        json.dumps({"status": "finished", "recipe": "gpt", "plan": {"strategy": "fsdp"}})
-    )
+    write_record(tmp_path, status="finished", recipe="gpt")
     weight_files.write_weights(model, tmp_path / "model", "10GB", True)
     code, out, _ = run_tool(tmp_path, "--max_shard_size", "20KB", "--output", tmp_path / "out" / "whole.safetensors")
     assert code == 0 and out.startswith(f"whole.safetensors.index.json and 2 files in {tmp_path}/out: 4 tensors, 8,192")

@@ -5,7 +5,6 @@ GPU, processes that differ) is tested where it belongs.
 """
 
 import importlib
-import json
 import re
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from dataclasses import replace
 import accelerate.utils
 import pytest
 import yaml
-from conftest import CONFIGS, ROOT, launched, train
+from conftest import CONFIGS, ROOT, launched, train, write_record
 from test_other_configs import DDP, FSDP2, fsdp, zero
 from test_plan import CPU, GPU
 
@@ -261,14 +260,10 @@ def tmp(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not JSON")
     (tmp_path / "own.py").write_text("from faithful import Accelerator\n")
     (tmp_path / "bad.yml").write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
-    record = {"status": "finished", "plan": {"strategy": "single"}, "config": {"name": None, "text": None}}
-    for name, text in (
-        ("own", json.dumps(record | {"recipe": "own", "command": "python own.py"})),
-        ("gpt", json.dumps(record | {"recipe": "gpt", "command": "python recipes/gpt.py"})),
-        ("damaged", "{"),
-    ):
+    for name, command in (("own", "python own.py"), ("gpt", "python recipes/gpt.py"), ("damaged", "")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(text)
+        write_record(tmp_path / name, status="finished", recipe=name, command=command)
+    (tmp_path / "damaged" / "run.json").write_text("{")
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")  # of gpu_report
     monkeypatch.setattr(tracing, "load", None)

@@ -191,10 +191,10 @@ def of_run(folder: Path) -> tuple[str, str, list[str]]:
         record = records.record_of(folder)
         line, config = shlex.split(record["command"]), record["config"]
         names.inside(folder, f"{config['name']}.yml")
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise Refused(f"{folder} has no readable run.json ({error})") from None
     scripts = [i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in Path(word).name]
-    if not config["name"] or not config.get("text") or "/" in config["name"] or not scripts:
+    if not config["name"] or not config["text"] or "/" in config["name"] or not scripts:
         raise Refused(f"{folder} was not launched with a config file: name config and recipe")
     taken = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("output_dir", *LENGTH):  # diagnose sets them itself

@@ -73,11 +73,10 @@ Loads = Mapping[str, Load]  # of each name: how its tensor is read
 
 
 def part_of(path: Path) -> Part:
-    """The tensors in a file of weights, or those of a checkpoint's only model."""
+    """The tensors in a file of a finished model, whose names have no prefix, or those of a checkpoint's only model."""
     if any(name.startswith(tensor_keys.of_model(1)) for name in tensor_files.TensorFile(path)):
         raise Refused("checkpoints of several models cannot be exported: let the run finish, it saves each by itself")
-    tensors = tensor_files.TensorFile(path, tensor_keys.of_model(0))
-    return tensors or tensor_files.TensorFile(path)  # before format 2 without the prefix
+    return tensor_files.TensorFile(path, tensor_keys.of_model(0)) or tensor_files.TensorFile(path)
 
 
 def record_of(run: Path) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
         reason = checkpoints.unsound(folder)
         files = {} if reason else checkpoints.files_of_ranks(folder)
         missing = next((n for n in range(checkpoints.ranks_that_saved(folder)) if n not in files), None)
-        if strategy in ("single", "ddp") and record["plan"].get("level") != "o3":
+        if strategy in ("single", "ddp") and record["plan"]["level"] != "o3":
             missing = None  # each process had the same weights
         if reason is None and missing is not None:
             reason = f"rank{missing}.safetensors is missing, copy it from the disk of the machine that wrote it"
@@ -117,7 +116,7 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
             reason = "it has no file of tensors"
         if reason is None:
             files = [files[rank] for rank in sorted(files)]
-            replicas = min(record["plan"].get("replicas", 1), len(files))  # hsdp: the first group has all of it
+            replicas = min(record["plan"]["replicas"], len(files))  # hsdp: the first group has all of it
             return [file for file in files[: len(files) // replicas] if has_part(file)], folder.name
         if step is not None:
             raise Refused(f"{folder}: {reason}")

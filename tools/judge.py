@@ -105,7 +105,7 @@ def row_of(name: str, runs: list[Run], seeds: set[int | None], fallback: bool) -
     evidence = record["evidence"]
     numbers = [measures(run, fallback) for run in runs]
     utilization = [run["record"]["gpu_utilization_mean"] for run in runs]
-    p90 = [run["record"]["throughput"].get("step_seconds_p90") for run in runs]
+    p90 = [run["record"]["throughput"]["step_seconds_p90"] for run in runs]
     return row | {
         "truth": evidence["truth"],
         "emulated": record["plan"]["emulated"],
@@ -146,7 +146,7 @@ def grouped(runs: list[Run], vary: Collection[str]) -> dict[str, list[Run]]:
     processes = defaultdict(set)
     for run in runs:
         if run["record"]:
-            processes[label(run["record"], vary)].add(run["record"]["plan"].get("num_processes"))
+            processes[label(run["record"], vary)].add(run["record"]["plan"]["num_processes"])
     groups = {}
     for run in runs:
         record = run["record"]

@@ -40,9 +40,9 @@ def precision_of(
     weights are rounded in place if the evaluation used rounded ones."""
     if precision == "plain":
         return contextlib.nullcontext()
-    evaluated = (record.get("evidence") or {}).get("eval_precision")
-    if evaluated is None:
+    if record["evidence"] is None:
         raise Refused("run.json does not say in which precision the run was evaluated: add --precision plain")
+    evaluated = record["evidence"]["eval_precision"]
     if "gathered as e4m3" in evaluated:
         round_weights(model, record)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(evaluated.split(",")[0])
@@ -51,7 +51,7 @@ def precision_of(
 
 def round_weights(model: torch.nn.Module, record: dict[str, Any]) -> None:
     """Rounds the weights of FP8 layers to e4m3 with one scale per tensor, like torchao's FP8 all-gather."""
-    left = {entry["name"] for entry in record["evidence"].get("linear_skipped", ())}
+    left = {entry["name"] for entry in record["evidence"]["linear_skipped"]}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name not in left:
             scale = 448.0 / module.weight.detach().abs().max().double().clamp(min=1e-12)

@@ -34,40 +34,33 @@ def logged_number(value: object) -> bool:
 
 COUNT, SIZE, NOT_ALWAYS = count(), count(1, 100_000), (None, number)
 PLAN = {
-    "strategy": line, "precision?": line, "num_processes?": count(1, 10**6), "replicas?": count(1, 10**6),
-    "level?": word, "rehearsal?": bool, "emulated?": bool,
+    "strategy": line, "precision": line, "num_processes": count(1, 10**6), "replicas": count(1, 10**6),
+    "level": word, "rehearsal": bool, "emulated": bool,
 }  # fmt: skip
 SEEN = {
-    "samples_per_step?": (None, COUNT), "first_batch?": words, "nudged?": (None, bool),
-    "optimizer?": (None, {"class?": str}),
-    "loss_curve?": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
+    "samples_per_step": (None, COUNT), "first_batch": words, "nudged?": bool, "optimizer": (None, {"class": str}),
+    "loss_curve": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
 }  # fmt: skip
 EVIDENCE = {
-    "truth?": words, "parameters?": COUNT, "linear_total?": COUNT, "linear_converted?": COUNT, "linear_names?": [str],
-    "linear_skipped?": [{"name": str, "reason": str}], "share_converted?": NOT_ALWAYS, "eval_precision?": words,
-    "initial_weights?": words, "optimizer_owns_all?": bool, "wire_bytes_per_step?": NOT_ALWAYS,
-    "bytes_per_parameter?": (None, {str: number}), "share_per_process?": (None, {str: number}),
-    "dtypes?": {"parameters?": {str: COUNT}, "gradients?": {str: COUNT}, "optimizer_state?": {str: {str: COUNT}}},
+    "truth?": words, "parameters?": COUNT, "linear_total": COUNT, "linear_converted": COUNT, "linear_names": [str],
+    "linear_skipped": [{"name": str, "reason": str}], "share_converted": NOT_ALWAYS, "eval_precision": str,
+    "initial_weights": words, "optimizer_owns_all": (None, bool), "wire_bytes_per_step": NOT_ALWAYS,
+    "bytes_per_parameter": (None, {str: number}), "share_per_process?": {str: number},
+    "dtypes": {"parameters": {str: COUNT}, "gradients": {str: COUNT}, "optimizer_state": {str: {str: COUNT}}},
 }  # fmt: skip
 THROUGHPUT = {
-    f"{key}?": NOT_ALWAYS for key in ("samples_per_second_median", "step_seconds_median", "step_seconds_p90",
-                                      "steps_measured", "steps_excluded")
+    key: NOT_ALWAYS for key in ("samples_per_second_median", "step_seconds_median", "step_seconds_p90",
+                                "steps_measured", "steps_excluded")
 }  # fmt: skip
-# What run.json must hold to be shown, exported or compared. Keys with `?` are not in the records of all versions.
+# What run.json must hold to be shown, exported or compared.
 RECORD = {
-    "status": line, "recipe": line, "plan": PLAN, "command?": str, "args?": (None, dict), "seen?": (None, SEEN),
-    "config?": {"name?": word, "text?": words, "sha256?": words}, "evidence?": (None, EVIDENCE), "notes?": [str],
-    "versions?": {str: word}, "device_name?": word, "started?": str, "finished?": words,
-    "throughput?": (None, THROUGHPUT), "final?": (None, {"step?": number, "metrics?": (None, dict)}),
-    "peak_memory_bytes?": NOT_ALWAYS, "gpu_utilization_mean?": NOT_ALWAYS, "error?": words, "code_sha256?": words,
-    "git_commit?": words,
+    "schema_version": COUNT, "status": line, "recipe": line, "plan": PLAN, "command": str, "args": dict, "seen": SEEN,
+    "config": {"name": word, "text": words, "sha256": words}, "evidence": (None, EVIDENCE), "notes": [str],
+    "versions": {str: word}, "device_name": word, "started": str, "finished": words, "throughput": THROUGHPUT,
+    "final": (None, {"step": number, "metrics": dict}), "peak_memory_bytes": NOT_ALWAYS,
+    "gpu_utilization_mean": NOT_ALWAYS, "error": words, "code_sha256": str, "git_commit": word,
 }  # fmt: skip
-COMPARED = {  # what a run that is compared has besides
-    "peak_memory_bytes": number, "gpu_utilization_mean": NOT_ALWAYS, "finished": str, "args": dict, "config": dict,
-    "device_name": word, "versions": dict, "git_commit": word,
-    "plan": {"num_processes": COUNT, "precision": line, "emulated": bool, "rehearsal": bool},
-    "throughput": {key.rstrip("?"): form for key, form in THROUGHPUT.items() if "p90" not in key},
-}  # fmt: skip
+COMPARED = {"peak_memory_bytes": number, "finished": str}  # of a run that is compared
 # What report.json of a comparison must hold to be read again.
 MEASURE = {
     "kind?": words,
@@ -87,8 +80,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     """The run.json of a run. Raises Refused if there is none, or if it does not hold what a run writes."""
     try:
         record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), RECORD)
-        if curve := (record.get("seen") or {}).get("loss_curve"):
-            record["seen"]["loss_curve"] = [point for point in curve if number(point[1])]
+        record["seen"]["loss_curve"] = [point for point in record["seen"]["loss_curve"] if number(point[1])]
         return record
     except OSError as error:
         why = error.strerror or error
@@ -138,7 +130,7 @@ def read(folder: str | Path, seed: int | None = None) -> dict[str, Any]:
         record["data"] = data_of(folder) if (folder / "data.json").exists() else {}
     except Refused as error:
         return run | {"problem": f"no record: {error}"}
-    said = (record.get("args") or {}).get("seed")
+    said = record["args"].get("seed")
     run["seed"] = said if seed is None and COUNT(said) else run["seed"]
     try:
         with believed(folder):
@@ -149,23 +141,20 @@ def read(folder: str | Path, seed: int | None = None) -> dict[str, Any]:
 
 def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None:
     """The reason why this run cannot be used, or None."""
-    if record.get("schema_version") != SCHEMA:
-        version = short(record.get("schema_version"))
-        return f"run.json has schema_version {version}, this version reads {SCHEMA}: run it again"
-    closed = ("finished",) if "max_steps" in (record.get("args") or {}) else ("finished", "ended")  # not a recipe
-    if record.get("status") not in closed or record.get("error"):
-        return f"{record.get('status')}: {printable(record.get('error') or 'it did not finish')}"
+    if record["schema_version"] != SCHEMA:
+        return f"run.json has schema_version {record['schema_version']}, this version reads {SCHEMA}: run it again"
+    closed = ("finished",) if "max_steps" in record["args"] else ("finished", "ended")  # not a recipe
+    if record["status"] not in closed or record["error"]:
+        return f"{record['status']}: {printable(record['error'] or 'it did not finish')}"
     readers.of_kind("run.json", record, COMPARED)
-    evidence, final, seen = (record.get(key) or {} for key in ("evidence", "final", "seen"))
+    evidence, final, seen = record["evidence"] or {}, record["final"], record["seen"]
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
-    lacks += [key for key in ("linear_converted", "linear_total", "wire_bytes_per_step") if key not in evidence]
-    lacks += [key for key in ("samples_per_step", "first_batch") if not seen.get(key)]
-    lacks += [] if record.get("code_sha256") else ["code_sha256"]
-    lacks += ["throughput"] if not (record.get("throughput") or {}).get("step_seconds_median") else []
-    lacks += [] if logged(record) or seen.get("loss_curve") else ["final metrics"]
+    lacks += [key for key in ("samples_per_step", "first_batch") if not seen[key]]
+    lacks += [] if record["throughput"]["step_seconds_median"] else ["throughput"]
+    lacks += [] if logged(record) or seen["loss_curve"] else ["final metrics"]
     if lacks:
         return f"lacks evidence: {', '.join(lacks)}"
-    if record["plan"]["precision"] == "fp8" and not evidence.get("linear_converted"):
+    if record["plan"]["precision"] == "fp8" and not evidence["linear_converted"]:
         return "lacks evidence: asked for fp8, no Linear is recorded as converted"
     taken = final["step"] if final else seen["loss_curve"][-1][0]
     steps = record["args"].get("max_steps", taken)  # of a script that is not a recipe: all its steps
@@ -178,26 +167,26 @@ def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None
 
 def logged(record: dict[str, Any]) -> dict[str, float]:
     """The last metrics that the run logged."""
-    values = (record.get("final") or {}).get("metrics") or {}
+    values = record["final"]["metrics"] if record["final"] else {}
     values = {key: float(value) if value in NOT_FINITE else value for key, value in values.items() if key not in ASIDE}
     return {key: value for key, value in values.items() if number(value) or str(value) in NOT_FINITE}
 
 
 def nudged(run: dict[str, Any]) -> bool:
     """Whether the run started from weights changed by one rounding (the twin)."""
-    return bool(((run["record"] or {}).get("seen") or {}).get("nudged"))
+    return bool(run["record"] and run["record"]["seen"].get("nudged"))
 
 
 def label(record: dict[str, Any], vary: Collection[str] = (), processes: bool = False) -> str:
     """The row of the report that a run belongs to: its config and the options that were allowed to vary."""
     how = record["plan"]
-    name = record["config"].get("name") or f"{how['strategy']}_{how.get('precision')}"
-    name += f" x{how.get('num_processes')}" if processes else ""
+    name = record["config"]["name"] or f"{how['strategy']}_{how['precision']}"
+    name += f" x{how['num_processes']}" if processes else ""
     return " ".join([name, *(f"{key}={short(setting(record, key))}" for key in vary)])
 
 
 def setting(record: dict[str, Any], key: str) -> Any:
-    return (record.get("seen") or {}).get("samples_per_step") if key == "global_batch_size" else record["args"].get(key)
+    return record["seen"]["samples_per_step"] if key == "global_batch_size" else record["args"].get(key)
 
 
 def fixed(record: dict[str, Any], vary: Collection[str]) -> dict[str, Any]:
@@ -213,8 +202,7 @@ def fixed(record: dict[str, Any], vary: Collection[str]) -> dict[str, Any]:
 def comparable(run: dict[str, Any]) -> bool:
     """Whether the record says what was run. A failed run can be comparable, too."""
     record = run["record"]
-    keys = ("args", "versions", "recipe", "device_name", "code_sha256", "config", "plan")
-    return bool(record) and record.get("schema_version") == SCHEMA and all(record.get(key) for key in keys)
+    return bool(record) and record["schema_version"] == SCHEMA and bool(record["args"])
 
 
 def check_alike(runs: Iterable[dict[str, Any]], vary: Collection[str]) -> None:
@@ -249,7 +237,7 @@ def differing_texts(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[s
     """{row: a line} of rows whose runs had config files with other texts."""
     texts, lines = {}, {}
     for run in runs:
-        row, digest = label(run["record"], vary, True), run["record"]["config"].get("sha256")
+        row, digest = label(run["record"], vary, True), run["record"]["config"]["sha256"]
         if texts.setdefault(row, digest) != digest:
             lines[row] = f"text of {row}: not the same in all of its runs"
     return lines
@@ -261,8 +249,8 @@ def differing_starts(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[
     for run in runs:
         record = run["record"]
         of_seed = (run["seed"], *(str(setting(record, key)) for key in vary))
-        weights = (record.get("evidence") or {}).get("initial_weights")
-        batch = (record.get("seen") or {}).get("first_batch")
+        weights = record["evidence"] and record["evidence"]["initial_weights"]
+        batch = record["seen"]["first_batch"]
         for what, start in ((f"initial weights{', nudged' if nudged(run) else ''}", weights), ("first batch", batch)):
             if start and starts.setdefault((what, of_seed), start) != start:
                 lines.setdefault(what, f"{what} of seed {run['seed']}: {run['folder']} began with another")

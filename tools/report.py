@@ -147,7 +147,7 @@ def speeds(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[lis
     rows = []
     for row in sound:
         step, rate = row["measures"]["step_seconds"], row["measures"]["samples_per_second"]
-        p90, gpu = row.get("step_seconds_p90"), row["gpu_utilization"]
+        p90, gpu = row["step_seconds_p90"], row["gpu_utilization"]
         cells = [row_title(row), number(1000 * step["mean"]), number(p90 and 1000 * p90)]
         cells += [number(rate["mean"]), verdict_words(rate), "-" if gpu is None else f"{gpu:.0f}%"]
         cells += [number(row.get("samples_per_unit_of_price"))] if comparison["price_per_hour"] else []

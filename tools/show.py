@@ -30,7 +30,7 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     per_parameter = evidence.get("bytes_per_parameter")
     yield "bytes per parameter", per_parameter and f"{per_parameter['total']:.1f}"
     yield "truth", evidence.get("truth")
-    yield from (("note", line) for line in record.get("notes", ()))
+    yield from (("note", line) for line in record["notes"])
     yield "error", record["error"]
 
 
@@ -147,13 +147,13 @@ def page_of(folder: Path) -> str:
     if evidence and evidence["bytes_per_parameter"]:  # counted after the first step
         parts.insert(0, page.section("What was counted on the live tensors", page.pairs(in_words(record))))
         parts.append(drawn_memory(record))
-        if record["plan"]["precision"] == "fp8" and evidence.get("linear_names"):
+        if record["plan"]["precision"] == "fp8" and evidence["linear_names"]:
             parts.append(drawn_layers(evidence))
     if record["args"]:
         options = page.table(["option", "value"], record["args"].items())
         parts.append(page.section("Options", page.details("All options of the run", options)))
     title = f"{record['recipe']}, {record['config']['name'] or 'no config file'}"
-    return page.whole(title, record["command"], list(table.items()), parts, record.get("notes", ()))
+    return page.whole(title, record["command"], list(table.items()), parts, record["notes"])
 
 
 def main(argv: list[str]) -> int:
