@@ -265,6 +265,7 @@ def headers(draw, tensors):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(6000)
 @pytest.mark.parametrize("name", READERS)
 def test_no_file_does_more_than_be_refused(made, name):
     """In five seconds, and in 500 MB."""

@@ -179,6 +179,7 @@ def test_the_seeds_are_valid(alone, reader):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(6000)
 @pytest.mark.parametrize("reader", READERS)
 def test_nothing_but_a_clean_refusal(alone, reader):
     _, _, names, valid, dumps = READERS[reader]
