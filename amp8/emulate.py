@@ -127,21 +127,21 @@ class EmulatedLinear(nn.Linear):
     fp8_amax_history: torch.Tensor
     fp8_scale: torch.Tensor
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override-param-name]
-        trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        trains = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
         if not (self.fp8 and (self.training or trains)):
-            return F.linear(x, self.weight, self.bias)
-        refuse_transformed(f"a layer {tuple(self.weight.shape)}", x, self.weight)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        tokens = x.reshape(-1, self.in_features)
+            return F.linear(input, self.weight, self.bias)
+        refuse_transformed(f"a layer {tuple(self.weight.shape)}", input, self.weight)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        tokens = input.reshape(-1, self.in_features)
         tiny = 1e-12 if self.recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
         if self.recipe in TILES:
             out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
         else:
             state = (self.fp8_amax_history, self.fp8_scale) if self.recipe == "delayed" else (None, None)
             out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, tiny, *state)
-        return out.view(*x.shape[:-1], self.out_features)
+        return out.view(*input.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "EmulatedLinear":
         """Moves with the model, but stays fp32: `model.bfloat16()` must not round the scales."""

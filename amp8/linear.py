@@ -199,24 +199,24 @@ class FP8Linear(nn.Linear):
         codes = self.codes if self.sharding is None else self.sharding.gather()
         return scaling.dequantize(codes, self.weight_scale, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override-param-name]
-        """[..., in] -> [..., out], in autocast's dtype where autocast is on, else in the dtype of `x`."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], in autocast's dtype where autocast is on, else in the dtype of `input`."""
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         if self.high_precision or self.replaced_weight() is not None:
             # Another weight, of functional_call, a parametrization or an assignment, is used as it is.
             weight = self.true_weight(dtype) if self.replaced_weight() is None else self.weight.to(dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
-            return F.linear(x.to(dtype), weight.t() if self.transposed else weight, bias)
-        refuse_transformed(self.name, x)
-        if not x.is_floating_point():
-            raise CodesRead(f"{self.name} gets an input in {str(x.dtype)[6:]}: a Linear takes floating point numbers")
+            return F.linear(input.to(dtype), weight.t() if self.transposed else weight, bias)
+        refuse_transformed(self.name, input)
+        if not input.is_floating_point():
+            raise CodesRead(f"{self.name} gets an input in {str(input.dtype)[6:]}: a Linear takes floating point numbers")
         # Evaluation does not update the history, training in eval() does. Recomputing under checkpointing records the
         # same maximum again.
-        recording = torch.is_grad_enabled() and (self.training or x.requires_grad or self.weight_trains())
-        if x.element_size() == 1:
+        recording = torch.is_grad_enabled() and (self.training or input.requires_grad or self.weight_trains())
+        if input.element_size() == 1:
             raise CodesRead(
-                f"{self.name} gets an input in {str(x.dtype)[6:]}. Does the script cast it to the weight's "
+                f"{self.name} gets an input in {str(input.dtype)[6:]}. Does the script cast it to the weight's "
                 "dtype? That is the dtype of MS-AMP's codes: leave the layer out (fp8_config: skip: "
                 f"{self.name}), or cast to autocast's dtype"
             )
@@ -232,7 +232,7 @@ class FP8Linear(nn.Linear):
             if self.weight.dtype != scaling.E4M3:
                 raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
             weight_scale = weight_scale * FP16_TO_E4M3
-        rows = x.reshape(-1, x.shape[-1])
+        rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():
             delayed = self.scale[INPUT], self.updates[INPUT], self.amax_history[:, INPUT] if recording else None
             x8, x_scale = cast(rows.detach(), *delayed, scaling.E4M3, self.window)
@@ -247,7 +247,7 @@ class FP8Linear(nn.Linear):
             (self.window, self.gradient_format, self.transposed, self.exact, dtype),
             self.operands,
         )
-        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = y.view(*input.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def replaced_weight(self) -> torch.Tensor | None:
@@ -319,6 +319,9 @@ class FP8Conv1D(FP8Linear):
     """transformers' Conv1D (GPT-2), converted: a Linear whose weight is [in, out]."""
 
     transposed = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override-param-name]
+        return super().forward(x)  # Conv1D's own name for it
 
 
 @compiled_on_cuda

@@ -93,7 +93,9 @@ def resnet(
     if not isinstance(model, ResNet):
         raise Refused(f"{name} is not a residual network of timm's ResNet: try resnet18, resnet50, or recipes/vit.py")
     if image_size < 64 and not pretrained:
-        first: Any = model.conv1
+        first = model.conv1
+        if not isinstance(first, torch.nn.Conv2d):
+            raise Refused(f"{name} has a stem of several layers, for images of 64 pixels or more: try resnet18")
         model.conv1 = torch.nn.Conv2d(in_chans, first.out_channels, 3, stride=1, padding=1, bias=False)
         model.maxpool = torch.nn.Identity()  # pyrefly: ignore[bad-assignment]
     stages: Any = model.layer1, model.layer2, model.layer3, model.layer4

@@ -56,6 +56,7 @@ def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (lambda: vision.vit("vit_nano", 8, 1, 10, True), "--model vit_nano: .*It can be a name of timm"),
         (lambda: vision.vit("/gone/run", 8, 1, 10, True), "--model /gone/run: .*It can be a name of timm"),
         (lambda: vision.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
+        (lambda: vision.resnet("resnet18d", 8, 3, 10), "resnet18d has a stem of several layers.*: try resnet18"),
         (lambda: models.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
         (lambda: models.gpt("nobody/nothing", 300, 32, True), "--model nobody/nothing: no pretrained weights"),
         (lambda: text.tokenizer_of("nobody/nothing"), "--model nobody/nothing: no tokenizer"),

@@ -52,6 +52,23 @@ def distill(make):
     accelerator.end_training()
 
 
+def frozen_and_updated(folder):
+    """What a process runs: an optimizer holds the parameters of a frozen model, too."""
+    accelerator = Accelerator(project_dir=folder)
+    frozen, trained = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([*frozen.parameters(), *trained.parameters()], 0.1)
+    frozen, trained, optimizer = accelerator.prepare(frozen, trained, optimizer)
+    accelerator.backward(trained(frozen(torch.ones(2, 8))).sum())
+    before = [parameter.clone() for model in (frozen, trained) for parameter in model.parameters()]
+    optimizer.step()
+    after = [parameter for model in (frozen, trained) for parameter in model.parameters()]
+    return [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+
+
+def test_an_optimizer_may_hold_a_frozen_model_too(tmp_path):
+    assert frozen_and_updated(tmp_path) == [False, False, True, True]
+
+
 @pytest.mark.parametrize("config", ["fsdp_bf16", "fsdp_bf16_ckpt"])
 def test_it_is_sharded_by_its_blocks_as_the_trained_one(tmp_path, config):
     """Else it would be gathered as one piece, and be whole in each process while it computes."""
