@@ -62,6 +62,7 @@ def frozen_and_updated(folder):
     before = [parameter.clone() for model in (frozen, trained) for parameter in model.parameters()]
     optimizer.step()
     after = [parameter for model in (frozen, trained) for parameter in model.parameters()]
+    accelerator.end_training()
     return [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
 
 
