@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from faithful import backends, patches, strategies
 from faithful.config import config_file, deepspeed, fsdp, mesh, rules
@@ -212,7 +212,7 @@ def rehearse(plan: Plan) -> None:
     from accelerate.utils import DistributedType
 
     strategy = strategies.of(plan)
-    kind = DistributedType[strategy.rehearsed_as]
+    kind = DistributedType[cast(str, strategy.rehearsed_as)]
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))

@@ -175,7 +175,7 @@ def compute_in_fp8(te: ModuleType, plan: "Plan", model: nn.Module) -> None:
                 module.init_fp8_meta_tensors(fp8_recipe)  # pyrefly: ignore[not-callable]
     if plan.ckpt:
         for block in model.modules():
-            if type(block).__name__ in block_names(model):
+            if type(block).__name__ in (block_names(model) or ()):
                 block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
     forward = model.forward.__func__  # pyrefly: ignore[missing-attribute]
 

@@ -5,7 +5,9 @@ torch or Accelerate.
 """
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from faithful.config import fp8, schema
 from faithful.config.deepspeed import OF_THE_FILE
@@ -24,7 +26,7 @@ SECTION_OF = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_
               "mpirun_config": "MULTI_CPU"}  # fmt: skip
 
 
-def read(path):
+def read(path: Path) -> tuple[list[str], dict[str, Any] | None]:
     """(problems, mapping) of a file, with the keys of earlier versions converted as Accelerate does, and without values
     of the wrong type. The mapping is None if the file does not hold `key: value` lines, or is for a machine that no run
     here can have."""
@@ -61,7 +63,7 @@ def read(path):
     return lines, config
 
 
-def file_problems(path):
+def file_problems(path: Path) -> tuple[list[str], dict[str, Any] | None]:
     """(problems, mapping) of a config file. The mapping is None if `read` returns none; without num_processes it has
     none either, unless the file runs one process."""
     lines, config = read(path)
@@ -112,11 +114,11 @@ def file_problems(path):
     return lines + list(named_otherwise(path, config)), config
 
 
-def one_device(ids):
+def one_device(ids: object) -> bool:
     return isinstance(ids, str) and ids != "all" and "," not in ids
 
 
-def problems_of_fp8(section):
+def problems_of_fp8(section: Mapping[str, Any]) -> Iterator[str]:
     """Problems of fp8_config that the launcher's environment does not show."""
     section = {schema.full("fp8_config", key): value for key, value in section.items()}
     override = section.get("fp8_override_linear_precision") or [False] * 3
@@ -136,7 +138,7 @@ def problems_of_fp8(section):
     yield from keys_of_another_backend(section)
 
 
-def said_in_vain(section):
+def said_in_vain(section: Mapping[str, Any]) -> dict[str, tuple[Any, str, Any]]:
     """{key that `accelerate config` writes: (its value, the key that the launcher reads instead, the value of that)},
     where the two values differ."""
     differing = {}
@@ -151,7 +153,7 @@ def said_in_vain(section):
     return differing
 
 
-def keys_of_another_backend(section):
+def keys_of_another_backend(section: Mapping[str, Any]) -> Iterator[str]:
     """Keys of fp8_config that its backend does not read, at a value that is not their default."""
     section = {key.removeprefix("fp8_"): value for key, value in section.items()}
     backend = section.get("backend", "AO")
@@ -168,7 +170,7 @@ def keys_of_another_backend(section):
             yield f"fp8_config {key} is not read by backend {backend}: remove it"
 
 
-def file_notes(config):
+def file_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """What the launcher does not read of a file: one line each."""
     kind, precision = config.get("distributed_type"), config.get("mixed_precision") or "no"
     if kind == "NO" and (config.get("num_processes") or 1) > 1:
@@ -190,12 +192,12 @@ def file_notes(config):
                 yield f"{section} {key}{other or ' is not read by Accelerate'}"
 
 
-def asks_for_cpu(config):
+def asks_for_cpu(config: Mapping[str, Any]) -> bool:
     """Whether a file asks for the CPU, which the launcher tells the processes only if there is one."""
     return config.get("distributed_type") == "MULTI_CPU" or on(config.get("use_cpu"))
 
 
-def default_processes(config, devices):
+def default_processes(config: Mapping[str, Any], devices: int) -> int:
     """The number of processes where nobody says one: those of the mesh, or the GPUs there are, or 2 in a rehearsal."""
     if config.get("distributed_type") in ("NO", "MULTI_CPU"):
         return config.get("num_processes") or 1
@@ -206,7 +208,7 @@ def default_processes(config, devices):
     return mesh if mesh > 1 else here * (config.get("num_machines") or 1)
 
 
-def default_file(env):
+def default_file(env: Mapping[str, str]) -> Path | None:
     """The file that `accelerate launch` reads without --config_file: the one that `accelerate config` writes, or
     None."""
     cache = env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
@@ -214,7 +216,7 @@ def default_file(env):
     return file if file.is_file() else None
 
 
-def named_otherwise(path, config):
+def named_otherwise(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a file of accelerate_configs/ does otherwise than its name says."""
     if Path(path).resolve().parent != OURS:
         return
@@ -230,7 +232,7 @@ def named_otherwise(path, config):
             yield f"the name says {key} {value}, the file {says}: rename it or change the file"
 
 
-def grammar(name):
+def grammar(name: str) -> dict[str, str | bool | None] | None:
     """Parses a config's name: {"strategy", "precision", "backend", "level", tails}, or None if it is not of this form.
 
     The form is <strategy>_<precision>[_<backend>[_<level>]][_<tail>]. Raises Refused if a name begins with a strategy

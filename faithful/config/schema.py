@@ -12,8 +12,9 @@ import difflib
 import functools
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from faithful.errors import Refused
 
@@ -40,7 +41,7 @@ VALUES = {  # texts that have a meaning, where another one would end in an error
     "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
 }  # fmt: skip
 MANY = 1 << 20  # processes, machines: more than there are anywhere
-RANGES = {  # key: the least and the greatest number, None for no bound
+RANGES: dict[str, tuple[int, int | None]] = {  # key: the least and the greatest number, None for no bound
     "num_processes": (1, MANY), "num_machines": (1, MANY), "machine_rank": (0, MANY), "main_process_port": (0, 65535),
     "max_restarts": (0, MANY), "fsdp_min_num_params": (0, None), "fp8_margin": (0, None), "fp8_interval": (1, None),
     "fp8_amax_history_len": (1, MANY), "zero_stage": (0, 3), "gradient_accumulation_steps": (1, None),
@@ -74,8 +75,9 @@ def whole_number(env: Mapping[str, str], name: str, default: int, kind: type = i
 
 
 @functools.cache
-def all_keys():
+def all_keys() -> dict[str, dict[str, str]]:
     """{section, or "" for the top level: {key: its type, a word}} of the installed Accelerate."""
+    # pyrefly: ignore[missing-attribute]
     folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
     keys = {"": fields(folder / "commands/config/config_args.py") | dict.fromkeys(OLD, "any")}
     keys |= {section: {} for section in SECTIONS}
@@ -91,29 +93,34 @@ def all_keys():
     return keys
 
 
-def fields(file):
+def fields(file: Path) -> dict[str, str]:
     """{name: type} of the fields of ClusterConfig and its base class."""
     classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     lines = [line for node in classes if node.name in ("BaseConfig", "ClusterConfig") for line in node.body]
-    types = {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line, ast.AnnAssign)}
+    annotated = [line for line in lines if isinstance(line, ast.AnnAssign)]
+    types = {ast.unparse(line.target): ast.unparse(line.annotation) for line in annotated}
     kinds = {"int": "int", "Optional[int]": "int", "bool": "bool", "Optional[bool]": "bool"}
     return {name: kinds.get(kind, "any") for name, kind in types.items()}
 
 
-def arguments(file):
+def arguments(file: Path) -> Iterator[tuple[str, list[str], dict[str | None, str]]]:
     """Yields (group without `_args`, strings, keywords as source) of the arguments of the launcher's parser."""
     for call in ast.walk(ast.parse(file.read_text())):
-        if not (isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"):
+        if not (
+            isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+        ):
             continue
-        if not isinstance(call.func.value, ast.Name) or not all(isinstance(word, ast.Constant) for word in call.args):
+        strings = [word.value for word in call.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+        if not isinstance(call.func.value, ast.Name) or len(strings) < len(call.args):
             continue
         words = {word.arg: ast.unparse(word.value).strip("'") for word in call.keywords}
-        yield call.func.value.id.removesuffix("_args"), [word.value for word in call.args], words
+        yield call.func.value.id.removesuffix("_args"), strings, words
 
 
-def launch_options():
+def launch_options() -> dict[str, bool]:
     """{option of `accelerate launch`, with underscores: whether the next word is its value}. The launcher takes
     hyphens, too."""
+    # pyrefly: ignore[missing-attribute]
     folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
     rows = [(strings, words) for _, strings, words in arguments(folder / "commands/launch.py")]
     return {
@@ -124,7 +131,7 @@ def launch_options():
     }
 
 
-def options(file):
+def options(file: Path) -> Iterator[tuple[str, str, str]]:
     """Yields (group without `_args`, name, type) of the options of the launcher's parser."""
     for group, strings, words in arguments(file):
         name = words.get("dest") or strings[-1].lstrip("-")
@@ -134,20 +141,20 @@ def options(file):
         yield group, name, kind
 
 
-def handed_on(file):
+def handed_on(file: Path) -> Iterator[str]:
     """Names of the launcher's options that become environment variables: `getattr(args, NAME, None)`."""
     for call in ast.walk(ast.parse(file.read_text())):
         if isinstance(call, ast.Call) and ast.unparse(call).startswith("getattr(args, '"):
-            yield call.args[1].value
+            yield ast.literal_eval(call.args[1])
 
 
-def full(section, key):
+def full(section: str, key: str) -> str:
     """The key with its section's prefix."""
     prefix = section.removesuffix("config") if section in PREFIXED else ""
     return key if key.startswith(prefix) else prefix + key
 
 
-def problems(config):
+def problems(config: dict[Any, Any]) -> Iterator[str]:
     """Yields a line for each key that Accelerate does not have, and each value of the wrong type, which it takes out of
     `config`."""
     for key, value in list(config.items()):
@@ -164,7 +171,7 @@ def problems(config):
             yield f"{key} {said}"
 
 
-def problems_of_section(section, config):
+def problems_of_section(section: str, config: dict[Any, Any]) -> Iterator[str]:
     for key, value in list(config.items()):
         if not isinstance(key, str):
             yield f"{section} {not_text(key, config)}"
@@ -172,18 +179,18 @@ def problems_of_section(section, config):
         kind = all_keys()[section].get(full(section, key))
         if kind is None and full(section, key) not in UNREAD.get(section, ()):
             yield f"{section} {key} {meant(key, section)}"
-        elif said := wrong(full(section, key), kind, value):
+        elif said := wrong(full(section, key), kind or "any", value):
             del config[key]
             yield f"{section} {key} {said}"
 
 
-def not_text(key, config):
+def not_text(key: object, config: dict[Any, Any]) -> str:
     """Takes a key out of `config` that YAML reads as a number, a boolean, a date or nothing."""
     del config[key]
     return f"{key} is a {type(key).__name__} to YAML, not the name of a setting: write a name, or quote it"
 
 
-def wrong(key, kind, value):
+def wrong(key: str, kind: str, value: object) -> str | None:
     """What is wrong with the type of a value, or None. key: with its section's prefix."""
     shown, text = str(value)[:100], str(value).lower()
     if value is None or (key in LISTS and isinstance(value, list)):
@@ -194,7 +201,7 @@ def wrong(key, kind, value):
     if kind == "bool" and text not in TRUE + FALSE:
         return f"is {shown}: write true or false"
     if kind in ("int", "float") and not (text == "auto" and key in AUTO):
-        number = None
+        number: float | None = None
         if len(text) < 30 and (key == "fsdp_min_num_params" or kind == "float"):
             with contextlib.suppress(ValueError):
                 number = float(text)
@@ -210,7 +217,7 @@ def wrong(key, kind, value):
     return None
 
 
-def in_words(key):
+def in_words(key: str) -> str:
     """The range of a number, for a message."""
     least, most = RANGES.get(key, (None, None))
     if key == "main_process_port":
@@ -218,10 +225,10 @@ def in_words(key):
     return "" if least is None else f" from {least} on" if most in (None, MANY) else f" from {least} to {most}"
 
 
-def option(name):
+def option(name: str) -> Callable[[str], int]:
     """The `type` of an option with the name of a key, for argparse: a number in the range of that key."""
 
-    def parsed(text):
+    def parsed(text: str) -> int:
         if said := wrong(name, "int", text):
             raise argparse.ArgumentTypeError(said)
         return int(text)
@@ -229,7 +236,7 @@ def option(name):
     return parsed
 
 
-def meant(key, section):
+def meant(key: str, section: str) -> str:
     if key in REMOVED:
         return "is a key of earlier versions, which Accelerate refuses by now: remove it"
     names = [*all_keys()[section], *UNREAD.get(section, ())]

@@ -24,7 +24,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
@@ -33,13 +35,16 @@ from faithful.config.settings import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.launch import printing
 
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
+
 GRACE = 25  # seconds that a process may live on without its launcher
 LONGEST = 3600  # seconds that processes wait for one that writes or verifies its part of a checkpoint
 # Seconds that it may take to write a checkpoint then. torch's launcher reads the same variable: it kills processes so
 # long after it has sent them SIGTERM, and its default is 30.
 SAVING = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 LOOPBACK = "127.0.0.1"
-print_the_error = multiprocessing.queues.Queue._on_queue_feeder_error
+print_the_error = multiprocessing.queues.Queue._on_queue_feeder_error  # pyrefly: ignore[missing-attribute]
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_launch.py", "torchrun", "deepspeed")  # programs
 MODULES = ("accelerate.", "torch.distributed.", "deepspeed.")  # prefixes of the launchers that `python -m` runs
 
@@ -51,7 +56,7 @@ MPI = {  # torchrun's variable: those of Intel MPI, Open MPI and MVAPICH
 }
 
 
-def end_with_the_launcher():
+def end_with_the_launcher() -> None:
     """Makes this process end when its launcher dies. Call it before anything waits for other processes."""
     parents = psutil.Process().parents()
     above = [parent for parent in parents if is_launcher(parent)]
@@ -65,40 +70,41 @@ def end_with_the_launcher():
         os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
 
 
-def is_launcher(process):
+def is_launcher(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return launches(process.cmdline())
     return False
 
 
-def launches(command):
-    """Whether a command line (a list) is that of a launcher: `accelerate ...`, `python .../accelerate ...`, `python -m
+def launches(command: Sequence[str]) -> bool:
+    """Whether a command line is that of a launcher: `accelerate ...`, `python .../accelerate ...`, `python -m
     accelerate...`, torchrun, deepspeed, or tools/accelerate_launch.py, which ./launch.sh starts."""
     if "-m" in command[1:-1] and command[command.index("-m") + 1].startswith(MODULES):
         return True
     return any(os.path.basename(part) in LAUNCHERS for part in command[:2])
 
 
-def started_by_a_launcher():
+def started_by_a_launcher() -> bool:
     """Whether the environment is a launcher's: torchrun sets the first variable, Accelerate the second."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
-def adopted():
+def adopted() -> bool:
     """Whether the parent died, so that init or a process of another session took over."""
     parent = os.getppid()
     return parent == 1 or os.getsid(parent) != os.getsid(0)
 
 
-def end_with_the_parent(number):
+def end_with_the_parent(number: int) -> None:
     """Makes the kernel send signal `number` when the parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def loader_process(own, worker_id):
+def loader_process(own: Callable[[int], object] | None, worker_id: int) -> None:
     """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
     but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
+    # pyrefly: ignore[missing-attribute]
     multiprocessing.queues.Queue._on_queue_feeder_error = hand_over_the_error
     if sys.platform == "linux":  # elsewhere it would not end
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -108,7 +114,7 @@ def loader_process(own, worker_id):
         own(worker_id)
 
 
-def hand_over_the_error(queue, error, batch):
+def hand_over_the_error(queue: "multiprocessing.queues.Queue[Any]", error: Exception, batch: object) -> None:
     """Sends the error of a worker that cannot send its batch. multiprocessing would print it, and the training process
     would wait for that batch forever."""
     from torch._utils import ExceptionWrapper
@@ -119,19 +125,19 @@ def hand_over_the_error(queue, error, batch):
     queue.put((index, ExceptionWrapper((type(error), error, error.__traceback__), "in a DataLoader worker process")))
 
 
-def end_loader_processes():
+def end_loader_processes() -> None:
     """Kills the daemonic children that ignore SIGTERM. At exit multiprocessing sends them SIGTERM and waits for their
     end, which would take forever."""
     for child in multiprocessing.active_children() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
             # SigIgn is a mask in hexadecimal: bit n - 1 stands for signal n.
-            ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text()).group(1)
+            ignored = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())[0]
             if child.daemon and int(ignored, 16) & 1 << signal.SIGTERM - 1:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a killed worker
                 child.kill()
 
 
-def watch(launcher):
+def watch(launcher: psutil.Process) -> None:
     """Waits until the launcher dies, then sends SIGTERM to this process, and GRACE seconds later SIGALRM, which ends it
     even if its main thread cannot handle signals."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -144,7 +150,7 @@ def watch(launcher):
 state, turn = {"orphan": False, "writing": False}, threading.Lock()
 
 
-def set_alarm(**changes):
+def set_alarm(**changes: bool) -> None:
     """Sets the time that is left to a process whose launcher is dead. changes: of `state`."""
     with turn:
         state.update(changes)
@@ -154,7 +160,7 @@ def set_alarm(**changes):
 
 
 @contextlib.contextmanager
-def writing():
+def writing() -> Iterator[None]:
     """Around the writing of a checkpoint, for which a process may live on longer without its launcher."""
     set_alarm(writing=True)
     try:
@@ -163,7 +169,7 @@ def writing():
         set_alarm(writing=False)
 
 
-def claim(folder):
+def claim(folder: Path) -> int | None:
     """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
     Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
     until it is closed, or None on a file system without locks."""
@@ -187,15 +193,15 @@ def claim(folder):
     raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
 
 
-def take_part_in_mpi():
+def take_part_in_mpi() -> None:
     """Sets the variables that torchrun sets, if mpirun started this process, as MULTI_CPU files with mpirun_config do.
     Accelerate reads those of the MPI programs itself."""
     theirs = {name: next((os.environ[n] for n in names if n in os.environ), None) for name, names in MPI.items()}
     if "LOCAL_RANK" not in os.environ and None not in theirs.values() and theirs["WORLD_SIZE"] != "1":
-        os.environ |= theirs
+        os.environ |= cast(dict[str, str], theirs)
 
 
-def take_part():
+def take_part() -> None:
     """Sets the variables that torchrun sets, if the script has made the process group without them. Accelerate's
     debug_launcher does this. It also asks for the CPU, which would be refused, and is all there is in a rehearsal."""
     import torch
@@ -210,8 +216,8 @@ def take_part():
         os.environ.pop("ACCELERATE_USE_CPU", None)
 
 
-def rendezvous(timeout):
-    """Waits at most `timeout` (a timedelta) for all processes of this run. Raises Alone and names the missing ranks,
+def rendezvous(timeout: datetime.timedelta) -> None:
+    """Waits at most `timeout` for all processes of this run. Raises Alone and names the missing ranks,
     which torch does not."""
     import torch.distributed as dist
 
@@ -238,9 +244,10 @@ def rendezvous(timeout):
             )
         time.sleep(0.1)
     # multi_tenant: torch's init_process_group makes a store at the same address, and both are served by one server.
-    options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
-    rendezvous.store = store  # init_process_group joins it
+    # init_process_group joins it
+    rendezvous.store = store  # pyrefly: ignore[missing-attribute]
     store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
     store.add("came", 1)
     # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
@@ -250,10 +257,11 @@ def rendezvous(timeout):
             raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
         time.sleep(0.05)
     if by_launcher:
+        # pyrefly: ignore[missing-attribute]
         rendezvous.store = store_of_our_own(store, rank, address, port, options)
 
 
-def store_of_our_own(launchers, rank, address, port, options):
+def store_of_our_own(launchers: "TCPStore", rank: int, address: str, port: int, options: dict[str, Any]) -> "TCPStore":
     """A store that rank 0 serves. The launcher's ends with the launcher, and after that a checkpoint is still saved.
     launchers: its store, at address:port. Rank 0 may be on another machine than the launcher's store."""
     import torch.distributed as dist
@@ -264,14 +272,14 @@ def store_of_our_own(launchers, rank, address, port, options):
         store = served(host, 0, options)
         launchers.set("ours", f"{host} {store.port}")
     else:
-        host, _, port = launchers.get("ours").decode().partition(" ")
+        host, _, serves_at = launchers.get("ours").decode().partition(" ")
         host = address if is_loopback(host) and not on_one_machine() else host
-        store = dist.TCPStore(host, int(port), is_master=False, **options)
-    store.set(f"came/{rank}", launchers.get(f"came/{rank}"))
+        store = dist.TCPStore(host, int(serves_at), is_master=False, **options)
+    store.set(f"came/{rank}", launchers.get(f"came/{rank}"))  # pyrefly: ignore[bad-argument-type]
     return store
 
 
-def served(host, port, options):
+def served(host: str, port: int, options: dict[str, Any]) -> "TCPStore":
     """A store that this process serves at `host`, as the name resolves here, and at no other address of this machine:
     torch would serve it on all of them. It does where the others know the address only by a name that means something
     else here: a loopback address, though they are on other machines, or an address that no interface has."""
@@ -280,28 +288,28 @@ def served(host, port, options):
     listens = None
     with contextlib.suppress(OSError):
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if on_one_machine() or not is_loopback(where[0]):
+        if on_one_machine() or not is_loopback(str(where[0])):
             server = socket.create_server(where, family=family)
             port, listens = server.getsockname()[1], server.detach()
     return dist.TCPStore(host, port, is_master=True, master_listen_fd=listens, **options)
 
 
-def on_one_machine():
+def on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
-def is_loopback(address):
+def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def store():
+def store() -> "Store":
     """The store in which the processes tell each other where they are."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return getattr(rendezvous, "store", None) or _get_default_store()
 
 
-def keep_timeout():
+def keep_timeout() -> None:
     """Gives COLLECTIVE_TIMEOUT, if it is set, to a process group that the script has made: with TrainingArguments, say,
     whose ddp_timeout is 30 minutes."""
     import torch.distributed as dist
@@ -310,19 +318,19 @@ def keep_timeout():
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds()))
 
 
-def several():
+def several() -> bool:
     import torch.distributed as dist
 
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 @functools.cache
-def calls(what):
+def calls(what: str) -> Iterator[int]:
     """A counter of calls per name `what`: in the store each call needs a name of its own."""
     return itertools.count()
 
 
-def wait_for_all(what, value=None):
+def wait_for_all(what: str, value: Any = None) -> list[Any]:
     """Waits until every process is here, in any thread. Returns the `value` of each, JSON. A collective would end the
     run after COLLECTIVE_TIMEOUT, and NCCL with an abort: this waits LONGEST seconds, for work that takes one process
     much longer than others, and raises Alone then, or ConnectionError if a process of this machine ends before."""
@@ -351,7 +359,7 @@ def wait_for_all(what, value=None):
     return values
 
 
-def until(done, end, gives_up):
+def until(done: Callable[[], bool], end: float, gives_up: Callable[[], object]) -> None:
     """Waits until `done`, or until the time `end`, or `gives_up`, which is asked once in a second."""
     asked = time.monotonic()
     while not done() and time.monotonic() < end:
@@ -362,7 +370,7 @@ def until(done, end, gives_up):
         time.sleep(0.01)
 
 
-def ended_without(key):
+def ended_without(key: str) -> int:
     """How many processes of this machine have ended without setting `key`, in which {} is their rank."""
     import torch.distributed as dist
 
@@ -371,13 +379,13 @@ def ended_without(key):
     return sum(not store().check([key.format(rank)]) and gone(rank) for rank in range(first, first + here))
 
 
-def where_pids_count():
+def where_pids_count() -> str:
     """The machine and, in containers, the namespace in which process ids are those of this process."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
 
 
-def gone(rank):
+def gone(rank: int) -> bool:
     """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
     if not store().check([f"came/{rank}"]):
         return False
@@ -389,7 +397,7 @@ def gone(rank):
     return True
 
 
-def answers(address, port):
+def answers(address: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
         return True
     return False

@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CLEAR_REFS = Path("/proc/self/clear_refs")  # "5" resets the peak of the resident size
 PACKAGES = ("torchao", "transformer_engine", "deepspeed")  # that a config may need besides torch and Accelerate
 
 
-def packages():
+def packages() -> list[str]:
     """Which of PACKAGES are installed; TransformerEngine only with its module for torch."""
     installed = [name for name in PACKAGES if importlib.util.find_spec(name)]
     if "transformer_engine" in installed and "transformer_engine_torch" not in sys.modules:
+        # pyrefly: ignore[missing-attribute]
         [folder] = map(Path, importlib.util.find_spec("transformer_engine").submodule_search_locations)
         places = folder.parent, folder, folder / "wheel_lib"  # where TransformerEngine looks for it
         if not any(list(place.glob("transformer_engine_torch*.so")) for place in places):
@@ -29,13 +34,14 @@ def packages():
     return installed
 
 
-def cuda_of_torch():
+def cuda_of_torch() -> str | None:
     """The CUDA version that torch was built for, such as "13.2", or None. Read from a file, without importing torch."""
+    # pyrefly: ignore[missing-attribute]
     file = Path(importlib.util.find_spec("torch").origin).with_name("version.py")
     return (re.search(r"^cuda.*= '(.*)'", file.read_text(), re.MULTILINE) or [None, None])[1]
 
 
-def lacks():
+def lacks() -> list[str]:
     """What is missing of what Triton needs to build its launcher, with the first kernel that torch.compile makes for a
     GPU (triton/runtime/build.py, triton/backends/nvidia/driver.c)."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
@@ -59,7 +65,7 @@ class Machine:
     @property
     def has_fp8(self) -> bool:
         """Whether its accelerator multiplies in FP8."""
-        return (self.capability or (0, 0)) >= (8, 9)
+        return self.capability is not None and self.capability >= (8, 9)
 
 
 def without_accelerator() -> Machine:
@@ -87,16 +93,16 @@ def of_torch() -> Machine:
     """This machine with any accelerator that torch supports."""
     import torch
 
-    if not torch.accelerator.is_available():
+    if not torch.accelerator.is_available() or (accelerator := torch.accelerator.current_accelerator()) is None:
         return without_accelerator()
-    device = torch.accelerator.current_accelerator().type
+    device = accelerator.type
     cuda = device == "cuda"
     name, capability = (torch.cuda.get_device_name(), torch.cuda.get_device_capability()) if cuda else (device, None)
     devices = torch.accelerator.device_count()
     return Machine(device, devices, name, capability, torch.version.cuda, packages(), lacks())
 
 
-def unseen():
+def unseen() -> str | None:
     """Why torch does not see the GPUs that the driver lists, in one line; None if it lists none that is visible."""
     gpus = of_driver()
     if not gpus.devices:
@@ -118,22 +124,23 @@ def unseen():
     )
 
 
-def in_tf32():
+def in_tf32() -> list[str]:
     """In what torch computes fp32 by TF32, with 10 bits of mantissa, on NVIDIA's GPUs from Ampere on."""
     import torch
 
+    # pyrefly: ignore[missing-attribute]
     kinds = {"products": torch.backends.cuda.matmul, "convolutions": torch.backends.cudnn.conv}
     return [what for what, settings in kinds.items() if settings.fp32_precision == "tf32"]
 
 
-def use_tf32(products, convolutions):
+def use_tf32(products: bool, convolutions: bool) -> None:
     """Makes torch compute fp32 by TF32 where this is true, elsewhere by IEEE 754's fp32."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
 
 
-def device_name(device):
+def device_name(device: str) -> str:
     """The name of the accelerator, or of the CPU and its number of cores."""
     if device != "cpu":
         return of_torch().name
@@ -142,7 +149,7 @@ def device_name(device):
     return f"{model or 'CPU'}, {os.cpu_count()} cores"
 
 
-def versions():
+def versions() -> dict[str, str | None]:
     import torch
 
     names = "torch accelerate timm transformers datasets torchao transformer-engine deepspeed numpy".split()
@@ -161,7 +168,7 @@ class Memory:
     On a CPU it is the peak of the resident size minus the resident size at the beginning, before the model was built.
     """
 
-    def __init__(self, device):
+    def __init__(self, device: "torch.device") -> None:
         self.on_cpu = device.type == "cpu"
         self.before, self.note = resident_bytes() if self.on_cpu else 0, None
         if not self.on_cpu:
@@ -177,7 +184,7 @@ class Memory:
                     "the model was built"
                 )
 
-    def peak(self):
+    def peak(self) -> int:
         if not self.on_cpu:
             import torch
 
@@ -187,26 +194,26 @@ class Memory:
         return max(0, highest_resident_bytes() - self.before)
 
 
-def highest_resident_bytes():
+def highest_resident_bytes() -> int:
     """The peak of this process's resident size, since the last reset. Without one in /proc: the size now."""
     lines = Path("/proc/self/status").read_text().splitlines()
     peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
     return peaks[0] if peaks else resident_bytes()
 
 
-def resident_bytes():
+def resident_bytes() -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
 
 
-def trim_memory():
+def trim_memory() -> None:
     """Gives freed memory back to the machine. The C library keeps what large tensors leave, up to their whole size."""
     if hasattr(library := ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim"):
         library.malloc_trim(0)
 
 
-def gpu_utilization(device):
+def gpu_utilization(device: "torch.device") -> int | None:
     """Utilization of this process's GPU in percent, or None if unknown (no GPU, no nvidia-ml-py, MIG, a vGPU)."""
     if device.type != "cuda":
         return None

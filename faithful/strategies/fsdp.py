@@ -320,7 +320,7 @@ def named_layers(plan: "Plan", model: nn.Module) -> list[str]:
     """The classes of `model` that the config names, all of them."""
     classes = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in plan.wrap_classes if name not in classes]:
-        blocks = ", ".join(block_names(model)) or "no repeated blocks"
+        blocks = ", ".join(block_names(model) or ()) or "no repeated blocks"
         raise Refused(
             f"fsdp_transformer_layer_cls_to_wrap names {', '.join(missing)}, and {type(model).__name__} has "
             f"{blocks}: name these, or leave the key out"
