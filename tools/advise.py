@@ -21,14 +21,18 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
      what it calls worse last
 """
 
+import argparse
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypedDict
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful.config import rules  # noqa: E402
+from faithful.config.settings import Settings  # noqa: E402
 from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
@@ -41,7 +45,22 @@ HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
 STUDY = {"equal": 0, "better": 0, "unknown": 1, None: 1, "worse": 2}  # its verdicts, the best first
 
 
-def bytes_sent(settings, parameters):
+class Candidate(TypedDict):
+    """A config that can run."""
+
+    name: str
+    asked: Settings
+    total: int  # these three as `estimate` returns them
+    states: int
+    fits: bool
+    loss: tuple[str | None, str]  # see `known_loss`
+    study: tuple[str | None, str]  # the verdict on `studied`
+    studied: list[dict[str, Any]]
+    speed: float | None
+    sent: float | None
+
+
+def bytes_sent(settings: Settings, parameters: float) -> float | None:
     """Bytes that each process sends in one optimizer step, or None if no rule here covers the config.
 
     A collective over N processes sends (N-1)/N of its tensor; an all-reduce sends twice that. A test compares these
@@ -67,12 +86,12 @@ def bytes_sent(settings, parameters):
     return whole
 
 
-def strategy_name(settings):
+def strategy_name(settings: Settings) -> str:
     """The strategy's name in ORDER."""
     return "fsdp noreshard" if settings.strategy == "fsdp" and settings.noreshard else settings.strategy
 
 
-def known_loss(comparison, name):
+def known_loss(comparison: dict[str, Any] | None, name: str) -> tuple[str | None, str]:
     """The comparison's verdict on this config's loss, as (kind, words); (None, reason) if there is none."""
     if comparison is None:
         return None, "no comparison given"
@@ -87,7 +106,7 @@ def known_loss(comparison, name):
     return measure.get("kind"), f"{comparison['measure']} {report.verdict_words(measure)}"
 
 
-def measured_speed(comparison, name):
+def measured_speed(comparison: dict[str, Any] | None, name: str) -> float | None:
     """Samples per second, if the comparison ran on real hardware and without emulation."""
     for row in comparison["rows"] if comparison else ():
         if row["config"] == name and not row["control"]:
@@ -96,7 +115,7 @@ def measured_speed(comparison, name):
     return None
 
 
-def rank(config):
+def rank(config: Candidate) -> tuple[int, *tuple[float, ...]]:
     """Sort key for the order in the module's docstring; the smallest is recommended."""
     settings, loss = config["asked"], config["loss"][0]
     fp8, fine = settings.precision == "fp8", loss in ("equal", "lower")
@@ -116,13 +135,13 @@ def rank(config):
     )  # compiled: same loss, unknown speed
 
 
-def readable_bytes(size):
+def readable_bytes(size: float) -> str:
     """Bytes in GB or MB."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:,.1f} {name}"
 
 
-def reason(config, memory):
+def reason(config: Candidate, memory: float) -> str:
     """The reason for the recommendation, in one or two sentences."""
     group, settings = rank(config)[0], config["asked"]
     fits = f"It needs about {readable_bytes(config['total'])} of {readable_bytes(memory)} per device"
@@ -150,7 +169,7 @@ def reason(config, memory):
     return f"{fits}, nothing else fits, and its loss is known to be worse: {config['loss'][1]}."
 
 
-def read_comparison(folder):
+def read_comparison(folder: str | Path) -> dict[str, Any]:
     """The report.json of a comparison."""
     file = Path(folder) / "report.json" if Path(folder).is_dir() else Path(folder)
     if not file.is_file():
@@ -164,7 +183,7 @@ def read_comparison(folder):
         raise Refused(f"--comparison {folder}: {error}") from None
 
 
-def arguments(argv):
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = cli.parser("advise", __doc__)
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="choose among these (default: all)")
     parser.add_argument("--memory", help="of one device, as 80GB (default: the device in front of you)")
@@ -173,7 +192,7 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-def settings_of(names, devices):
+def settings_of(names: list[str], devices: int) -> dict[str, Settings]:
     """{config: what it asks for on so many devices}; without names all configs for one device, or for several."""
     files = {file.stem: file for file in sorted((ROOT / "accelerate_configs").glob("*.yml"))}
     for name in names:
@@ -185,7 +204,7 @@ def settings_of(names, devices):
     return {name: config for name, config in settings.items() if (config.strategy != "single") == (devices > 1)}
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     left, words = cli.split(argv)
     args = arguments(left)
     recipe, options = recipe_of(words, "advise --memory 80GB --devices 8 -- vit --model vit_huge")
@@ -203,7 +222,8 @@ def main(argv):
             unable[name] = problems[0]
     wanted = {name: settings for name, settings in wanted.items() if name not in unable}
     memory, _, cpu = memory_of(args.memory)
-    able, parameters = [], None
+    able: list[Candidate] = []
+    parameters = 0
     pretrained = "--pretrained" in options
     for name, sizes, count in estimates(wanted, recipe, options, memory, cpu):
         if isinstance(sizes, Refused):
@@ -225,10 +245,18 @@ def main(argv):
                 "sent": bytes_sent(wanted[name], count),
             }
         )
-    return advise(able, unable, parameters, words, devices, memory / devices if cpu else memory, comparison)
+    return advise(able, unable, parameters, words or [], devices, memory / devices if cpu else memory, comparison)
 
 
-def advise(able, unable, parameters, words, devices, memory, comparison):
+def advise(
+    able: list[Candidate],
+    unable: dict[str, str],
+    parameters: int,
+    words: list[str],
+    devices: int,
+    memory: float,
+    comparison: dict[str, Any] | None,
+) -> int:
     """Prints the table, the recommendation and what nobody has measured. Returns the exit code. memory: for each
     device; on a CPU all processes share it."""
     fitting = [config for config in able if config["fits"]]
@@ -253,7 +281,9 @@ def advise(able, unable, parameters, words, devices, memory, comparison):
     return 0
 
 
-def unmeasured(best, able, parameters, comparison, words):
+def unmeasured(
+    best: Candidate, able: list[Candidate], parameters: int, comparison: dict[str, Any] | None, words: Iterable[str]
+) -> Iterator[str]:
     """What nobody has measured, one line each."""
     if comparison:
         options = {
@@ -275,7 +305,15 @@ def unmeasured(best, able, parameters, comparison, words):
         yield "Nobody has measured the speed of any of them on these devices: ./launch.sh compare does, where they are."
 
 
-def print_table(able, parameters, devices, memory, fitting, spare, words):
+def print_table(
+    able: list[Candidate],
+    parameters: int,
+    devices: int,
+    memory: float,
+    fitting: list[Candidate],
+    spare: list[Candidate],
+    words: list[str],
+) -> None:
     size = f"{parameters / 1e6:,.1f}M parameters, " if parameters else ""
     print(f"{words[0]}: {size}{devices} device{'s' * (devices > 1)} of {readable_bytes(memory)}")
     rows = [["config", "fits", "memory per device", "state, B/param and device", "sent per step", "loss"]]

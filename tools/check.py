@@ -15,11 +15,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful.config import config_file, rules, schema  # noqa: E402
-from faithful.config.settings import TAILS, read_env, to_env  # noqa: E402
+from faithful.config.settings import TAILS, Settings, read_env, to_env  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from tools import cli, find  # noqa: E402
 
@@ -28,7 +29,9 @@ OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "
            "max_restarts")  # fmt: skip
 
 
-def check(path, here, overrides):
+def check(
+    path: Path, here: machine.Machine, overrides: dict[str, Any]
+) -> tuple[list[str], list[str], list[str], Settings | None]:
     """Returns (problems of the file, reasons why this machine cannot run it, notes, what the file asks for)."""
     lines, mapping = config_file.file_problems(path)
     if mapping is None:
@@ -45,7 +48,7 @@ def check(path, here, overrides):
     return lines + unsound, not_here, notes, wanted
 
 
-def description(wanted):
+def description(wanted: Settings) -> str:
     """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`."""
     words = [f"{wanted.strategy} x{wanted.num_processes}"]
     words.append(" ".join(word for word in (wanted.precision, wanted.backend, wanted.level) if word))
@@ -60,7 +63,7 @@ def description(wanted):
     return ", ".join(words) + ("; as FSDP2" if wanted.sharded and fsdp.version == 1 else "")
 
 
-def missing_option(path, here, overrides):
+def missing_option(path: Path, here: machine.Machine, overrides: dict[str, Any]) -> str:
     """The option for accelerate launch that a file leaves out: --num_processes, or "". A file of accelerate_configs/
     runs on all GPUs there are, unless it says the sizes of a device mesh, which are for so many processes."""
     mapping = config_file.read(path)[1] or {}
@@ -72,15 +75,15 @@ def missing_option(path, here, overrides):
     return f"--num_processes {here.devices if ours else config_file.default_processes(mapping, here.devices)}"
 
 
-def threads(wanted, here):
+def threads(wanted: Settings, here: machine.Machine) -> int:
     """The threads of each process where its CPU computes the optimizer step, beside GPUs: its share of the cores.
     Accelerate's own default for several processes is 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = cores // min(here.devices, wanted.num_processes) if here.devices and wanted.offload else 1
     return 1 if "OMP_NUM_THREADS" in os.environ else share
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     parser = cli.parser("check", __doc__)
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
     for name in OPTIONS:
@@ -107,7 +110,7 @@ def main(argv):
         if args.quiet and wanted and not said and (count := threads(wanted, here)) > 1:
             print(f"--num_cpu_threads_per_process {count}")
         failed |= bool(problems) or (bool(args.configs) and bool(not_here))
-        if not (problems or not_here or args.quiet):
+        if wanted and not (problems or not_here or args.quiet):
             print(f"{path.name}: ok ({description(wanted)})")
         for line in () if args.quiet else notes:
             print(f"{path.name}: note: {line}")

@@ -19,11 +19,10 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful.config.settings import read_env, to_env  # noqa: E402
+from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find  # noqa: E402
 
@@ -99,7 +98,7 @@ def wheel(folder: Path) -> str:
     return done.stdout.split()[-1]
 
 
-def refuse_plain(recipe: str, name: str, wanted: dict[str, Any]) -> None:
+def refuse_plain(recipe: str, name: str, wanted: Settings) -> None:
     """Raises Refused unless Accelerate alone does what the config asks for with this recipe."""
     kind = wanted.strategy, wanted.precision
     if kind not in PLAIN or wanted.compile:

@@ -39,15 +39,23 @@ import json
 import multiprocessing
 import re
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import faithful  # noqa: E402
 from faithful.config import config_file, mesh  # noqa: E402
-from faithful.config.settings import read_env, to_env  # noqa: E402
+from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
 from tools import cli, find, host  # noqa: E402
+
+if TYPE_CHECKING:
+    from tools.tracing import Script
+
+Key = tuple[tuple[str, Any], ...]  # `tracing.trace`'s arguments, hashable
 
 CLASSES = ("weights", "gradients", "master", "optimizer", "activations", "communication", "runtime")
 STATES = CLASSES[:4]
@@ -57,7 +65,7 @@ RUNTIME = {"single": 191818004, "several": 210514924}
 LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
-def read_config(file, num_processes=None):
+def read_config(file: Path, num_processes: int | None = None) -> Settings:
     """What a config asks for."""
     mapping = config_file.read(file)[1] or {}
     mapping.setdefault("num_processes", config_file.default_processes(mapping, 0))
@@ -66,14 +74,14 @@ def read_config(file, num_processes=None):
     return read_env(to_env(mapping))
 
 
-def accumulates(words):
+def accumulates(words: list[str]) -> bool:
     """Whether a command line asks for several micro-batches in a step."""
     match = re.search(r"--gradient[_-]accumulation[_-]steps[ =](\d+)", " ".join(words))
     return match is not None and int(match[1]) > 1
 
 
-def tracing_keys(settings):
-    """The two tracings that a config needs, as it is and with checkpoints: `tracing.trace`'s arguments, hashable.
+def tracing_keys(settings: Settings) -> tuple[Key, Key]:
+    """The two tracings that a config needs, as it is and with checkpoints.
 
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
     the dtype they compute in, and a model that is split must be one that can be."""
@@ -96,7 +104,7 @@ def tracing_keys(settings):
     return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
 
 
-def trace_or_reason(module, argv, key):
+def trace_or_reason(module: "ModuleType | Script", argv: list[str], key: Key) -> dict[str, Any] | Refused:
     """What `tracing.trace` finds, or the error that says why it finds nothing."""
     from tools.tracing import Script, trace
 
@@ -110,7 +118,9 @@ def trace_or_reason(module, argv, key):
         return Refused(str(reason).splitlines()[0])
 
 
-def tracings_of(module, argv, settings, tracings):
+def tracings_of(
+    module: "ModuleType | Script", argv: list[str], settings: Settings, tracings: dict[Key, Any]
+) -> list[dict[str, Any]]:
     """The two tracings of a config. tracings: {key: its tracing} of those that were made before or are being made."""
     pair = []
     for key in tracing_keys(settings):
@@ -125,7 +135,9 @@ def tracings_of(module, argv, settings, tracings):
     return pair
 
 
-def estimate(settings, plain, checkpointed, cpu, accumulates=False):
+def estimate(
+    settings: Settings, plain: dict[str, Any], checkpointed: dict[str, Any], cpu: bool, accumulates: bool = False
+) -> dict[str, Any]:
     """Bytes per process by class. accumulates: over micro-batches."""
     strategy, n = settings.strategy, settings.shards
     compute = 4 if settings.precision == "fp32" else 2
@@ -208,7 +220,7 @@ def estimate(settings, plain, checkpointed, cpu, accumulates=False):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def parse_bytes(text):
+def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(?ia)\s*(\d{1,15}(?:\.\d{0,9})?|\.\d{1,9})\s*([kmgt]?)(i?)b?\s*", text)
     if not match:
         raise Refused(f"--memory {short(text)}: write it as 80GB or 24GiB")
@@ -216,7 +228,7 @@ def parse_bytes(text):
     return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix.lower() or " ")))
 
 
-def memory_here():
+def memory_here() -> tuple[int, str]:
     """(bytes of one device, its name): of a GPU, or of this machine for all processes together."""
     import torch
 
@@ -227,7 +239,7 @@ def memory_here():
     return psutil.virtual_memory().available, "this machine's free memory"
 
 
-def memory_of(memory):
+def memory_of(memory: str | None) -> tuple[int, str, bool]:
     """(bytes of one device, what it is, whether all processes share it). memory: as --memory gives it, or None."""
     if memory:
         return parse_bytes(memory), f"{memory} per device", False
@@ -236,7 +248,7 @@ def memory_of(memory):
 
 
 @contextlib.contextmanager
-def two_at_a_time(module, argv, keys):
+def two_at_a_time(module: "ModuleType | Script", argv: list[str], keys: Collection[Key]) -> Iterator[dict[Key, Any]]:
     """{key: its tracing, which is being made} by two processes; {} where there are few to make."""
     if len(keys) < 3:
         yield {}
@@ -246,19 +258,21 @@ def two_at_a_time(module, argv, keys):
         yield {key: pool.apply_async(in_the_fork, (key,)) for key in keys}
 
 
-of_the_fork = {}
+of_the_fork: dict[str, Any] = {}
 
 
-def in_the_fork(key):
+def in_the_fork(key: Key) -> dict[str, Any] | Refused:
     import torch
 
     torch.set_num_threads(1)
     return trace_or_reason(of_the_fork["module"], of_the_fork["argv"], key)
 
 
-def estimates(wanted, recipe, words, memory, cpu):
+def estimates(
+    wanted: dict[str, Settings], recipe: Path, words: list[str], memory: int, cpu: bool
+) -> Iterator[tuple[str, dict[str, Any] | Refused, int]]:
     """Yields (config, its sizes, the number of parameters) as soon as they are known; for a config that cannot be
-    estimated (config, the reason as Refused, None). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
+    estimated (config, the reason as Refused, 0). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
     from tools.tracing import load  # imports torch
 
     reasons = {
@@ -267,7 +281,7 @@ def estimates(wanted, recipe, words, memory, cpu):
         if (lines := mesh.problems(asked.mesh, asked.strategy, asked.precision, asked.num_processes))
     }
     for name, reason in reasons.items():
-        yield name, Refused(reason), None
+        yield name, Refused(reason), 0
     wanted = {name: settings for name, settings in wanted.items() if name not in reasons}
     module = load(recipe)
     keys = dict.fromkeys(key for settings in wanted.values() for key in tracing_keys(settings))
@@ -276,7 +290,7 @@ def estimates(wanted, recipe, words, memory, cpu):
             try:
                 plain, checkpointed = tracings_of(module, words, settings, seen)
             except Refused as reason:
-                yield name, reason, None
+                yield name, reason, 0
                 continue
             sizes = estimate(settings, plain, checkpointed, cpu, accumulates(words))
             needed = sizes["total"] * (settings.num_processes if cpu else 1)
@@ -284,7 +298,7 @@ def estimates(wanted, recipe, words, memory, cpu):
             yield name, sizes, plain["parameters"]
 
 
-def recipe_of(words, example):
+def recipe_of(words: list[str] | None, example: str) -> tuple[Path, list[str]]:
     """(recipe, its options) of the words after `--`. Raises Refused for an option that a recipe does not have.
     example: a command line, for whoever named none."""
     if not words:
@@ -295,7 +309,7 @@ def recipe_of(words, example):
     return recipe, words[1:]
 
 
-def cell(size, unit):
+def cell(size: float, unit: int) -> str:
     return f"{size / unit:,.2f}" if size else "-"
 
 
@@ -304,12 +318,12 @@ class Rows:
 
     HEADS = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
 
-    def __init__(self, names, device, memory):
+    def __init__(self, names: Collection[str], device: str, memory: int) -> None:
         self.width, self.device, self.memory = max(map(len, names), default=6), device, memory
-        self.unit = None
+        self.unit = 0  # bytes; 0 before the first row
 
-    def show(self, recipe, name, sizes, parameters):
-        if self.unit is None:
+    def show(self, recipe: str, name: str, sizes: dict[str, Any], parameters: int) -> None:
+        if not self.unit:
             large = sizes["total"] >= 2**30
             self.unit = 2 ** (30 if large else 20)
             says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {cell(self.memory, self.unit)}"
@@ -318,20 +332,20 @@ class Rows:
         cells = [cell(sizes[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
         self.line([name, str(sizes["num_processes"]), *cells, "yes" if sizes["fits"] else "no"])
 
-    def line(self, cells):
+    def line(self, cells: list[str]) -> None:
         widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         print("  " + line.rstrip(), flush=True)
 
 
-def around_training(phases, unit):
+def around_training(phases: dict[str, dict[str, int]], unit: int) -> str:
     """What the phases need of the host's memory, as a line."""
     each = [f"{name} {cell(size['main'], unit)} ({cell(size['others'], unit)})" for name, size in phases.items()]
     node = cell(max(size["node"] for size in phases.values()), unit)
     return f"on the host, process 0 (each other): {', '.join(each)}; all together at most {node}"
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     left, words = cli.split(argv)
     parser = cli.parser("estimate", __doc__)
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="names or paths (default: all)")

@@ -11,11 +11,14 @@ P is the number of the model's parameters, as in estimate.py. Each process needs
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
+
+from faithful.config.settings import Settings
 
 
 def phases(
-    settings: dict[str, Any],
+    settings: Settings,
     state: float,
     held: float,
     runtime: float,
@@ -35,7 +38,7 @@ def phases(
     sent = 4 * plain["largest"] if settings.ram_efficient else 0  # each process holds it whole
     gathered = 2 * 4 * plain["largest"]  # each process holds it twice for a moment
     build = whole + part + sent, (sent or whole) + part
-    needs = {
+    needs: dict[str, Sequence[float]] = {
         "build": build,
         "save": (held + copy, held + copy),
         "load": [max(size, held) for size in build],
