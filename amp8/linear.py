@@ -210,7 +210,7 @@ class FP8Linear(nn.Linear):
             return F.linear(input.to(dtype), weight.t() if self.transposed else weight, bias)
         refuse_transformed(self.name, input)
         if not input.is_floating_point():
-            raise CodesRead(f"{self.name} gets an input in {str(input.dtype)[6:]}: a Linear takes floating point numbers")
+            raise CodesRead(f"{self.name} gets an input in {str(input.dtype)[6:]}: a Linear takes floats")
         # Evaluation does not update the history, training in eval() does. Recomputing under checkpointing records the
         # same maximum again.
         recording = torch.is_grad_enabled() and (self.training or input.requires_grad or self.weight_trains())

@@ -53,7 +53,11 @@ def test_it_takes_its_input_by_the_name_of_the_layer_that_it_was():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     x, emulated = seeded(4, 64), nn.Sequential(nn.Linear(64, 48))
     emulate.convert(emulated, "tensorwise")
-    for made, name in ((layer()[0], "input"), (emulated[0], "input"), (start(nn.Sequential(conv1d(48, 64)))[0][0], "x")):
+    for made, name in (
+        (layer()[0], "input"),
+        (emulated[0], "input"),
+        (start(nn.Sequential(conv1d(48, 64)))[0][0], "x"),
+    ):
         assert type(made) not in (nn.Linear, conv1d) and torch.equal(made(**{name: x}), made(x))
 
 

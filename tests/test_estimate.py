@@ -38,9 +38,7 @@ def test_gradients_that_fsdp_accumulates_are_whole(vit, seen):
     assert (once, four) == (False, True) and estimate.accumulates(["--gradient-accumulation-steps=2"])
     asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 8)
     plain, checkpointed = estimate.tracings_of(vit, [], asked, seen)
-    reduced, kept = (
-        estimate.estimate(asked | {"accumulates": several}, plain, checkpointed, False) for several in (once, four)
-    )
+    reduced, kept = (estimate.estimate(asked, plain, checkpointed, False, several) for several in (once, four))
     assert reduced["gradients"] == pytest.approx(4 * plain["parameters"] / 8)
     assert kept["gradients"] == pytest.approx(4 * plain["parameters"])
     assert kept["total"] > reduced["total"]
@@ -51,7 +49,7 @@ def test_what_a_sharded_config_needs_around_training(vit, seen, monkeypatch):
     asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 8)
     traced = estimate.tracings_of(vit, [], asked, seen)
     whole = 4 * traced[0]["parameters"]
-    each, once = (estimate.estimate(asked | {"ram_efficient": key}, *traced, cpu=True) for key in (False, True))
+    each, once = (estimate.estimate(replace(asked, ram_efficient=key), *traced, cpu=True) for key in (False, True))
     build, at_once = each["phases"]["build"], once["phases"]["build"]
     assert build["main"] == build["others"] == pytest.approx(whole * 9 / 8 + each["runtime"])
     sent = 4 * traced[0]["largest"]
@@ -202,7 +200,7 @@ def test_more_processes_hold_less_of_what_is_sharded(vit, seen):
 
 @pytest.mark.parametrize(("stage", "weights", "gradients"), [("zero1", 2, 0.5), ("zero2", 2, 1), ("zero3", 0.5, 1)])
 def test_zero_by_rule(vit, seen, stage, weights, gradients):
-    asked = estimate.read_config(CONFIGS / "fsdp_bf16.yml", 4) | {"strategy": stage}
+    asked = replace(estimate.read_config(CONFIGS / "fsdp_bf16.yml", 4), strategy=stage)
     plain, checkpointed = estimate.tracings_of(vit, [], asked, seen.setdefault((), {}))
     guess, elements = estimate.estimate(asked, plain, checkpointed, False), plain["parameters"]
     per = {name: guess[name] / elements for name in estimate.STATES}

@@ -210,7 +210,7 @@ def test_a_symlink_of_the_user_s_and_a_shared_section_are_read(tmp_path):
     (tmp_path / "there.yml").write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\nc: [*a, *a]\n")
     (tmp_path / "mine.yml").symlink_to("there.yml")
     assert documents.read(tmp_path / "mine.yml") == {"a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 1}]}
-    assert settings.of_yaml("a: >-\n  Block,\n  Layer\n") == {"a": "Block, Layer"}
+    assert documents.of_yaml("a: >-\n  Block,\n  Layer\n") == {"a": "Block, Layer"}
 
 
 def test_check_ends_with_2_and_one_line(tmp_path):

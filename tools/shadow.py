@@ -307,12 +307,12 @@ class Weight:
     def receive(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient.clone() if self.gradient is None else self.gradient + gradient
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layer, device = self.layer, x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        layer, device = self.layer, input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         weight = (self.parameter.detach() + layer.port).to(dtype)
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        return F.linear(x.to(dtype), weight.t() if layer.transposed else weight, bias)
+        return F.linear(input.to(dtype), weight.t() if layer.transposed else weight, bias)
 
     def step(self, accelerator: "Accelerator") -> None:
         if self.gradient is None:
