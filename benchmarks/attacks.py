@@ -189,13 +189,14 @@ except ImportError:  # an earlier version
     from faithful import process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 accelerator = Accelerator(project_dir=sys.argv[1])
-does, once = process.explained, iter([True])
+name = "as_refusal" if hasattr(process, "as_refusal") else "explained"
+does, once = getattr(process, name), iter([True])
 def interrupted(*what):
     if next(once, False):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
     return does(*what)
-process.explained = interrupted
+setattr(process, name, interrupted)
 model = torch.nn.Linear(4, 4)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 os.kill(os.getpid(), signal.SIGINT)

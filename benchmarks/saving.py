@@ -58,7 +58,7 @@ def inside(file, layers, width, rounds, folder):
         os.environ["FAITHFUL_ASYNC_SAVE"] = str(int(way == "ours"))
         if way.startswith("ours"):
             accelerator.save_state(path)
-            return lambda: saving.wait(accelerator)
+            return lambda: saving.wait_for_save(accelerator)
         if way == "accelerate":
             accelerate.Accelerator.save_state(accelerator, path)
         elif way == "dcp.save":

@@ -61,7 +61,7 @@ def take_its_place() -> None:
 if __name__ == "__main__":
     from faithful.accelerator import Accelerator
 
-    process.guard(Accelerator)
+    process.install_hooks(Accelerator)
     try:
         main(sys.argv[1:])
     except SystemExit as left:

@@ -32,7 +32,7 @@ from faithful.models import dtypes
 from faithful.plan import describe
 from faithful.saving import saving, whole_weights
 from faithful.scripts import trainer
-from faithful.tensors.names import nudge
+from faithful.tensors.names import perturb
 from faithful.training import clipping, loaders
 from faithful.training.model import PreparedModel, convert, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
@@ -49,7 +49,7 @@ class Accelerator(accelerate.Accelerator):
     # ---- the launch ----
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        process.guard(Accelerator)  # before anything that is refused, or waits for other processes
+        process.install_hooks(Accelerator)  # before anything that is refused, or waits for other processes
         with patches.kept_for(id(self)):
             self.launch(args, kwargs)
 
@@ -57,10 +57,10 @@ class Accelerator(accelerate.Accelerator):
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         trainer.allow_bf16()
-        script, self.made_by = arguments.given(args, kwargs), os.getpid()
-        self.plan = arguments.resolved(script, Accelerator.current)
-        self.strategy, self.backend = strategies.of(self.plan), backends.of(self.plan)
-        merged = arguments.merged(self.plan, script)
+        script, self.made_by = arguments.keyword_arguments(args, kwargs), os.getpid()
+        self.plan = arguments.plan_for(script, Accelerator.current)
+        self.strategy, self.backend = strategies.get_strategy(self.plan), backends.get_backend(self.plan)
+        merged = arguments.with_config(self.plan, script)
         folder, recorded = self.project_folder(merged)
         launcher.keep_timeout()
         super().__init__(**merged)
@@ -80,7 +80,7 @@ class Accelerator(accelerate.Accelerator):
         self.memory = Memory(self.device)
         self.peak: int | None = None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
-        self.looked = False  # at all that is prepared, see `begin`
+        self.validated = False  # at all that is prepared, see `validate_prepared`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
         self.forward_passes = self.backward_passes = 0  # forward: those with gradients, if strategies exchange in them
@@ -94,17 +94,17 @@ class Accelerator(accelerate.Accelerator):
         self.print(f"record: {self.record.shown}")
         for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
             self.note(line)
-        ending.begin(self)
+        ending.remember(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: a copy has no record of its own."""
         return self.__dict__ | {"number": None, "saving": None}
 
-    def __del__(self, leave: Callable[["Accelerator"], None] = ending.leave) -> None:
+    def __del__(self, leave: Callable[["Accelerator"], None] = ending.keep_for_exit) -> None:
         leave(self)
 
     @property
-    def before(self) -> "Accelerator | None":
+    def previous(self) -> "Accelerator | None":
         """The Accelerator that this process has made before this one, or None."""
         return ending.newest(self.number or 0)
 
@@ -151,13 +151,13 @@ class Accelerator(accelerate.Accelerator):
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
         self.first_batch = self.first_batch or (FirstBatch(self.evidence[0].model) if self.evidence else None)
-        self.looked = False
+        self.validated = False
         return prepared if len(args) > 1 else prepared[0]
 
     def perturb(self, models: Iterable[nn.Module]) -> None:
         """Changes every weight to the next larger number."""
         for model in models:
-            nudge(model)
+            perturb(model)
             self.record.seen["nudged"] = True
 
     @property
@@ -173,7 +173,7 @@ class Accelerator(accelerate.Accelerator):
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
         self.freed += [evidence.record for evidence in self.evidence if evidence.complete]
         self.strategy.free(self)
-        self.models, self.epochs, self.looked = [], [], False
+        self.models, self.epochs, self.validated = [], [], False
         self.norms.clear()
         self.steps.losses.clear()
         if self.record.seen["samples_per_step"] is None:
@@ -195,7 +195,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
-            data_loader.worker_init_fn = functools.partial(launcher.loader_process, data_loader.worker_init_fn)
+            data_loader.worker_init_fn = functools.partial(launcher.init_loader_worker, data_loader.worker_init_fn)
         loaders.refuse_indices_without_batches(self, data_loader)
         self.epochs.append(loaders.Epoch())
         return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
@@ -217,7 +217,7 @@ class Accelerator(accelerate.Accelerator):
 
     # ---- steps ----
 
-    def begin(self) -> None:
+    def validate_prepared(self) -> None:
         """Looks at everything that is prepared, and opens the record. Called in each step."""
         if self.uneven:
             raise Refused(
@@ -225,9 +225,9 @@ class Accelerator(accelerate.Accelerator):
                 "steps, and its optimizer's state would be another. Leave even_batches at True to train, or "
                 "only evaluate in it"
             )
-        if self.looked:
+        if self.validated:
             return
-        self.looked = True
+        self.validated = True
         refuse_what_would_not_train(self)
         for evidence in self.evidence:
             evidence.record["optimizer_owns_all"] = not evidence.left_out()
@@ -236,7 +236,7 @@ class Accelerator(accelerate.Accelerator):
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
-        saving.wait(self)  # opening deletes checkpoints that are not complete
+        saving.wait_for_save(self)  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
         if (leading := self.leading()) is not None:
             self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(leading))
@@ -275,7 +275,7 @@ class Accelerator(accelerate.Accelerator):
         self.forward_passes += torch.is_grad_enabled()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self.begin()
+        self.validate_prepared()
         self.stop_if_agreed()
         self.between_steps = False
         self.backward_passes += 1
@@ -287,7 +287,7 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
-        return clipping.clip(self, clipping.listed(parameters), max_norm, norm_type)
+        return clipping.clip(self, clipping.as_list(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         clipping.refuse_by_value(self)
@@ -298,7 +298,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Accelerate's. Without even batches it is for evaluations: `begin` refuses a step in it."""
+        """Accelerate's. Without even batches it is for evaluations: `validate_prepared` refuses a step in it."""
         even = self.even_batches if even_batches is None else even_batches
         self.uneven = self.num_processes > 1 and not even
         try:
@@ -309,7 +309,7 @@ class Accelerator(accelerate.Accelerator):
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
-        self.begin()  # here too, as a script may call loss.backward() itself
+        self.validate_prepared()  # here too, as a script may call loss.backward() itself
         if self.never_accumulates:
             steps = self.gradient_accumulation_steps
             raise Refused(
@@ -337,8 +337,8 @@ class Accelerator(accelerate.Accelerator):
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
-            saving.look(self)
-            process.finish_steps_first(self)
+            saving.poll_save(self)
+            process.handle_signals(self)
 
     def samples_per_step(self) -> int | None:
         if self.record.seen["samples_per_step"] is None and self.first_batch:
@@ -381,7 +381,7 @@ class Accelerator(accelerate.Accelerator):
 
     def newest_checkpoint(self) -> Path | None:
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
-        saving.wait(self)
+        saving.wait_for_save(self)
         with contextlib.suppress(OSError):
             return next(iter(checkpoints.list_checkpoints(saving.default_folder(self))), None)
 

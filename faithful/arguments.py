@@ -46,7 +46,7 @@ OF_THE_CONFIG = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatr
                  "parallelism_config", "dynamo_backend", "dynamo_plugin")  # fmt: skip
 
 
-def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def keyword_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """{name: value} of what a script passed to `Accelerator(*args, **kwargs)`, without Accelerate's defaults."""
     parameters = list(inspect.signature(Original.__init__).parameters.values())[1:]
     named = dict(zip([p.name for p in parameters], args, strict=False)) | kwargs
@@ -60,7 +60,7 @@ def precision(script: dict[str, Any]) -> str | None:
     return None if passed is None or says_precision() else str(passed)
 
 
-def resolved(script: dict[str, Any], before: "Accelerator | None") -> Plan:
+def plan_for(script: dict[str, Any], before: "Accelerator | None") -> Plan:
     """The Plan of this process. before: the Accelerator that this script has created before, or None."""
     return before.plan if before and AcceleratorState._shared_state else resolve(precision(script))
 
@@ -79,11 +79,11 @@ def is_default(plan: Plan, script: dict[str, Any]) -> bool:
         str(script.get("mixed_precision")) == "no"
         and says_precision()
         and plan.precision != "fp32"
-        and not typed(sys.argv[1:])
+        and not has_precision_option(sys.argv[1:])
     )
 
 
-def typed(words: list[str]) -> bool:
+def has_precision_option(words: list[str]) -> bool:
     """Whether a command line has an option for the precision, which argparse lets one shorten."""
     for word in words:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -94,7 +94,7 @@ def typed(words: list[str]) -> bool:
     return False
 
 
-def merged(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
+def with_config(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
     """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
     refuse_missing_trackers(script.get("log_with"))
     given_by_script, script = script, dict(script)
@@ -114,7 +114,7 @@ def merged(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
         handlers.append(InitProcessGroupKwargs(timeout=timeout()))
     for name in ("mixed_precision", "cpu", *OF_THE_CONFIG):
         script.pop(name, None)
-    arguments = strategies.of(plan).arguments(scaling) | backends.of(plan).arguments()
+    arguments = strategies.get_strategy(plan).arguments(scaling) | backends.get_backend(plan).arguments()
     if said := precision(given_by_script):
         arguments = {"mixed_precision": said} | arguments
     handlers += arguments.pop("kwargs_handlers", [])
@@ -149,7 +149,7 @@ def project(
     folders. The script's ProjectConfiguration stays as it is, because the script may give it to several."""
     earlier = []
     while before:
-        earlier, before = [before.record, *earlier], before.before
+        earlier, before = [before.record, *earlier], before.previous
     configuration = merged.get("project_config")
     named = (configuration and configuration.project_dir) or merged.get("project_dir")
     folder = named or settings.default_project_dir()

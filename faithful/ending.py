@@ -37,13 +37,13 @@ def newest(before: int) -> "Accelerator | None":
     return next((run for get in made[:before][::-1] if (run := get()) is not None), None)
 
 
-def begin(accelerator: "Accelerator") -> None:
+def remember(accelerator: "Accelerator") -> None:
     """Takes note of an Accelerator, without keeping it alive: it holds models, optimizers and loaders."""
     accelerator.number = len(made)
     made.append(weakref.ref(accelerator))
 
 
-def leave(
+def keep_for_exit(
     accelerator: "Accelerator",
     at_exit: Callable[[], bool] = sys.is_finalizing,  # which modules do not have any more then
 ) -> None:
@@ -52,7 +52,7 @@ def leave(
         return  # refused, a copy, or the end of the process
     left = type(accelerator).__new__(type(accelerator))
     left.__dict__ |= {name: vars(accelerator)[name] for name in KEPT if name in vars(accelerator)}
-    left.strategy, left.backend = strategies.of(left.plan), backends.of(left.plan)
+    left.strategy, left.backend = strategies.get_strategy(left.plan), backends.get_backend(left.plan)
     left.freed, left.models = accelerator.freed + [evidence.record for evidence in accelerator.evidence], []
     left.steps.losses.clear()
     made[accelerator.number] = lambda: left
@@ -64,7 +64,7 @@ def leave(
 def stop(accelerator: "Accelerator") -> NoReturn:
     """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
     steps = accelerator.steps
-    saving.wait(accelerator)
+    saving.wait_for_save(accelerator)
     folder = Path(accelerator.project_dir, f"checkpoint-{steps.taken}")
     written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoints.MANIFEST).exists()
     [written] = broadcast_object_list([written])
@@ -91,7 +91,7 @@ def how_to_go_on(accelerator: "Accelerator") -> str:
 def finish(accelerator: "Accelerator") -> None:
     """Closes the record when the script calls `end_training`, while the processes can still communicate."""
     record, steps = accelerator.record, accelerator.steps
-    saving.wait(accelerator)
+    saving.wait_for_save(accelerator)
     if not accelerator.closed and record.opened and record.status == "running":
         accelerator.closed, record.status = True, "finished"
         if record.failed_saves:
@@ -107,14 +107,14 @@ def finish(accelerator: "Accelerator") -> None:
         record.release()
         if together:
             accelerator.wait_for_everyone()  # no process may exit while another still receives from it
-    process.handle_signals_as_before()  # there is no step any more to stop after
+    process.restore_signals()  # there is no step any more to stop after
 
 
 def close(accelerator: "Accelerator", error: str | None, code: int) -> int:
     """Writes the final record, however the process ends, also of the Accelerators that the script made before."""
     if accelerator.made_by != os.getpid():  # of the process that has forked this one
         return code
-    saving.wait(accelerator, None if error is None else launcher.GRACE)
+    saving.wait_for_save(accelerator, None if error is None else launcher.GRACE)
     rank_sync.tell("ended")
     record, stopped = accelerator.record, accelerator.record.status == "preempted"
     lost = error is not None and error.startswith((process.ENDED, process.SILENT))
@@ -136,8 +136,8 @@ def close(accelerator: "Accelerator", error: str | None, code: int) -> int:
         code = 1
     if stopped:
         code = 130 if process.interrupted else 143
-    if accelerator.before:
-        code = close(accelerator.before, error, code) or code
+    if accelerator.previous:
+        code = close(accelerator.previous, error, code) or code
     return code
 
 

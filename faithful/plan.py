@@ -69,8 +69,8 @@ def resolve(precision: str | None = None) -> Plan:
 @functools.cache
 def resolved(precision: str | None, process: int) -> Plan:
     debugged = in_debug_launcher()
-    launcher.take_part()
-    launcher.take_part_in_mpi()
+    launcher.adopt_process_group()
+    launcher.adopt_mpi()
     settings = read_env(os.environ | of_script(precision))
     line, file = (None, None) if debugged else launch_line()
     lines, notes, asks_for_cpu = [], [], settings.use_cpu
@@ -211,7 +211,7 @@ def rehearse(plan: Plan) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    strategy = strategies.of(plan)
+    strategy = strategies.get_strategy(plan)
     kind = DistributedType[cast(str, strategy.rehearsed_as)]
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")

@@ -120,9 +120,9 @@ def as_a_script(main):
 
     try:
         main()
-        code = process.leave(None, Accelerator.current)
+        code = process.exit_code_of(None, Accelerator.current)
     except BaseException as problem:
-        code = process.leave(problem, Accelerator.current)
+        code = process.exit_code_of(problem, Accelerator.current)
     os._exit(code)
 
 

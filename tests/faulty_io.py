@@ -77,7 +77,7 @@ class Script:
         self.accelerator.save_state()
         from faithful.saving import saving
 
-        saving.wait(self.accelerator)
+        saving.wait_for_save(self.accelerator)
 
     def resume(self):
         self.accelerator.load_state()

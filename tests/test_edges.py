@@ -154,22 +154,22 @@ def test_a_process_without_its_launcher_says_why_it_ends():
 def test_a_refusal_stands_on_its_own_line_below_a_bar(capfd, monkeypatch):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     bar = tqdm.tqdm(total=3, disable=False, file=sys.stderr)
-    process.say(Refused("why"), "why", None, print)
+    process.print_error_line(Refused("why"), "why", None, print)
     bar.close()
-    process.say(Refused("again"), "again", None, print)
+    process.print_error_line(Refused("again"), "again", None, print)
     lines = capfd.readouterr().err.splitlines()
     assert "refused: why" in lines and "refused: again" in lines and "" not in lines[-1:]
 
 
 def test_this_process_was_not_adopted():
-    assert launcher.adopted() == (os.getppid() == 1 or os.getsid(os.getppid()) != os.getsid(0))
+    assert launcher.is_orphan() == (os.getppid() == 1 or os.getsid(os.getppid()) != os.getsid(0))
 
 
 def test_a_dead_launcher_ends_its_process(monkeypatch):
     done = []
     monkeypatch.setattr(signal, "alarm", lambda seconds: done.append(("alarm", seconds)))
     monkeypatch.setattr(os, "kill", lambda pid, number: done.append((pid, number)))
-    launcher.watch(SimpleNamespace(is_running=lambda: False))
+    launcher.watch_launcher(SimpleNamespace(is_running=lambda: False))
     assert done == [("alarm", launcher.GRACE), (os.getpid(), signal.SIGTERM)]
 
 
@@ -177,7 +177,7 @@ def test_a_scripts_own_worker_init_fn_is_called(monkeypatch):
     seen = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(launcher, "end_with_the_parent", lambda number: None)
-    launcher.loader_process(seen.append, 3)
+    launcher.init_loader_worker(seen.append, 3)
     assert seen == [3]
 
 
@@ -186,7 +186,7 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert launcher.claim(tmp_path) is None
+    assert launcher.lock_folder(tmp_path) is None
 
 
 def test_processes_that_cannot_be_looked_at_are_no_launch(monkeypatch):
@@ -203,7 +203,7 @@ def test_a_module_that_amp8_lacks_is_not_amp8_missing(monkeypatch):
 
     monkeypatch.setattr(linear.importlib, "import_module", missing)
     with pytest.raises(ModuleNotFoundError, match="numpy"):
-        linear.ours("amp8")
+        linear.import_amp8("amp8")
 
 
 def test_a_transformer_engine_that_cannot_be_imported_is_one_line(monkeypatch):
@@ -258,9 +258,9 @@ def test_a_rank_speaks_for_a_silent_rank_0_after_20_seconds(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(process.config, "rank", lambda: 1)
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
-    assert process.may_speak() and next(clock) == 32
+    assert process.may_print() and next(clock) == 32
     monkeypatch.setattr(process, "stop_asked", True)  # its launcher ends it: rank 0 has spoken
-    assert not process.may_speak()
+    assert not process.may_print()
 
 
 @pytest.mark.parametrize(

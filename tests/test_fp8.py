@@ -193,8 +193,8 @@ def test_layers_of_vit_tiny(name, count):
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
     planned = resolved(name)
-    skipped = backends.of(planned).convert(None, model, optimizer)
-    assert converted(backends.of(planned), model) == (count, 0)
+    skipped = backends.get_backend(planned).convert(None, model, optimizer)
+    assert converted(backends.get_backend(planned), model) == (count, 0)
     assert len(skipped) == 49 - count and skipped[0][0] == "head"
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
 
@@ -206,8 +206,8 @@ def test_a_linear_of_another_class_is_named(name, count):
     model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     planned = resolved(name)
-    skipped = backends.of(planned).convert(None, model, optimizer)
-    assert converted(backends.of(planned), model) == (count, 0) and len(skipped) == 4 - count
+    skipped = backends.get_backend(planned).convert(None, model, optimizer)
+    assert converted(backends.get_backend(planned), model) == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
                       "the module around it reads its weight directly")  # fmt: skip
@@ -222,10 +222,10 @@ def counted_under_fsdp(rank, world, backend):
         emulate.convert(model, "delayed")
     else:
         convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    before, mesh = converted(backends.of(asked), model), init_device_mesh("cpu", (world,))
+    before, mesh = converted(backends.get_backend(asked), model), init_device_mesh("cpu", (world,))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
-    backends.of(asked).after_prepare(None, model, None)
+    backends.get_backend(asked).after_prepare(None, model, None)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     model.eval()
     with torch.no_grad():
@@ -233,7 +233,7 @@ def counted_under_fsdp(rank, world, backend):
     plain = [layer.full_tensor() for layer in model.parameters()]
     for weight, bias in zip(plain[::2], plain[1::2], strict=True):
         x = torch.nn.functional.linear(x, weight, bias)
-    after = converted(backends.of(asked), model)
+    after = converted(backends.get_backend(asked), model)
     return [type(layer).__name__ for layer in model], before, after, torch.equal(evaluated, x)
 
 
@@ -316,10 +316,10 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), torch.randn(16, 32)
     before, planned = copy.deepcopy(model), resolved(name)
     optimizer = torch.optim.AdamW(model.parameters())
-    backends.of(planned).convert(None, model, optimizer)
+    backends.get_backend(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
-    backends.of(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
-    assert converted(backends.of(planned), model)[0] >= 2
+    backends.get_backend(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
+    assert converted(backends.get_backend(planned), model)[0] >= 2
 
     def computed(some):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -350,9 +350,9 @@ def on_a_backend(name):
     torch.manual_seed(0)
     model, planned = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), resolved(name)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    backends.of(planned).convert(None, model, optimizer)
+    backends.get_backend(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
-    backends.of(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
+    backends.get_backend(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
     return model, prepared.optimizer
 
 
@@ -413,7 +413,7 @@ def test_a_weight_that_is_computed_stays_in_high_precision_and_trains(name, how)
     model, planned = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), resolved(name)
     COMPUTED[how](model[1])
     trained = [key for key, parameter in model[1].named_parameters() if parameter.requires_grad]
-    skipped = dict(backends.of(planned).convert(None, model, torch.optim.AdamW(model.parameters())))
+    skipped = dict(backends.get_backend(planned).convert(None, model, torch.optim.AdamW(model.parameters())))
     assert skipped["1"] in ("its weight is computed from other parameters", "its weight is not an ordinary parameter")
     model(torch.randn(16, 32)).square().sum().backward()
     own = dict(model[1].named_parameters())

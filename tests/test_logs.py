@@ -150,9 +150,9 @@ def test_a_file_of_the_script_with_the_same_name_is_kept(tmp_path):
 def test_a_folder_in_which_a_run_is_running_is_refused(tmp_path, monkeypatch, locks):
     (tmp_path / "run.json").write_text(json.dumps({"status": "running", "started": "2026"}))
     monkeypatch.setattr(launcher, "GRACE", -5)
-    held = launcher.claim(tmp_path)
+    held = launcher.lock_folder(tmp_path)
     if not locks:
-        monkeypatch.setattr(launcher, "claim", lambda folder: None)
+        monkeypatch.setattr(launcher, "lock_folder", lambda folder: None)
     why = "another run is writing to" if locks else "holds a run that may still be running"
     with pytest.raises(Refused, match=why):
         opened(tmp_path)
@@ -165,7 +165,7 @@ def test_a_folder_in_which_a_run_is_running_is_refused(tmp_path, monkeypatch, lo
 def test_a_run_that_has_ended_lets_another_use_its_folder_while_it_lives(tmp_path):
     text = run(tmp_path, f"""{ONCE}
 import subprocess
-other = "import os; from faithful.launch import launcher; launcher.GRACE = -5; print('locked', launcher.claim(os.sys.argv[1]))"
+other = "import os; from faithful.launch import launcher; launcher.GRACE = -5; print('locked', launcher.lock_folder(os.sys.argv[1]))"
 print(subprocess.run([sys.executable, "-c", other, folder], capture_output=True, text=True).stdout)
 """)  # fmt: skip
     assert "locked " in text and "locked None" not in text

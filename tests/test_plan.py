@@ -169,7 +169,7 @@ def test_the_grammar_of_names():
 
 def merged(planned, **script):
     """The arguments that Accelerate gets for the script's arguments."""
-    return arguments.merged(planned, script)
+    return arguments.with_config(planned, script)
 
 
 SINGLE = plan.Plan(None, "single", 1, "fp32", "cpu", rehearsal=True)
@@ -209,8 +209,11 @@ def test_a_script_that_says_what_the_config_says_is_taken_at_its_word():
     made = merged(fp16, kwargs_handlers=[scaling], project_config=ProjectConfiguration("here"), log_with="tensorboard")
     assert made["kwargs_handlers"] == [scaling] and made["log_with"] == "tensorboard"
     assert made["project_config"].project_dir == "here"
-    assert arguments.given((), {"mixed_precision": None, "log_with": "wandb"}) == {"log_with": "wandb"}
-    assert arguments.given((False,), {"cpu": True}) == {"device_placement": False, "cpu": True}  # by place or by name
+    assert arguments.keyword_arguments((), {"mixed_precision": None, "log_with": "wandb"}) == {"log_with": "wandb"}
+    assert arguments.keyword_arguments((False,), {"cpu": True}) == {
+        "device_placement": False,
+        "cpu": True,
+    }  # by place or by name
 
 
 def test_recipes_name_no_precision():

@@ -105,7 +105,7 @@ def test_no_text_moves_the_terminal(what, terminal):
 
 
 def test_a_traceback_of_a_run_does_not_either(capsys):
-    process.show_whole(sys.__excepthook__, ValueError, ValueError(EVIL), None)
+    process.print_with_rank(sys.__excepthook__, ValueError, ValueError(EVIL), None)
     said = capsys.readouterr().err
     assert said.startswith("ValueError: \\x1b]0;owned") and not [c for c in (*OBEYED, "\r") if c in said]
 

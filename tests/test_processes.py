@@ -396,7 +396,7 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
     assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
 
 
-@pytest.mark.parametrize("where", ["explained", "closed", "finished"])
+@pytest.mark.parametrize("where", ["as_refusal", "close_record", "finished"])
 def test_a_second_ctrl_c_while_the_process_ends(tmp_path, where):
     """It ends with 130 and its line, whatever it is doing at that moment."""
 
@@ -406,7 +406,7 @@ def test_a_second_ctrl_c_while_the_process_ends(tmp_path, where):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell has started pytest with `&`
         accelerator = Accelerator(project_dir=sys.argv[2])
         once = iter([True])
-        name = "explained" if where == "explained" else "closed"
+        name = "as_refusal" if where == "as_refusal" else "close_record"
         does = getattr(process, name)
 
         def interrupted(*what):

@@ -533,7 +533,7 @@ def test_what_fp8_leaves_alone_is_named():
             self.odd, self.plain, self.head = nn.Linear(16, 10), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
             self.head.weight = self.embedding.weight
 
-    assert dict(linear.left_alone(Model())) == {
+    assert dict(linear.skipped_linears(Model())) == {
         "attention.out_proj": "a NonDynamicallyQuantizableLinear, not torch's own Linear",
         "odd": "10 is not a multiple of 16",
         "head": "its weight is that of embedding",

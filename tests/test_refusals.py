@@ -336,7 +336,7 @@ def test_machines_that_cannot_meet_are_named(what, change, end, line):
 def merged(config, script):
     """What Accelerate gets on a machine with GPUs for the script's arguments."""
     strategy, precision = config.split("_")
-    return arguments.merged(plan.Plan(None, strategy, 2, precision, "cuda"), script)
+    return arguments.with_config(plan.Plan(None, strategy, 2, precision, "cuda"), script)
 
 
 @rows(SCRIPT)

@@ -7,7 +7,7 @@ from test_plan import exported_by_accelerate
 from torch import nn
 
 from faithful import Refused
-from faithful.backends.linear import asked_to_skip, left_alone, refuse_unknown
+from faithful.backends.linear import refuse_unknown, skipped_by_config, skipped_linears
 from faithful.config import config_file
 from faithful.config.settings import read_env, to_env
 
@@ -48,17 +48,22 @@ def test_without_it_each_backend_has_its_own_default(tmp_path):
 
 def test_names_patterns_and_words():
     model = Model()
-    assert asked_to_skip(model, ["first", "last"]) == dict.fromkeys(("patch", "blocks.1.down"), "first or last Linear")
-    assert asked_to_skip(model, ["blocks.?.up", "head"]).keys() == {"head", "blocks.0.up", "blocks.1.up"}
-    assert asked_to_skip(model, ["blocks", "HEAD"]) == {}
+    assert skipped_by_config(model, ["first", "last"]) == dict.fromkeys(
+        ("patch", "blocks.1.down"), "first or last Linear"
+    )
+    assert skipped_by_config(model, ["blocks.?.up", "head"]).keys() == {"head", "blocks.0.up", "blocks.1.up"}
+    assert skipped_by_config(model, ["blocks", "HEAD"]) == {}
     # what was asked by name comes before what could not be; the default comes after it
-    assert dict(left_alone(model, ["head"])) == {"head": "skip"}
-    assert dict(left_alone(model, ["first"])) == {"head": "10 is not a multiple of 16", "patch": "first or last Linear"}
-    assert asked_to_skip(nn.ReLU(), ["first"]) == {}
+    assert dict(skipped_linears(model, ["head"])) == {"head": "skip"}
+    assert dict(skipped_linears(model, ["first"])) == {
+        "head": "10 is not a multiple of 16",
+        "patch": "first or last Linear",
+    }
+    assert skipped_by_config(nn.ReLU(), ["first"]) == {}
     adapted = nn.ModuleDict(
         {"q": nn.ModuleDict({"base_layer": nn.Linear(16, 16), "lora_A": nn.ModuleDict({"default": nn.Linear(16, 16)})})}
     )
-    assert asked_to_skip(adapted, []) == {"q.lora_A.default": "an adapter (LoRA)"}
+    assert skipped_by_config(adapted, []) == {"q.lora_A.default": "an adapter (LoRA)"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_a_pattern_may_be_of_another_model_of_the_script(tmp_path):
         "for model in models:\n"
         "    optimizer = torch.optim.AdamW(model.parameters())\n"
         "    model, optimizer = accelerator.prepare(model, optimizer)\n"
-        "accelerator.begin()\n"
+        "accelerator.validate_prepared()\n"
     )
     path = with_skip(tmp_path, "single_fp8_te", "0, own.1")
     train(path, tmp_path / "run", script=script)

@@ -19,7 +19,7 @@ from amp8 import linear as levels
 from amp8 import optimizer as adam
 from faithful.backends.linear import kind
 from faithful.strategies.base import torch_optimizer
-from faithful.tensors.names import named, unwrapped
+from faithful.tensors.names import plain_names, unwrapped
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -36,7 +36,7 @@ Rows = dict[str, list[float]]  # of a layer: {what: its value at each step}
 def layers_of(model: nn.Module) -> dict[str, Layer]:
     """{name: layer} of all FP8 layers, with the names of the unconverted model."""
     kinds = ("amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
-    modules = named(unwrapped(model).named_modules())
+    modules = plain_names(unwrapped(model).named_modules())
     return {name: layer for name, layer in modules if kind(layer) in kinds}  # pyrefly: ignore[bad-return]
 
 

@@ -118,7 +118,7 @@ class Traced(accelerate.Accelerator):
     optimizer: AcceleratedOptimizer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = arguments.given(args, kwargs)
+        given = arguments.keyword_arguments(args, kwargs)
         kept: dict[str, Any] = {
             name: given[name] for name in given if name not in (*arguments.OF_THE_CONFIG, "project_dir")
         }
@@ -238,7 +238,7 @@ class Trace:
         self.module: Any = module
         self.plan, self.checkpointed, self.split, self.dtype = plan, checkpointed, split, dtype
         self.name, self.script = Path(str(module.__file__)).name, isinstance(module, Script)
-        self.backend = backends.of(plan) if plan.backend else None
+        self.backend = backends.get_backend(plan) if plan.backend else None
         self.memory, self.watching = Memory(), contextlib.ExitStack()
         self.blocks: list[int] | None = None  # parameters of each block
         self.gradients: dict[str, int] | None = None  # bytes, see `gradients`

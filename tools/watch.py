@@ -200,7 +200,7 @@ def watching(watch: Watch) -> type[accelerator.Accelerator]:
             watch.after_update()
 
         def log(self, *args: object, **kwargs: object) -> None:  # repeated steps do not belong to the run's record
-            self.begin()
+            self.validate_prepared()
 
         def save_state(self, *args: Any, **kwargs: Any) -> Any:
             pass

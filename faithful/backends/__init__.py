@@ -30,7 +30,7 @@ def implementation(backend: str | None, strategy: str, rehearsal: bool) -> str:
     return "emulated" if rehearsal and in_software else BACKENDS[backend][1]
 
 
-def of(plan: "Plan") -> Backend:
+def get_backend(plan: "Plan") -> Backend:
     """The Backend of a plan."""
     if plan.implementation == "emulated":
         return Emulated(plan)

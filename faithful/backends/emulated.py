@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, left_alone, ours, wanted
+from faithful.backends.linear import import_amp8, in_bf16, linears_to_convert, skipped_linears
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -36,11 +36,11 @@ class Emulated(Backend):
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
         plan = self.plan
-        skipped = left_alone(model, plan.skip)
-        names = wanted(model, skipped)
+        skipped = skipped_linears(model, plan.skip)
+        names = linears_to_convert(model, skipped)
         if names:
             options = plan.fp8_options if plan.backend == "te" else {}
-            ours("amp8.emulate").convert(model, plan.level, lambda module, name: name in names, **options)
+            import_amp8("amp8.emulate").convert(model, plan.level, lambda module, name: name in names, **options)
             # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
             # pyrefly: ignore[bad-argument-type]
             model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers() if ".fp8_" in name]
@@ -48,4 +48,4 @@ class Emulated(Backend):
 
     def after_backward(self, model: nn.Module) -> None:
         if self.plan.level == "delayed":  # TransformerEngine updates its scales after every micro-batch
-            ours("amp8.emulate").update_scales(model)
+            import_amp8("amp8.emulate").update_scales(model)

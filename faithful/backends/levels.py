@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import asked_to_skip, in_bf16, in_fp8, ours
+from faithful.backends.linear import import_amp8, in_bf16, in_fp8, skipped_by_config
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import GradientsElsewhere, Saved, Strategy, parameter_ids, torch_optimizer
-from faithful.tensors.names import named
+from faithful.tensors.names import plain_names
 
 if TYPE_CHECKING:
     from amp8 import FP8Linear
@@ -49,10 +49,10 @@ class MSAMP(GradientsElsewhere, Backend):
 
     def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the model. Returns [(name, reason)] of the Linear layers not converted. optimizer: read only."""
-        amp8, plan = ours("amp8"), self.plan
+        amp8, plan = import_amp8("amp8"), self.plan
         options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
         recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
-        listed = asked_to_skip(model, plan.skip)
+        listed = skipped_by_config(model, plan.skip)
 
         def skip(name: str, module: nn.Module) -> bool:
             return name in listed
@@ -64,7 +64,7 @@ class MSAMP(GradientsElsewhere, Backend):
         for module in model.modules():
             if isinstance(module, amp8.FP8Linear):
                 module.register_forward_pre_hook(in_fp8_or_not)
-        return [(name, listed.get(name, reason)) for name, reason in named(amp8.report(model)["skipped"])]
+        return [(name, listed.get(name, reason)) for name, reason in plain_names(amp8.report(model)["skipped"])]
 
     def after_prepare(
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
@@ -79,9 +79,9 @@ class MSAMP(GradientsElsewhere, Backend):
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
         with refusals():
             # pyrefly: ignore[missing-attribute]
-            optimizer.optimizer = ours("amp8").optimizer_of(model, torch_optimizer(optimizer))
+            optimizer.optimizer = import_amp8("amp8").optimizer_of(model, torch_optimizer(optimizer))
         run = weakref.ref(accelerator)  # amp8 keeps what it calls as long as the model
-        ours("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
+        import_amp8("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
         return skipped
 
     def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -94,19 +94,19 @@ class MSAMP(GradientsElsewhere, Backend):
         self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clips FP8 gradients and `.grad` by one norm, and returns it."""
-        return ours("amp8").clip_grad_norm_(parameters, max_norm)
+        return import_amp8("amp8").clip_grad_norm_(parameters, max_norm)
 
     def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return ours("amp8").clip_grad_norm_(parameters, math.inf)
+        return import_amp8("amp8").clip_grad_norm_(parameters, math.inf)
 
     def gradients(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
         """The FP8 gradients, which amp8 keeps outside `.grad`."""
-        layers = [layer for layer in map(ours("amp8.comm").linear_of, parameters.values()) if layer is not None]
+        layers = [layer for layer in map(import_amp8("amp8.comm").linear_of, parameters.values()) if layer is not None]
         return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
     def levels(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        return ours("amp8").report(model, torch_optimizer(optimizer))
+        return import_amp8("amp8").report(model, torch_optimizer(optimizer))
 
     def tensors(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -114,7 +114,7 @@ class MSAMP(GradientsElsewhere, Backend):
         """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
         if not converted(model):
             return super().tensors(strategy, model, optimizer)
-        return ours("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
+        return import_amp8("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
 
     def restore(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved
@@ -124,7 +124,7 @@ class MSAMP(GradientsElsewhere, Backend):
         if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
             parts = parts[: int(parts[0]["all/world"])]
         try:
-            ours("amp8").load_exact_state(model, optimizer and torch_optimizer(optimizer), parts)
+            import_amp8("amp8").load_exact_state(model, optimizer and torch_optimizer(optimizer), parts)
         except (KeyError, ValueError) as error:
             raise Refused(f"the checkpoint is of another model: {error}. Build the model as it was") from None
 

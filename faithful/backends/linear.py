@@ -39,7 +39,7 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if is_linear(module)]
 
 
-def asked_to_skip(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:
+def skipped_by_config(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:
     """{name: reason} of the Linear layers that the config's `skip` excludes, and of peft's adapters: FP8 makes products
     of so low a rank no faster, and they are all that is trained. skip: patterns of their names (fnmatch's `*`, `?` and
     `[...]`), and the words `first` and `last`."""
@@ -100,10 +100,10 @@ def refuse_a_derivative(gradient: torch.Tensor) -> None:
         )
 
 
-def left_alone(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -> list[tuple[str, str]]:
+def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -> list[tuple[str, str]]:
     """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
     cannot convert: wrong size, a subclass, a weight that is shared or computed. multiple: of the sizes."""
-    users, listed = {}, asked_to_skip(model, skip)
+    users, listed = {}, skipped_by_config(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name.rpartition(".")[0])
     skipped = []
@@ -127,12 +127,12 @@ def left_alone(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -
     return skipped + [(name, reason) for name, reason in listed.items() if name not in dict(skipped)]
 
 
-def wanted(model: nn.Module, skipped: list[tuple[str, str]]) -> set[str]:
+def linears_to_convert(model: nn.Module, skipped: list[tuple[str, str]]) -> set[str]:
     """The names of the Linear layers that are not skipped."""
     return set(linear_names(model)) - dict(skipped).keys()
 
 
-def ours(name: str) -> ModuleType:
+def import_amp8(name: str) -> ModuleType:
     """Imports a module of amp8. Raises Refused if the folder is missing: a copied project may not have it."""
     try:
         return importlib.import_module(name)

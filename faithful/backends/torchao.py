@@ -9,7 +9,7 @@ from accelerate.utils import AORecipeKwargs
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, kind, left_alone, once_differentiable, wanted
+from faithful.backends.linear import in_bf16, in_fp8, kind, linears_to_convert, once_differentiable, skipped_linears
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Saved, Strategy, torch_optimizer
@@ -48,8 +48,8 @@ class TorchAO(Backend):
     def convert(
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
-        skipped = left_alone(model, self.plan.skip)
-        names = wanted(model, skipped)
+        skipped = skipped_linears(model, self.plan.skip)
+        names = linears_to_convert(model, skipped)
         if self.gathered_in_fp8:
             refuse_uneven(model, sorted(names), self.plan.num_processes // self.plan.replicas)
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, left_alone, once_differentiable
+from faithful.backends.linear import in_bf16, in_fp8, once_differentiable, skipped_linears
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.models.blocks import block_names
-from faithful.tensors.names import named, unwrapped
+from faithful.tensors.names import plain_names, unwrapped
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -50,7 +50,7 @@ class TransformerEngine(Backend):
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
         plan = self.plan
-        te, skipped = package(), left_alone(model, plan.skip, multiple(plan))
+        te, skipped = package(), skipped_linears(model, plan.skip, multiple(plan))
         for parent_name, parent in list(model.named_modules()):
             for child_name, child in list(parent.named_children()):
                 name = f"{parent_name}.{child_name}".lstrip(".")
@@ -78,7 +78,9 @@ class TransformerEngine(Backend):
     def tensors(
         self, strategy: "Strategy", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> dict[str, torch.Tensor]:
-        scales = {tensor_keys.scales(name): tensor.detach() for name, tensor in named(state(unwrapped(model)).items())}
+        scales = {
+            tensor_keys.scales(name): tensor.detach() for name, tensor in plain_names(state(unwrapped(model)).items())
+        }
         return super().tensors(strategy, model, optimizer) | scales
 
     @torch.no_grad()
@@ -88,7 +90,7 @@ class TransformerEngine(Backend):
         saved = cast("Mapping[str, torch.Tensor]", parts)
         rest = {place: part for place, part in saved.items() if tensor_keys.kind(place) != tensor_keys.SCALES}
         super().restore(strategy, model, optimizer, rest)
-        for name, tensor in named(state(unwrapped(model)).items()):
+        for name, tensor in plain_names(state(unwrapped(model)).items()):
             if tensor_keys.scales(name) not in saved:
                 raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")
             tensor.copy_(saved[tensor_keys.scales(name)])

@@ -204,7 +204,7 @@ class Save:
 
         def run() -> None:
             try:
-                with launcher.writing():
+                with launcher.saving_may_outlive_launcher():
                     self.write(parts, state)
             except Exception as problem:  # another process has ended: this one ends of it in its next collective
                 self.error = str(problem)

@@ -19,7 +19,7 @@ from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8, kind, linear_names, refuse_unknown
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
-from faithful.tensors.names import elements, fingerprint, named, parameters_of, size, unwrapped
+from faithful.tensors.names import elements, fingerprint, parameters_of, plain_names, size, unwrapped
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -43,7 +43,7 @@ class Calls:
     watched, which would compile it again: there it is those that are frozen and in eval()."""
 
     def __init__(self, backend: Backend, model: nn.Module, compiled: bool) -> None:
-        modules = named(unwrapped(model).named_modules())
+        modules = plain_names(unwrapped(model).named_modules())
         self.layers = {name: module for name, module in modules if backend.kinds.get(kind(module), (0, 0))[0]}
         self.called: set[nn.Module] = set()
         self.in_fp8: set[nn.Module] = set()
@@ -94,7 +94,7 @@ class Evidence:
             "linear_names": layers.names,
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
             "layernorm_converted": norms,
-            "share_converted": share(self.strategy, self.backend, model),
+            "share_converted": share_in_fp8(self.strategy, self.backend, model),
             "large_not_converted": large_outside(self.strategy, self.backend, model),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
@@ -169,7 +169,7 @@ class Evidence:
             self.calls = None
         mine = self.updated_by(optimizer)
         elsewhere = self.backend.gradients(mine)
-        gradients = add(
+        gradients = summed(
             [self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer), elements(elsewhere)]
         )
         self.record["dtypes"]["gradients"] = gradients
@@ -181,7 +181,7 @@ class Evidence:
         record, kinds = self.record, self.backend.kinds
         record["linear_converted"] -= sum(kinds[kind(layer)][0] for layer in outside.values())
         record["linear_skipped"] += [{"name": name, "reason": "frozen and in eval()"} for name in outside]
-        record["share_converted"] = share(self.strategy, self.backend, self.model, set(outside.values()))
+        record["share_converted"] = share_in_fp8(self.strategy, self.backend, self.model, set(outside.values()))
         if not record["linear_converted"] and not self.plan.compile:
             raise Refused(
                 "asked for fp8, but no Linear layer has computed in FP8 in the first step: those that could are frozen "
@@ -237,7 +237,7 @@ class Evidence:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (counts, sizes))
         everyone = everyone[: len(everyone) // self.plan.replicas]  # hsdp: the other replicas hold the same
-        whole_counts, whole = (add(list(parts)) for parts in zip(*everyone, strict=True))
+        whole_counts, whole = (summed(list(parts)) for parts in zip(*everyone, strict=True))
         sharded = self.strategy.sharded_kinds
         for key in sizes.keys() - set(sharded):  # each process holds these whole
             whole[key] = sizes[key]
@@ -363,7 +363,7 @@ def converted(backend: Backend, model: nn.Module) -> tuple[int, int]:
     return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
 
 
-def share(strategy: Strategy, backend: Backend, model: nn.Module, outside: Collection[nn.Module] = ()) -> float:
+def share_in_fp8(strategy: Strategy, backend: Backend, model: nn.Module, outside: Collection[nn.Module] = ()) -> float:
     """The fraction of the model's parameters in layers that compute in FP8. outside: layers that do not."""
     layers = [module for module in model.modules() if kind(module) in backend.kinds and module not in outside]
     inside = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
@@ -383,11 +383,11 @@ def large_outside(strategy: Strategy, backend: Backend, model: nn.Module) -> lis
     return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]
 
 
-def add(parts: list[Any]) -> Any:
+def summed(parts: list[Any]) -> Any:
     """Adds nested dicts of integers and lists key by key. Of other values it takes the first."""
     if isinstance(parts[0], dict):
         keys = dict.fromkeys(key for part in parts for key in part)
-        return {key: add([part[key] for part in parts if key in part]) for key in keys}
+        return {key: summed([part[key] for part in parts if key in part]) for key in keys}
     if isinstance(parts[0], list):
         return [value for part in parts for value in part]
     return sum(parts) if isinstance(parts[0], int) else parts[0]

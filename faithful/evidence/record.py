@@ -95,7 +95,7 @@ class Record:
     def claim(self) -> None:
         """Locks the folder against other runs, if it exists."""
         if self.main and self.lock is None and self.folder.exists():
-            self.lock = launcher.claim(self.folder)
+            self.lock = launcher.lock_folder(self.folder)
 
     def release(self) -> None:
         """Lets other runs use the folder, when this one has ended."""

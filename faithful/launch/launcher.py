@@ -61,10 +61,10 @@ def end_with_the_launcher() -> None:
     parents = psutil.Process().parents()
     above = [parent for parent in parents if is_launcher(parent)]
     if above:
-        threading.Thread(target=watch, args=(above[0],), daemon=True).start()
+        threading.Thread(target=watch_launcher, args=(above[0],), daemon=True).start()
     if above and above[0] == parents[0]:
         end_with_the_parent(signal.SIGTERM)  # at once; `watch` looks every second
-    if not above and started_by_a_launcher() and adopted():
+    if not above and started_by_a_launcher() and is_orphan():
         line = "error: this process has the environment of a launcher that is gone. To run it without a launcher: "
         printing.at_once(f"{line}unset TORCHELASTIC_RUN_ID and ACCELERATE_DYNAMO_BACKEND\n")
         os._exit(128 + signal.SIGTERM)  # the launcher died while this process was importing torch
@@ -89,7 +89,7 @@ def started_by_a_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
-def adopted() -> bool:
+def is_orphan() -> bool:
     """Whether the parent died, so that init or a process of another session took over."""
     parent = os.getppid()
     return parent == 1 or os.getsid(parent) != os.getsid(0)
@@ -101,11 +101,11 @@ def end_with_the_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def loader_process(own: Callable[[int], object] | None, worker_id: int) -> None:
+def init_loader_worker(own: Callable[[int], object] | None, worker_id: int) -> None:
     """The worker_init_fn of data loaders. own: the script's, or None. Slurm, Docker and Ctrl-C signal every process,
     but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
     # pyrefly: ignore[missing-attribute]
-    multiprocessing.queues.Queue._on_queue_feeder_error = hand_over_the_error
+    multiprocessing.queues.Queue._on_queue_feeder_error = send_worker_error
     if sys.platform == "linux":  # elsewhere it would not end
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -114,7 +114,7 @@ def loader_process(own: Callable[[int], object] | None, worker_id: int) -> None:
         own(worker_id)
 
 
-def hand_over_the_error(queue: "multiprocessing.queues.Queue[Any]", error: Exception, batch: object) -> None:
+def send_worker_error(queue: "multiprocessing.queues.Queue[Any]", error: Exception, batch: object) -> None:
     """Sends the error of a worker that cannot send its batch. multiprocessing would print it, and the training process
     would wait for that batch forever."""
     from torch._utils import ExceptionWrapper
@@ -137,7 +137,7 @@ def end_loader_processes() -> None:
                 child.kill()
 
 
-def watch(launcher: psutil.Process) -> None:
+def watch_launcher(launcher: psutil.Process) -> None:
     """Waits until the launcher dies, then sends SIGTERM to this process, and GRACE seconds later SIGALRM, which ends it
     even if its main thread cannot handle signals."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -160,7 +160,7 @@ def set_alarm(**changes: bool) -> None:
 
 
 @contextlib.contextmanager
-def writing() -> Iterator[None]:
+def saving_may_outlive_launcher() -> Iterator[None]:
     """Around the writing of a checkpoint, for which a process may live on longer without its launcher."""
     set_alarm(writing=True)
     try:
@@ -169,7 +169,7 @@ def writing() -> Iterator[None]:
         set_alarm(writing=False)
 
 
-def claim(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
     Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
     until it is closed, or None on a file system without locks."""
@@ -193,7 +193,7 @@ def claim(folder: Path) -> int | None:
     raise Refused(f"another run is writing to {folder}: let it end, or choose another folder")
 
 
-def take_part_in_mpi() -> None:
+def adopt_mpi() -> None:
     """Sets the variables that torchrun sets, if mpirun started this process, as MULTI_CPU files with mpirun_config do.
     Accelerate reads those of the MPI programs itself."""
     theirs = {name: next((os.environ[n] for n in names if n in os.environ), None) for name, names in MPI.items()}
@@ -201,7 +201,7 @@ def take_part_in_mpi() -> None:
         os.environ |= cast(dict[str, str], theirs)
 
 
-def take_part() -> None:
+def adopt_process_group() -> None:
     """Sets the variables that torchrun sets, if the script has made the process group without them. Accelerate's
     debug_launcher does this. It also asks for the CPU, which would be refused, and is all there is in a rehearsal."""
     import torch
@@ -237,7 +237,7 @@ def rendezvous(timeout: datetime.timedelta) -> None:
     serves = rank == 0 and not by_launcher
     if serves and port_in_use(port):
         raise Alone(f"port {port} of this machine is in use, by another run perhaps: choose another one")
-    while not serves and not answers(address, port):
+    while not serves and not is_listening(address, port):
         if time.monotonic() > end:
             raise Alone(
                 f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
@@ -248,7 +248,7 @@ def rendezvous(timeout: datetime.timedelta) -> None:
     store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
     # init_process_group joins it
     rendezvous.store = store  # pyrefly: ignore[missing-attribute]
-    store.set(f"came/{rank}", f"{os.getpid()} {where_pids_count()}")
+    store.set(f"came/{rank}", f"{os.getpid()} {pid_namespace()}")
     store.add("came", 1)
     # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
     while store.add("came", 0) < world:
@@ -318,7 +318,7 @@ def keep_timeout() -> None:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds()))
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     import torch.distributed as dist
 
     return dist.is_initialized() and dist.get_world_size() > 1
@@ -336,7 +336,7 @@ def wait_for_all(what: str, value: Any = None) -> list[Any]:
     much longer than others, and raises Alone then, or ConnectionError if a process of this machine ends before."""
     import torch.distributed as dist
 
-    if not several():
+    if not is_distributed():
         return [value]
     rank, world, end = dist.get_rank(), dist.get_world_size(), time.monotonic() + LONGEST
     call = f"here/{what}/{next(calls(f'here/{what}'))}"
@@ -376,28 +376,28 @@ def ended_without(key: str) -> int:
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    return sum(not store().check([key.format(rank)]) and gone(rank) for rank in range(first, first + here))
+    return sum(not store().check([key.format(rank)]) and has_ended(rank) for rank in range(first, first + here))
 
 
-def where_pids_count() -> str:
+def pid_namespace() -> str:
     """The machine and, in containers, the namespace in which process ids are those of this process."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
 
 
-def gone(rank: int) -> bool:
+def has_ended(rank: int) -> bool:
     """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
     if not store().check([f"came/{rank}"]):
         return False
     pid, _, where = store().get(f"came/{rank}").decode().partition(" ")
-    if where != where_pids_count():
+    if where != pid_namespace():
         return False
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
     return True
 
 
-def answers(address: str, port: int) -> bool:
+def is_listening(address: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
         return True
     return False

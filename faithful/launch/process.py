@@ -37,7 +37,7 @@ Printer = Callable[[BaseException], object]
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted: float | None = None  # when Ctrl-C came
 left: SystemExit | None = None  # of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
-guarded: int | None = None  # the id of the process that `guard` has prepared
+guarded: int | None = None  # the id of the process that `install_hooks` has prepared
 ended = False  # whether its record is closed
 scripts_handlers: set[signal.Signals] = set()  # signals whose handler is the script's own
 
@@ -53,7 +53,7 @@ def told_to_stop() -> bool:
     return stop_asked
 
 
-def guard(accelerators: "type[Accelerator]") -> None:
+def install_hooks(accelerators: "type[Accelerator]") -> None:
     """Installs what ends a process well, once in each process. The first Accelerator() calls it, so that a program
     which makes none ends as if this package were not imported. accelerators: the class, whose `current` is closed."""
     global guarded, ended
@@ -63,22 +63,22 @@ def guard(accelerators: "type[Accelerator]") -> None:
     printing.survive()
     launcher.end_with_the_launcher()
     hook = sys.excepthook
-    sys.excepthook = functools.partial(show, accelerators, hook)
+    sys.excepthook = functools.partial(excepthook, accelerators, hook)
     names = [] if interactive() else [(sys, "exit"), (builtins, "exit"), (builtins, "quit")]
     exits = [(where, name, getattr(where, name)) for where, name in names if hasattr(where, name)]
     for where, name, _ in exits:
-        setattr(where, name, leave_with)
+        setattr(where, name, exit_and_note)
     if multiprocessing.parent_process() is None:
-        atexit.register(end, accelerators, main_frame())
+        atexit.register(at_exit, accelerators, main_frame())
     else:  # its children end with os._exit, after these
-        multiprocessing.util.Finalize(None, end, (accelerators, None), exitpriority=0)
+        multiprocessing.util.Finalize(None, at_exit, (accelerators, None), exitpriority=0)
 
     def undo() -> None:
         """Makes a forked child a process of its own: it neither closes the record nor waits for a checkpoint."""
         sys.excepthook = hook
         for where, name, original in exits:
             setattr(where, name, original)
-        handle_signals_as_before()
+        restore_signals()
         unblock()
 
     # A signal that comes before `undo` has run waits for it: Python would lose it in a new child.
@@ -105,7 +105,7 @@ def main_frame() -> FrameType | None:
     return frame
 
 
-def what_ended(script: FrameType | None) -> BaseException | None:
+def problem_at_exit(script: FrameType | None) -> BaseException | None:
     """The exception that ends this process, or None. script: what `main_frame` has returned."""
     if multiprocessing.parent_process() is not None:  # an exception passes through its exit handlers
         return sys.exc_info()[1]
@@ -121,15 +121,15 @@ def what_ended(script: FrameType | None) -> BaseException | None:
     return left or Unseen()
 
 
-def end(accelerators: "type[Accelerator]", script: FrameType | None) -> None:
+def at_exit(accelerators: "type[Accelerator]", script: FrameType | None) -> None:
     """Closes the record at Python's exit."""
     if os.getpid() != guarded:  # a child that the script has forked
         return
     launcher.end_loader_processes()
     if ended:  # sys.excepthook has closed it
         return
-    problem = what_ended(script)
-    code = leave(problem, accelerators.current, print_error=None)
+    problem = problem_at_exit(script)
+    code = exit_code_of(problem, accelerators.current, print_error=None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # A thread of gloo may still hold tensors of the last collective. It needs Python's lock to release them, and if
         # it asks for the lock once Python shuts down, the process aborts.
@@ -138,7 +138,7 @@ def end(accelerators: "type[Accelerator]", script: FrameType | None) -> None:
         os._exit(code)
 
 
-def show(
+def excepthook(
     accelerators: "type[Accelerator]",
     before: Hook,
     kind: type[BaseException],
@@ -150,7 +150,7 @@ def show(
         return before(kind, problem, trace)
     if issubclass(kind, KeyboardInterrupt):
         ignore_ctrl_c()
-    code = leave(problem, accelerators.current, lambda problem: show_whole(before, kind, problem, trace))
+    code = exit_code_of(problem, accelerators.current, lambda problem: print_with_rank(before, kind, problem, trace))
     if several_processes():
         # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
         with contextlib.suppress(BaseException):
@@ -159,7 +159,9 @@ def show(
     raise SystemExit(code)  # Python then exits with this code
 
 
-def show_whole(before: Hook, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+def print_with_rank(
+    before: Hook, kind: type[BaseException], problem: BaseException, trace: TracebackType | None
+) -> None:
     """Prints an error in one write, each line with the rank, as torch.distributed does, so that the errors of several
     processes do not mix. before: a sys.excepthook."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -175,14 +177,14 @@ def several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def leave_with(status: Any = None) -> NoReturn:
+def exit_and_note(status: Any = None) -> NoReturn:
     """sys.exit(), which keeps its code for the record."""
     global left
     left = SystemExit(status)
     raise SystemExit(status)
 
 
-def finish_steps_first(run: "Accelerator") -> None:
+def handle_signals(run: "Accelerator") -> None:
     """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
     handlers stay."""
     if threading.current_thread() is not threading.main_thread():
@@ -197,19 +199,19 @@ def finish_steps_first(run: "Accelerator") -> None:
                 run.note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
 
 
-def handle_signals_as_before() -> None:
-    """Undoes `finish_steps_first`."""
+def restore_signals() -> None:
+    """Undoes `handle_signals`."""
     for number, default, ours in HANDLED:
         if signal.getsignal(number) is ours and threading.current_thread() is threading.main_thread():
             signal.signal(number, default)
 
 
-def ask_to_stop(*_: object) -> None:
+def on_sigterm(*_: object) -> None:
     global stop_asked
     stop_asked = True
 
 
-def interrupt(*_: object) -> None:
+def on_sigint(*_: object) -> None:
     """Handles Ctrl-C: the first asks for a checkpoint, the second ends the process at once."""
     global stop_asked, interrupted
     now = time.monotonic()
@@ -223,12 +225,12 @@ def interrupt(*_: object) -> None:
 # What Python has for these signals where nobody has set a handler: none for SIGTERM, so the kernel ends the process,
 # and for SIGINT one that raises KeyboardInterrupt.
 HANDLED = (
-    (signal.SIGTERM, signal.SIG_DFL, ask_to_stop),
-    (signal.SIGINT, signal.default_int_handler, interrupt),
+    (signal.SIGTERM, signal.SIG_DFL, on_sigterm),
+    (signal.SIGINT, signal.default_int_handler, on_sigint),
 )
 
 
-def leave(
+def exit_code_of(
     problem: BaseException | None,
     run: "Accelerator | None",
     print_error: Printer | None = traceback.print_exception,
@@ -240,10 +242,10 @@ def leave(
     if isinstance(problem, KeyboardInterrupt):
         ignore_ctrl_c()
     try:
-        return last_words(problem, run, print_error)
+        return report_end(problem, run, print_error)
     except KeyboardInterrupt as second:  # Ctrl-C while the process ends
         ignore_ctrl_c()
-        return last_words(second, run, print_error)
+        return report_end(second, run, print_error)
 
 
 def ignore_ctrl_c() -> None:
@@ -252,18 +254,18 @@ def ignore_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def last_words(problem: BaseException | None, run: "Accelerator | None", print_error: Printer | None) -> int:
-    problem = explained(problem, run)
+def report_end(problem: BaseException | None, run: "Accelerator | None", print_error: Printer | None) -> int:
+    problem = as_refusal(problem, run)
     error, code = outcome(problem, run)
-    say(problem, error, run, print_error)
-    code = closed(run, error, code)
+    print_error_line(problem, error, run, print_error)
+    code = close_record(run, error, code)
     # os._exit may follow, which writes no buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     return code
 
 
-def explained(problem: BaseException | None, run: "Accelerator | None") -> BaseException | None:
+def as_refusal(problem: BaseException | None, run: "Accelerator | None") -> BaseException | None:
     """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
     does not have, for example whole weights in fp32."""
     if run is None or isinstance(problem, Refused | SystemExit):
@@ -294,7 +296,7 @@ def outcome(problem: BaseException | None, run: "Accelerator | None") -> tuple[s
     return lost_peer(problem, error) or error, 1
 
 
-def say(
+def print_error_line(
     problem: BaseException | None, error: str | None, run: "Accelerator | None", print_error: Printer | None
 ) -> None:
     """Prints why this process ends, if the script has not asked for it. error: what the record says."""
@@ -303,7 +305,7 @@ def say(
     end_the_line_of_a_bar()
     if hasattr(problem, "exit_code"):
         here_alone = getattr(problem, "of_one_process", False)
-        if print_error and (here_alone or may_speak()):
+        if print_error and (here_alone or may_print()):
             for line in (error or "").splitlines():
                 what = "refused" if problem.exit_code == 2 else "error"
                 print(f"{what}: {printing.plain(line)}", file=sys.stderr, flush=True)
@@ -326,7 +328,7 @@ def end_the_line_of_a_bar() -> None:
         print(file=sys.stderr, flush=True)
 
 
-def closed(run: "Accelerator | None", error: str | None, code: int) -> int:
+def close_record(run: "Accelerator | None", error: str | None, code: int) -> int:
     """Closes the record of `run`, if there is one. Returns the exit code: another one if checkpoints were not written,
     or the record cannot be."""
     global ended
@@ -352,7 +354,7 @@ def lost_peer(problem: BaseException, error: str) -> str | None:
     return None
 
 
-def may_speak() -> bool:
+def may_print() -> bool:
     """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait 20 s for it, because torch's
     launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
     if settings.rank() == 0:

@@ -20,7 +20,7 @@ def tell(where: str) -> None:
     """Tells the main process, without waiting for an answer, the call in which this process is, or `ended`."""
     import torch.distributed as dist
 
-    if launcher.several() and dist.get_rank():
+    if launcher.is_distributed() and dist.get_rank():
         with contextlib.suppress(dist.DistError):  # the main process has ended
             launcher.store().set(f"at/{dist.get_rank()}", where)
 
@@ -32,7 +32,7 @@ def all_ranks_called(what: str, needed: bool = False) -> bool:
     a slow process nearly as long as for a collective, and says which one is missing."""
     import torch.distributed as dist
 
-    if not launcher.several():
+    if not launcher.is_distributed():
         return True
     store, call = launcher.store(), f"all_ranks_called/{what}/{next(launcher.calls(what))}"
     if dist.get_rank():

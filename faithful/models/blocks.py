@@ -61,8 +61,10 @@ def compile_blocks(model: nn.Module, compiled_if: Callable[..., bool] | None = N
         block.compile(**options)
         if compiled_if:
             compiled: Any = block._compiled_call_impl
-            block._compiled_call_impl = either(block, compiled, compiled_if)
+            block._compiled_call_impl = compiled_or_eager(block, compiled, compiled_if)
 
 
-def either(block: nn.Module, compiled: Callable[..., Any], compiled_if: Callable[..., bool]) -> Callable[..., Any]:
+def compiled_or_eager(
+    block: nn.Module, compiled: Callable[..., Any], compiled_if: Callable[..., bool]
+) -> Callable[..., Any]:
     return lambda *args, **kwargs: (compiled if compiled_if(block, *args) else block._call_impl)(*args, **kwargs)

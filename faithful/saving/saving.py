@@ -38,7 +38,7 @@ def save_state(accelerator: "Accelerator", output_dir: Path | str | None) -> str
         return str(folder)
     hooks = accelerator._save_model_state_pre_hook.values()
     weights = [accelerator.get_state_dict(model) for model in accelerator._models] if hooks else []
-    wait(accelerator)
+    wait_for_save(accelerator)
     if not together:
         accelerator.note("the main process alone calls save_state: the others' random states are in no checkpoint")
     save = checkpoints.Save(accelerator, folder, not together, project.total_limit)
@@ -54,18 +54,18 @@ def save_state(accelerator: "Accelerator", output_dir: Path | str | None) -> str
         save.error = save.error or str(problem)
     save.step = steps.taken if together else None
     accelerator.saving = save
-    if asynchronous(accelerator) and room_for_a_copy(parts):
+    if saves_behind_training(accelerator) and room_for_a_copy(parts):
         save.behind(state.host_copy(parts), values)
     else:
-        with launcher.writing():
+        with launcher.saving_may_outlive_launcher():
             save.write(parts, values)
-        wait(accelerator)
+        wait_for_save(accelerator)
     project.iteration += 1
     steps.pause()
     return str(folder)
 
 
-def asynchronous(accelerator: "Accelerator") -> bool:
+def saves_behind_training(accelerator: "Accelerator") -> bool:
     """Whether to write while training goes on: FAITHFUL_ASYNC_SAVE (1 or 0), or as the class says. The last checkpoint
     of a run that was told to stop is written at once."""
     choice = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(accelerator.async_save)))
@@ -81,14 +81,14 @@ def room_for_a_copy(parts: dict[str, torch.Tensor]) -> bool:
     return psutil.virtual_memory().available > 2 * size * processes
 
 
-def wait(accelerator: "Accelerator", seconds: float | None = None) -> None:
+def wait_for_save(accelerator: "Accelerator", seconds: float | None = None) -> None:
     """Waits until the checkpoint that is being written is complete, and tells the user if it could not be."""
     if accelerator.saving is not None:
         accelerator.saving.wait(seconds)
-        look(accelerator)
+        poll_save(accelerator)
 
 
-def look(accelerator: "Accelerator") -> None:
+def poll_save(accelerator: "Accelerator") -> None:
     """Takes note of how writing a checkpoint ended, if it has ended."""
     save = accelerator.saving
     if save is None or not save.finished():
@@ -129,7 +129,7 @@ def load_state(accelerator: "Accelerator", input_dir: Path | str | None) -> None
             "folder of the run to go on with"
         )
     accelerator.record.claim()
-    wait(accelerator)
+    wait_for_save(accelerator)
     with readable(default_folder(accelerator) if input_dir is None else input_dir):
         folder = checkpoints.find(accelerator, input_dir, default_folder(accelerator))
     accelerator.resumed = True

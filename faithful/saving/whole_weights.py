@@ -19,7 +19,7 @@ from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import rank_sync
 from faithful.models.averages import WholeTensors
-from faithful.tensors.names import named, parameters_of, unwrapped
+from faithful.tensors.names import parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -32,7 +32,7 @@ def state_dict(
     `get_state_dict`, which is right where the strategy has no other way."""
     need_all(accelerator, model)
     whole = accelerator.strategy.full_state(accelerator, model)
-    whole = dict(named((accelerates() if whole is None else whole).items()))
+    whole = dict(plain_names((accelerates() if whole is None else whole).items()))
     if accelerator.plan.precision != "fp8":
         return whole
     return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}

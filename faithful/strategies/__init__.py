@@ -26,6 +26,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def of(plan: "Plan") -> Strategy:
+def get_strategy(plan: "Plan") -> Strategy:
     """The Strategy of a plan."""
     return STRATEGIES[plan.strategy](plan)

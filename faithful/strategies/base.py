@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.tensors import low_bit
-from faithful.tensors.names import elements, local, named, parameters_of, unwrapped
+from faithful.tensors.names import elements, local, parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
     from accelerate.scheduler import AcceleratedScheduler
@@ -325,7 +325,7 @@ def buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
     model = unwrapped(model)
     derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
     kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
-    return {tensor_keys.buffer(name): local(buffer) for name, buffer in named(kept)}
+    return {tensor_keys.buffer(name): local(buffer) for name, buffer in plain_names(kept)}
 
 
 def refuse_other_model(live: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:

@@ -24,7 +24,7 @@ from faithful.models.blocks import CONTAINERS, block_names, name_blocks
 from faithful.strategies import gathered
 from faithful.strategies.base import Pieces, Saved, Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
 from faithful.tensors import low_bit
-from faithful.tensors.names import fingerprint, named, parameters_of
+from faithful.tensors.names import fingerprint, parameters_of, plain_names
 
 if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
@@ -154,7 +154,7 @@ class FSDP(Strategy):
                 if torch.is_tensor(tensor):
                     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     pieces[name] = like, functools.partial(self.whole, accelerator.device, module, at, name)
-        return dict(named(pieces.items()))
+        return dict(plain_names(pieces.items()))
 
     def whole(self, device: torch.device, module: nn.Module, at: str, name: str) -> torch.Tensor:
         """The whole tensor of this name that the module saves, which is called `at`."""

@@ -25,7 +25,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def named(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+def plain_names(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Yields (name, value) with the names that an unwrapped model has without activation checkpointing, and before the
     script has compiled it."""
     for name, value in pairs:
@@ -34,7 +34,7 @@ def named(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
 
 def parameters_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields (name, parameter) with the names that the model had before it was prepared."""
-    yield from named(unwrapped(model).named_parameters(remove_duplicate=remove_duplicate))
+    yield from plain_names(unwrapped(model).named_parameters(remove_duplicate=remove_duplicate))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def hashable(values: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def nudge(model: nn.Module) -> None:
+def perturb(model: nn.Module) -> None:
     """Changes every weight to the next larger number of its dtype, to measure the effect of rounding."""
     for parameter in model.parameters():
         parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))

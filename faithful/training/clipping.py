@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
 
 
-def keeper(accelerator: "Accelerator") -> GradientsElsewhere | None:
+def gradient_keeper(accelerator: "Accelerator") -> GradientsElsewhere | None:
     """The run's backend or strategy if it keeps gradients outside `.grad`, else None."""
     both = accelerator.backend, accelerator.strategy
     return next((keeper for keeper in both if isinstance(keeper, GradientsElsewhere)), None)
@@ -29,7 +29,7 @@ def keeper(accelerator: "Accelerator") -> GradientsElsewhere | None:
 
 def clip(accelerator: "Accelerator", parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clips the gradients of parameters, and returns their norm over all processes before."""
-    elsewhere = keeper(accelerator)
+    elsewhere = gradient_keeper(accelerator)
     if elsewhere is None:
         accelerator.unscale_gradients()
     elif norm_type != 2:
@@ -38,7 +38,7 @@ def clip(accelerator: "Accelerator", parameters: list[torch.Tensor], max_norm: f
             "2-norm, leave norm_type out"
         )
     norm = (elsewhere or accelerator.strategy).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
-    norm = whole(norm)
+    norm = whole_norm(norm)
     accelerator.norms.keep(parameters, norm)
     return norm
 
@@ -73,11 +73,11 @@ class Norms:
         norms = list({id(norm): norm for norm in norm_of.values() if norm is not None}.values())
         if None not in norm_of.values() and len(norms) == 1:
             return norms[0]
-        if elsewhere := keeper(accelerator):
+        if elsewhere := gradient_keeper(accelerator):
             return elsewhere.norm_of(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         rest = [parameter for parameter in parameters if norm_of[id(parameter)] is None]
-        norms += [whole(total_norm(gradients)) for gradients in by_kind(rest)]
+        norms += [whole_norm(total_norm(gradients)) for gradients in by_kind(rest)]
         return norms[0] if len(norms) == 1 else combined(norms)
 
 
@@ -103,13 +103,13 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(values)
 
 
-def whole(norm: torch.Tensor) -> torch.Tensor:
+def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def refuse_by_value(accelerator: "Accelerator") -> None:
     """Raises Refused where gradients cannot be clipped by value."""
-    if elsewhere := keeper(accelerator):
+    if elsewhere := gradient_keeper(accelerator):
         raise Refused(
             f"clip_grad_value_: {elsewhere.gradients_elsewhere} cannot be clipped by value, use "
             "accelerator.clip_grad_norm_"
@@ -121,12 +121,12 @@ def instead_of_torch(accelerator: "Accelerator", current: Callable[[], "Accelera
 
     A script may have imported them under any name, so the function inside torch's `no_grad` wrapper is replaced.
     """
-    if not keeper(accelerator) and not accelerator.strategy.mixes_dtensors:
+    if not gradient_keeper(accelerator) and not accelerator.strategy.mixes_dtensors:
         return
     for function, ours in (
-        (torch.nn.utils.clip_grad_norm_, norm),
-        (torch.nn.utils.clip_grad_value_, value),
-        (torch.nn.utils.clip_grads_with_norm_, with_norm),
+        (torch.nn.utils.clip_grad_norm_, clip_grad_norm_),
+        (torch.nn.utils.clip_grad_value_, clip_grad_value_),
+        (torch.nn.utils.clip_grads_with_norm_, clip_grads_with_norm_),
     ):
         [inside] = function.__closure__  # pyrefly: ignore[not-iterable]
         if not isinstance(inside.cell_contents, functools.partial):
@@ -135,7 +135,7 @@ def instead_of_torch(accelerator: "Accelerator", current: Callable[[], "Accelera
             patches.replace(row, ours, inside, "cell_contents")
 
 
-def norm(
+def clip_grad_norm_(
     current: Callable[[], "Accelerator"],
     torchs: Callable[..., torch.Tensor],
     parameters: Parameters,
@@ -144,28 +144,28 @@ def norm(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    accelerator, parameters = current(), listed(parameters)
+    accelerator, parameters = current(), as_list(parameters)
     mixed = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
     if is_own(accelerator, parameters) or mixed:
         return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
 
 
-def with_norm(
+def clip_grads_with_norm_(
     current: Callable[[], "Accelerator"], torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any
 ) -> None:
-    parameters = listed(parameters)
-    if is_own(current(), parameters) and (elsewhere := keeper(current())):
+    parameters = as_list(parameters)
+    if is_own(current(), parameters) and (elsewhere := gradient_keeper(current())):
         raise Refused(
             f"clip_grads_with_norm_: {elsewhere.gradients_elsewhere} are not in .grad, use accelerator.clip_grad_norm_"
         )
     return torchs(parameters, *args, **kwargs)
 
 
-def value(
+def clip_grad_value_(
     current: Callable[[], "Accelerator"], torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any
 ) -> None:
-    accelerator, parameters = current(), listed(parameters)
+    accelerator, parameters = current(), as_list(parameters)
     if is_own(accelerator, parameters):
         refuse_by_value(accelerator)
     trained = [parameter for parameter in parameters if parameter.grad is not None]
@@ -174,9 +174,9 @@ def value(
 
 
 def is_own(accelerator: "Accelerator", parameters: list[torch.Tensor]) -> bool:
-    prepared = accelerator.prepared_parameters() if keeper(accelerator) else set()
+    prepared = accelerator.prepared_parameters() if gradient_keeper(accelerator) else set()
     return any(id(parameter) in prepared for parameter in parameters)
 
 
-def listed(parameters: Parameters) -> list[torch.Tensor]:
+def as_list(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
