@@ -95,7 +95,7 @@ class CodedWeight(nn.Parameter):
             )
         if name == "grad" and is_parameter(args[0]):
             gradient = args[0].amp8_linear.gradient
-            return gradient.replace(args[1] if len(args) > 1 else None) if setting else gradient.visible()
+            return gradient.replace(args[1] if len(args) > 1 else None) if setting else gradient.grad()
         if name == "dtype":
             return args[0].amp8_linear.plain_dtype
         if raw and name not in ALIASES:

@@ -206,9 +206,9 @@ class Comm:
             if i in missing and scales[i] == torch.inf:
                 continue
             if i in held:
-                gradient.become(Phase.MEAN, held[i].view(bucket.shapes[i]), scales[i])
+                gradient.set_phase(Phase.MEAN, held[i].view(bucket.shapes[i]), scales[i])
             else:
-                gradient.become(Phase.ELSEWHERE)
+                gradient.set_phase(Phase.ELSEWHERE)
 
     def exchange(
         self, shares: Sequence[torch.Tensor], scales: torch.Tensor

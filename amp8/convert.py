@@ -290,7 +290,7 @@ class State:
         for gradient in self.gradients:
             gradient.settle()
             if gradient.sharding is not None:
-                gradient.show()
+                gradient.expose_grad()
 
     def backward_ended(self) -> None:
         """Under fully_shard, called at the end of a backward pass: `.grad` is then the mean, as FSDP2's is."""
@@ -301,7 +301,7 @@ class State:
         if self.comm is not None and reduced:
             self.comm.finish()
         for gradient in self.gradients:
-            gradient.show()
+            gradient.expose_grad()
         for gradient in arrived if reduced else ():
             parameter = gradient.linear.parameter
             for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
@@ -318,7 +318,7 @@ class State:
         for gradient in used:
             gradient.consume()
         if self.comm is not None:
-            self.comm.finished = any(gradient.due for gradient in self.gradients)
+            self.comm.finished = any(gradient.pending for gradient in self.gradients)
             if self.sharded:
                 self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
         self.update_scales()

@@ -29,7 +29,7 @@ class FP8Gradient(torch.Tensor):
         self.amp8_gradient = gradient
 
     def __repr__(self, **_: object) -> str:
-        return f"FP8Gradient({self.amp8_gradient.readable(False)})"
+        return f"FP8Gradient({self.amp8_gradient.grad_in_fp32(False)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.clone()
@@ -50,13 +50,13 @@ class FP8Gradient(torch.Tensor):
         shared = schema.is_mutable or any(one.alias_info is not None for one in schema.returns)
 
         def value_of(x: Any) -> Any:
-            return x.amp8_gradient.readable(shared) if isinstance(x, cls) else x
+            return x.amp8_gradient.grad_in_fp32(shared) if isinstance(x, cls) else x
 
         result = function(*tree_map(value_of, args), **tree_map(value_of, kwargs or {}))
         return first if schema.is_mutable and isinstance(first, cls) else result
 
 
-class Lent(NamedTuple):
+class GradSnapshot(NamedTuple):
     """What a gradient was when somebody got a view of it in fp32: its magnitude, a bound that is the same on all ranks,
     and its scale. While the magnitude is the same the other two are still right, so that a view which nobody has
     written to changes nothing in the step."""
@@ -66,7 +66,7 @@ class Lent(NamedTuple):
     scale: torch.Tensor
 
     @classmethod
-    def of(cls, value: torch.Tensor, bound: torch.Tensor | None, scale: torch.Tensor) -> "Lent":
+    def of(cls, value: torch.Tensor, bound: torch.Tensor | None, scale: torch.Tensor) -> "GradSnapshot":
         return cls(scaling.amax(value), bound, scale)
 
     def bound_of(self, value: torch.Tensor) -> torch.Tensor:

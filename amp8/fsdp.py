@@ -279,7 +279,7 @@ class ShardComm(Comm):
 
     def launch(self, bucket: Bucket | RowBucket) -> None:
         for gradient in bucket.gradients:
-            gradient.look()
+            gradient.take_user_grad()
             gradient.drop_consumed()
             gradient.keep()  # a mean from an earlier pass does not travel again
         super().launch(bucket)  # pyrefly: ignore[bad-argument-type]
@@ -314,7 +314,7 @@ class ShardComm(Comm):
                 continue
             part = bucket.across_pieces.get(i)
             unrounded = None if part is None else mean.view(-1)[part].clone()
-            gradient.become(Phase.READY, (mean * scales[i]).bfloat16(), scales[i], unrounded=unrounded)
+            gradient.set_phase(Phase.READY, (mean * scales[i]).bfloat16(), scales[i], unrounded=unrounded)
         if bucket.across is not None and self.replicas is not None:
             self.replicas.reduce(bucket.across, device)
             self.sent += self.replicas.sent

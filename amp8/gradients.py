@@ -16,7 +16,7 @@ from . import scaling
 from .coded import CodedWeight, CodesRead
 from .comm import linear_of
 from .compiled import compiled_on_cuda
-from .dotgrad import FP8Gradient, Lent
+from .dotgrad import FP8Gradient, GradSnapshot
 from .phase import AVERAGED, Phase
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ class WeightGradient:
     fp32: fp32 [the weight's shape].
     piece, unrounded: the part of the flattened weight whose mean this rank computes, and its own gradient of that
     part in fp32, while it is READY. It is not sent, so it is not rounded.
-    lent: a Lent, if somebody has a view of `fp32`.
+    lent: a GradSnapshot, if somebody has a view of `fp32`.
     sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. accumulated: the
     mean of earlier backward passes of this step, fp32, a bound on its magnitude that is the same on all ranks, and a
-    Lent, if somebody has a view. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
+    GradSnapshot, if somebody has a view. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
     """
 
     scale: torch.Tensor  # if there are codes
@@ -65,18 +65,18 @@ class WeightGradient:
         self.piece: slice | None = None
         self.sharding: Sharding | None = None
         self.view: torch.Tensor | None = None  # `.grad` of the weight, when somebody has read it
-        self.shown: torch.Tensor | None = None  # under fully_shard: what we have set `.grad` to
+        self.exposed: torch.Tensor | None = None  # under fully_shard: what we have set `.grad` to
         self.misused: Callable[[torch.Tensor], None] | None = None  # our own hook on the weight
         self.clear()
 
-    def become(
+    def set_phase(
         self,
         phase: Phase,
         codes: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         fp32: torch.Tensor | None = None,
         unrounded: torch.Tensor | None = None,
-        lent: Lent | None = None,
+        lent: GradSnapshot | None = None,
     ) -> None:
         """Changes the phase, with the tensors that belong to it. `accumulated` stays."""
         # pyrefly: ignore[bad-assignment]
@@ -84,10 +84,10 @@ class WeightGradient:
         self.lent = lent
 
     def clear(self) -> None:
-        self.accumulated: tuple[torch.Tensor, torch.Tensor, Lent | None] | None = None
-        self.become(Phase.NONE)
-        if self.shown is not None:
-            self.shown = self.sharding.parameter.grad = None  # pyrefly: ignore[missing-attribute]
+        self.accumulated: tuple[torch.Tensor, torch.Tensor, GradSnapshot | None] | None = None
+        self.set_phase(Phase.NONE)
+        if self.exposed is not None:
+            self.exposed = self.sharding.parameter.grad = None  # pyrefly: ignore[missing-attribute]
 
     @property
     def averaged(self) -> bool:
@@ -95,7 +95,7 @@ class WeightGradient:
         return self.phase in AVERAGED
 
     @property
-    def due(self) -> bool:
+    def pending(self) -> bool:
         """Whether it is in FP8 here, and no step has used it."""
         return self.codes is not None and self.phase is not Phase.CONSUMED
 
@@ -123,7 +123,7 @@ class WeightGradient:
         """Rounds this rank's fp32 gradient: it is ready to be sent or used."""
         codes, scale = quantize_gradient(value) if self.lent is None else self.lent.rounded(value)
         unrounded = None if self.piece is None else value.reshape(-1)[self.piece].clone()
-        self.become(Phase.READY, codes, scale, unrounded=unrounded)
+        self.set_phase(Phase.READY, codes, scale, unrounded=unrounded)
 
     def receive(self, port: torch.Tensor) -> None:
         """Hook of the layer's port: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
@@ -144,7 +144,7 @@ class WeightGradient:
     def add(self, new: torch.Tensor) -> None:
         """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
-        self.look()
+        self.take_user_grad()
         self.drop_consumed()  # whoever forgets zero_grad() or calls the model's would add to it
         if comm is not None and self.averaged:  # by an earlier backward pass, perhaps on another stream still
             comm.begin(self)
@@ -158,7 +158,7 @@ class WeightGradient:
         # A loop that says nothing may go on: what has been added to stays in fp32 until the step.
         more = not last or (before is not None and comm is None and not self.state.told)
         if more and self.state.accumulate == "high":
-            self.become(Phase.SUM, fp32=new)
+            self.set_phase(Phase.SUM, fp32=new)
             return
         if comm is not None:
             comm.plan()
@@ -168,19 +168,19 @@ class WeightGradient:
 
     def settle(self) -> None:
         """Prepares the gradient to be sent or used: rounds what is in fp32, and drops what a step has used."""
-        self.look()
+        self.take_user_grad()
         self.drop_consumed()
         if self.phase is Phase.SUM:  # no last micro-batch was announced
             self.store(self.fp32)  # pyrefly: ignore[bad-argument-type]
         elif self.phase is Phase.CHANGED:
             # pyrefly: ignore[bad-argument-type]
-            self.become(Phase.MEAN, *(quantize_gradient if self.lent is None else self.lent.rounded)(self.fp32))
+            self.set_phase(Phase.MEAN, *(quantize_gradient if self.lent is None else self.lent.rounded)(self.fp32))
         elif self.phase is Phase.RUNNING:
             self.round()
 
     # What `.grad` of the weight does
 
-    def visible(self) -> torch.Tensor | None:
+    def grad(self) -> torch.Tensor | None:
         """`.grad`: a tensor, or None if there is no gradient. Under O3 reading it raises an error, on all ranks."""
         elsewhere = self.state.sharded and self.phase is not Phase.NONE
         if self.codes is None and self.fp32 is None and not elsewhere:
@@ -189,14 +189,14 @@ class WeightGradient:
             self.view = FP8Gradient(self, self.shape)
         return self.view
 
-    def readable(self, shared: bool) -> torch.Tensor:
+    def grad_in_fp32(self, shared: bool) -> torch.Tensor:
         """The gradient in fp32 for whoever reads `.grad`. shared: what is returned may be changed, and is the gradient
         from now on."""
         name, comm = self.linear.name, self.state.comm
         if self.state.sharded:
             raise CodesRead(f"{name}.weight.grad is on one rank alone under O3: clip with amp8.clip_grad_norm_")
         if self.of_rows:
-            return self.readable_rows(shared)
+            return self.rows_in_fp32(shared)
         if self.codes is None and self.fp32 is None:
             raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
         if comm is not None and self.phase is Phase.READY:
@@ -209,7 +209,7 @@ class WeightGradient:
         value: torch.Tensor = self.value()  # pyrefly: ignore[bad-assignment]
         if shared and self.codes is not None:
             phase = {Phase.READY: Phase.SUM, Phase.MEAN: Phase.CHANGED}.get(self.phase, self.phase)
-            self.become(phase, fp32=value, lent=Lent.of(value, None, self.scale))
+            self.set_phase(phase, fp32=value, lent=GradSnapshot.of(value, None, self.scale))
         return value
 
     def replace(self, value: torch.Tensor | None) -> None:
@@ -226,7 +226,7 @@ class WeightGradient:
         self.clear()
         if value is not None:
             value = value.detach().to(self.linear.weight.device, torch.float32)
-            self.become(Phase.SUM if self.state.comm is None else Phase.CHANGED, fp32=value)
+            self.set_phase(Phase.SUM if self.state.comm is None else Phase.CHANGED, fp32=value)
 
     def zero(self) -> None:
         """`weight.grad.zero_()`, without a copy in fp32."""
@@ -245,9 +245,9 @@ class WeightGradient:
         """Whether `.grad` is the mean over ranks of this rank's rows."""
         return self.sharding is not None and self.state.comm is not None
 
-    def show(self) -> None:
+    def expose_grad(self) -> None:
         """Sets `.grad` to what can be read: FSDP2's sharded parameter has a DTensor of this rank's rows there."""
-        self.look()
+        self.take_user_grad()
         self.set_grad()
 
     def set_grad(self) -> None:
@@ -257,28 +257,28 @@ class WeightGradient:
             there = self.phase is not Phase.NONE
         if there and self.view is None:
             self.view = self.sharding.gradient_of(self)  # pyrefly: ignore[missing-attribute]
-        self.shown = self.view if there else None
-        self.sharding.parameter.grad = self.shown  # pyrefly: ignore[missing-attribute]
+        self.exposed = self.view if there else None
+        self.sharding.parameter.grad = self.exposed  # pyrefly: ignore[missing-attribute]
 
-    def look(self) -> None:
+    def take_user_grad(self) -> None:
         """Takes over what somebody has set `.grad` to."""
-        if self.sharding is None or self.sharding.parameter.grad is self.shown:
+        if self.sharding is None or self.sharding.parameter.grad is self.exposed:
             return
         value = self.sharding.parameter.grad
         if value is not None:
             value = self.sharding.rows_of(value).detach().clone().float()
-        self.shown = None
+        self.exposed = None
         if not self.of_rows:
             self.clear()
             if value is not None:
-                self.become(Phase.SUM, fp32=value)
+                self.set_phase(Phase.SUM, fp32=value)
         else:
             self.accumulated = None if value is None else (value, scaling.amax(value), None)
             if self.phase not in (Phase.SUM, Phase.READY):  # those are of a backward pass that is not in `.grad` yet
-                self.become(Phase.NONE if value is None else Phase.RUNNING)
+                self.set_phase(Phase.NONE if value is None else Phase.RUNNING)
         self.set_grad()
 
-    def readable_rows(self, shared: bool) -> torch.Tensor:
+    def rows_in_fp32(self, shared: bool) -> torch.Tensor:
         if self.accumulated is None and self.phase not in (Phase.MEAN, Phase.CONSUMED):
             raise CodesRead(f"{self.linear.name}.weight.grad was cleared after it was read: read it again")
         if (comm := self.state.comm) is not None and comm.stream is not None:
@@ -291,9 +291,9 @@ class WeightGradient:
             mean, bound, lent = self.accumulated
             scale = scaling.gradient_scale(bound)
         if shared and lent is None:
-            self.accumulated = mean, bound, Lent.of(mean, bound, scale)
+            self.accumulated = mean, bound, GradSnapshot.of(mean, bound, scale)
             if self.phase is Phase.MEAN:
-                self.become(Phase.RUNNING)
+                self.set_phase(Phase.RUNNING)
         return mean
 
     def backward_runs(self, _: torch.Tensor) -> None:
@@ -309,7 +309,7 @@ class WeightGradient:
             # pyrefly: ignore[bad-assignment]
             self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, None
         if self.averaged:
-            self.become(Phase.NONE)
+            self.set_phase(Phase.NONE)
 
     def add_mean(self, mean: torch.Tensor, scale: torch.Tensor) -> None:
         """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
@@ -318,13 +318,13 @@ class WeightGradient:
             before, bound_before, lent = self.accumulated
             mean, bound = mean + before, bound + (bound_before if lent is None else lent.bound_of(before))
         self.accumulated = mean, bound, None
-        self.become(Phase.RUNNING)
+        self.set_phase(Phase.RUNNING)
         if self.state.accumulate == "fp8" or not self.state.more_to_come():
             self.round()
 
     def nothing_to_add(self) -> None:
         """No rank had a gradient to send."""
-        self.become(Phase.NONE if self.accumulated is None else Phase.RUNNING)
+        self.set_phase(Phase.NONE if self.accumulated is None else Phase.RUNNING)
 
     def round(self) -> None:
         """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale, unless
@@ -332,9 +332,9 @@ class WeightGradient:
         (mean, bound, lent), self.accumulated = self.accumulated, None  # pyrefly: ignore[not-iterable]
         if lent is None:
             scale = scaling.gradient_scale(bound)
-            self.become(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
+            self.set_phase(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
         else:
-            self.become(Phase.MEAN, *lent.rounded(mean))  # pyrefly: ignore[bad-argument-type]
+            self.set_phase(Phase.MEAN, *lent.rounded(mean))  # pyrefly: ignore[bad-argument-type]
 
 
 @torch.no_grad()
@@ -360,7 +360,7 @@ def clip_grad_norm_(
     states = {id(gradient.state): gradient.state for gradient in converted}.values()
     for state in states:
         state.finish()
-    converted = [gradient for gradient in converted if gradient.due]
+    converted = [gradient for gradient in converted if gradient.pending]
     gradients = [p.grad for p in parameters if linear_of(p) is None and p.grad is not None]
     ordinary = [gradient for gradient in gradients if not hasattr(gradient, "placements")]
     sharded: list[Any] = [gradient for gradient in gradients if hasattr(gradient, "placements")]  # fully_shard's

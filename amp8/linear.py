@@ -41,7 +41,7 @@ class FP8Linear(nn.Linear):
     transposed = False  # the weight is [out, in]
     sharding: "Sharding | None" = None  # under fully_shard: where the weight's rows are
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
-    OURS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
+    FP8_ATTRS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained", "own",
             "plain_dtype", "cast")  # fmt: skip
     name: str
@@ -307,7 +307,7 @@ class FP8Linear(nn.Linear):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied = memo[id(self)] = self.plain_class.__new__(self.plain_class)
-        own = {key: value for key, value in self.__dict__.items() if key not in self.OURS + self.SCALING}
+        own = {key: value for key, value in self.__dict__.items() if key not in self.FP8_ATTRS + self.SCALING}
         copied.__dict__.update(copy.deepcopy(own, memo))
         return copied
 

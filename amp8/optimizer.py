@@ -121,7 +121,7 @@ class Adam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 linear = linear_of(parameter)
                 if linear is not None:
-                    if linear.gradient.due:
+                    if linear.gradient.pending:
                         if linear.parameter is not parameter or linear.gradient.linear is not linear:
                             raise RuntimeError("a converted layer has another weight now: call amp8.initialize last")
                         converted.append(parameter)

@@ -495,11 +495,11 @@ def test_a_gradient_says_what_it_is():
     gradient = model[0].gradient
     assert gradient.phase is Phase.NONE and gradient.value() is None
     model(seeded(8, 64)).sum().backward()
-    assert gradient.phase is Phase.READY and gradient.due
+    assert gradient.phase is Phase.READY and gradient.pending
     model(seeded(8, 64)).sum().backward()
-    assert gradient.phase is Phase.SUM and gradient.codes is None and not gradient.due
+    assert gradient.phase is Phase.SUM and gradient.codes is None and not gradient.pending
     optimizer.step()
-    assert gradient.phase is Phase.CONSUMED and not gradient.due and gradient.value() is not None
+    assert gradient.phase is Phase.CONSUMED and not gradient.pending and gradient.value() is not None
     model(seeded(8, 64)).sum().backward()
     assert gradient.phase is Phase.READY
     optimizer.zero_grad()
