@@ -31,15 +31,16 @@ from provenance import ROOT, save
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
 FAMILIES = {  # name: what pytest is given
-    "names in files": ["tests/test_strangers.py", "-k", "name or symlink or only_a_file or leave_its_folder"],
-    "damaged checkpoints": ["tests/test_strangers.py", "tests/test_checkpoint.py", "-k",
+    "names in files": ["tests/checkpoint/test_strangers.py", "-k",
+                       "name or symlink or only_a_file or leave_its_folder"],
+    "damaged checkpoints": ["tests/checkpoint/test_strangers.py", "tests/checkpoint/test_checkpoint.py", "-k",
                             "unsound or forged or damaged or no_run_writes or not_the_model_s or no_byte"],
-    "damaged rows and records": ["tests/test_strangers.py", "-k", "torn or history or record"],
-    "configs and options": ["tests/test_fuzz_inputs.py"],
-    "data and files": ["tests/test_fuzz_files.py"],
-    "numbers of options and keys": ["tests/test_ranges.py"],
-    "what reaches a terminal": ["tests/test_printing.py"],
-    "pages": ["tests/test_page.py", "tests/test_show.py"],
+    "damaged rows and records": ["tests/checkpoint/test_strangers.py", "-k", "torn or history or record"],
+    "configs and options": ["tests/recipes/test_fuzz_inputs.py"],
+    "data and files": ["tests/recipes/test_fuzz_files.py"],
+    "numbers of options and keys": ["tests/config/test_ranges.py"],
+    "what reaches a terminal": ["tests/launch/test_printing.py"],
+    "pages": ["tests/tools/test_page.py", "tests/tools/test_show.py"],
 }  # fmt: skip
 STEPS = ["--model", "vit_nano", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0", "--logging_steps", "1"]
 LAUNCH = ["tools/accelerate_launch.py", "--config_file"]

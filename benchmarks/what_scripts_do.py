@@ -2,8 +2,8 @@
 
     python benchmarks/what_scripts_do.py --output results/what_scripts_do.json
 
-The rows are those of tests/scripts/habits.py, judged as tests/test_live.py judges them. --before: what an earlier run
-of this script wrote, whose outcomes are kept beside today's.
+The rows are those of tests/scripts/habits.py, judged as tests/models/test_live.py judges them. --before: what an
+earlier run of this script wrote, whose outcomes are kept beside today's.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from provenance import ROOT, save
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "models", "scripts"))]
 from conftest import Ranks  # noqa: E402
 from test_live import CELLS, NEAR, outcomes, rows_of  # noqa: E402
 

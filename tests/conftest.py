@@ -1,6 +1,6 @@
 """Runs the recipes' own `main` in forked ranks. The session imports torch only once, which saves seconds per launch.
 
-A rank gets the environment that `accelerate launch` exports for the config (tests/test_plan.py compares the two), so a
+A rank gets the environment that `accelerate launch` exports for the config (tests/config/test_plan.py compares the two), so a
 forked run takes the same path as a launched one. Tests look at the files that a run leaves.
 """
 

@@ -26,7 +26,7 @@ CUDA's rules only those written below are known. What a card could still refuse,
     import pretend      # before torch
     pretend.wear()      # from here on this process has one GPU
 
-`python tests/pretend.py` forks runs of the recipes on the device, see `serve`; tests/test_pretend.py asks it to.
+`python tests/pretend.py` forks runs of the recipes on the device, see `serve`; tests/backends/test_pretend.py asks it to.
 """
 
 import contextlib

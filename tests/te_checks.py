@@ -1,4 +1,4 @@
-"""TransformerEngine's own Python on a pretended GPU, with kernels pretended by fake_tex.py. tests/test_te.py runs this
+"""TransformerEngine's own Python on a pretended GPU, with kernels pretended by fake_tex.py. tests/backends/test_te.py runs this
 file in a process of its own, because neither may leak into other tests:
 
     PYTHONPATH=tests python -m pytest -p pretend tests/te_checks.py

@@ -3,7 +3,8 @@
 In plain torch the optimizer updates the parameters that a script sees. So whatever a script writes has its effect: the
 values of parameters, `.grad`, `requires_grad`, hooks, `training`, the dtype; before `prepare`, in a forward pass,
 between backward and step, between steps. Strategies and backends that update other tensors (shards, masters, codes)
-have to keep them in step with the model. This module says when, `Strategy` says how; tests/test_live.py has the table.
+have to keep them in step with the model. This module says when, `Strategy` says how;
+tests/models/test_live.py has the table.
 """
 
 from typing import TYPE_CHECKING

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from faithful.accelerator import Accelerator
 
-# The kinds of split that tests/test_tp.py compares with one process: losses, gradients and norms.
+# The kinds of split that tests/strategies/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
 
 

@@ -1,4 +1,4 @@
-"""Ordinary idioms of training scripts, one function each, for tests/test_idioms.py.
+"""Ordinary idioms of training scripts, one function each, for tests/models/test_idioms.py.
 
 Each takes an Accelerator, ours or a stand-in of plain torch, and returns the model that it has trained. The data is the
 same: a process takes its part of the global batch.

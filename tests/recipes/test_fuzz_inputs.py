@@ -23,7 +23,7 @@ from faithful.launch import machine
 from shared import args, sft, text
 from tools import check, find
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = ROOT / "tests" / "corpus"
 CPU = machine.without_accelerator()
 MANY = settings(max_examples=20_000, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck))  # fmt: skip

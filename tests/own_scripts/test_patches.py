@@ -63,7 +63,7 @@ def process():
 
 def test_importing_changes_nothing():
     code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/own_scripts")!r}]
 import signal, accelerate, torch
 signal.signal(signal.SIGTERM, lambda *_: None)
 from test_patches import process, replaced

@@ -48,7 +48,7 @@ ARGV = {
     "name", ["vit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "gpt", "bert", "diffusion", "sft"))]
 )
 def test_it_runs_with_accelerate_s_own_accelerator(tmp_path, name):
-    """--plain: nothing of ours but the recipe and its part of shared/; tests/test_plain.py compares the losses."""
+    """--plain: nothing of ours but the recipe and its part of shared/; tests/recipes/test_plain.py compares the losses."""
     written = tool.copy(name, "single_fp32", tmp_path / "mine", plain=True)
     pages = [(tmp_path / "mine" / path).read_text() for path in written]
     assert not [page for page in pages if "import faithful" in page or "from faithful" in page]
