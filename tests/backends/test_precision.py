@@ -52,7 +52,7 @@ def test_what_somebody_typed_stays_a_contradiction(monkeypatch, words):
 
 @pytest.mark.parametrize("words", [["no"], ["--mix_ratio", "1"], ["--mixup"], ["--model", "mixed_precision"], []])
 def test_what_is_no_option_for_the_precision(words):
-    assert not arguments.is_interactive_line(words)
+    assert not arguments.has_precision_option(words)
 
 
 def test_no_dynamo_backend_is_none(monkeypatch):
