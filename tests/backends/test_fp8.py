@@ -26,6 +26,7 @@ from faithful.backends import torchao, transformer_engine
 from faithful.config import config_file
 from faithful.config.settings import read_env, to_env
 from faithful.evidence.evidence import converted
+from faithful.launch.machine import Machine
 from faithful.models.blocks import compile_blocks
 from shared import images, vision
 
@@ -160,9 +161,7 @@ def resolved(name):
     import yaml
 
     found = read_env(to_env(yaml.safe_load((CONFIGS / f"{name}.yml").read_text())))
-    fields = {field.name: found[field.name] for field in dataclasses.fields(plan.Plan) if field.name in found}
-    kind = backends.implementation(found["backend"], found["strategy"], rehearsal=True)
-    return plan.Plan(config=name, device="cpu", rehearsal=True, implementation=kind, emulated=True, **fields)
+    return plan.made_of(found, Machine(), name, [])
 
 
 @pytest.mark.parametrize("name", ["fsdp_fp8", "fsdp_fp8_ao_rowwise"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from shared import text, vision
 
 
 def of(name, **changes):
-    return read_env(to_env(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()))) | changes
+    return replace(read_env(to_env(yaml.safe_load((CONFIGS / f"{name}.yml").read_text()))), **changes)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_a_sample_longer_than_the_context_goes_on_from_its_end():
 def test_a_rank_speaks_for_a_silent_rank_0_after_20_seconds(monkeypatch):
     clock = iter(range(0, 100, 8))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(process.config, "rank", lambda: 1)
+    monkeypatch.setattr(process.settings, "rank", lambda: 1)
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     assert process.may_print() and next(clock) == 32
     monkeypatch.setattr(process, "stop_asked", True)  # its launcher ends it: rank 0 has spoken
