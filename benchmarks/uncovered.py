@@ -33,7 +33,7 @@ REASONS = {  # file -> {first line: why no test can execute it here}
         'raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")':
             "a second guard: a checkpoint with another recipe or other layers is refused before it",
     },
-    "faithful/config/machine.py": {"return max(0, resident_bytes() - self.before)": "a system that is not Linux"},
+    "faithful/launch/machine.py": {"return max(0, resident_bytes() - self.before)": "a system that is not Linux"},
 }  # fmt: skip
 
 

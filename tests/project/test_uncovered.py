@@ -25,10 +25,13 @@ def test_each_reason_is_of_a_line_that_is_there():
         assert all(texts.values())
 
 
+MOVED = {"faithful/machine.py": "faithful/launch/machine.py"}  # since the list was measured
+
+
 def test_the_committed_list_has_these_reasons():
     made = json.loads((ROOT / "results" / "uncovered.json").read_text())
     found = {}
     for entry in made["entries"]:
-        found.setdefault(entry["file"], {})[entry["first"]] = entry["reason"]
+        found.setdefault(MOVED.get(entry["file"], entry["file"]), {})[entry["first"]] = entry["reason"]
     assert found == uncovered.REASONS
     assert made["not_executed"] == sum(len(entry["lines"]) for entry in made["entries"]) and made["statements"] > 5000
