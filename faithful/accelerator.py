@@ -36,7 +36,7 @@ from faithful.tensors.names import perturb
 from faithful.training import clipping, loaders
 from faithful.training.model import PreparedModel, convert, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
-from faithful.training.steps import Steps
+from faithful.training.steps import Passes, Steps
 
 trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
         self.validated = False  # at all that is prepared, see `validate_prepared`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
-        self.forward_passes = self.backward_passes = 0  # forward: those with gradients, if strategies exchange in them
+        self.forward_passes, self.backward_passes = Passes(), 0
         self.computed = 0, 0  # both at the last micro-batch
         self.resumed = self.stopping = self.closed = False
         self.saving: checkpoints.Save | None = None  # that may still be going on
@@ -146,7 +146,7 @@ class Accelerator(accelerate.Accelerator):
                 self.models.append(PreparedModel(module, layers, skipped))
                 whole_weights.saved_whole(self, module)
                 if at in converted and self.strategy.exchanges_in_passes:
-                    module.register_forward_pre_hook(self.count_pass, prepend=True)
+                    module.register_forward_pre_hook(self.forward_passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
@@ -261,7 +261,7 @@ class Accelerator(accelerate.Accelerator):
         self.stop_if_agreed()
         with super().accumulate(*models), self.communication.counted(self):
             yield
-        before, self.computed = self.computed, (self.forward_passes, self.backward_passes)
+        before, self.computed = self.computed, (self.forward_passes.count, self.backward_passes)
         # Only a process that has computed nothing since the last micro-batch asks the others.
         if self.strategy.exchanges_in_passes and before == self.computed and not rank_sync.all_skip():
             raise SkippedAlone(
@@ -269,10 +269,6 @@ class Accelerator(accelerate.Accelerator):
                 f"{self.plan.strategy} all of them exchange weights or gradients in each pass: compute it and multiply "
                 "its loss by 0, or use a ddp config"
             )
-
-    def count_pass(self, *_: Any) -> None:
-        """A hook of each prepared model that trains, before its forward pass."""
-        self.forward_passes += torch.is_grad_enabled()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.validate_prepared()

@@ -24,6 +24,17 @@ SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a diff
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
 
 
+class Passes:
+    """A hook of each prepared model that trains, before its forward pass, where strategies exchange in passes: counts
+    those with gradients. A method of the Accelerator would keep it alive with the model."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: object) -> None:
+        self.count += torch.is_grad_enabled()
+
+
 class Steps:
     def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launched, record, train
+from conftest import MOVED, ROOT, launched, record, train
 
 from shared import vision
 
@@ -231,4 +231,4 @@ def test_the_counts_that_are_shown_are_of_this_code():
     assert all(counts["compiled_calls"] < counts["compiled_kernels"] < counts["in_compiled"] for counts in levels)
     assert all(counts["waits"] == 1 or "zero" in case for case, counts in cases.items())
     places = {place.split(":")[0] for counts in cases.values() for place in counts["places"]}
-    assert places and all((ROOT / place).exists() for place in places), places
+    assert places and all((ROOT / MOVED.get(place, place)).exists() for place in places), places

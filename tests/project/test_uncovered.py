@@ -3,7 +3,7 @@
 import json
 import sys
 
-from conftest import ROOT
+from conftest import MOVED, ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import uncovered  # noqa: E402
@@ -23,9 +23,6 @@ def test_each_reason_is_of_a_line_that_is_there():
         lines = {line.strip() for line in (ROOT / file).read_text().splitlines()}
         assert texts.keys() <= lines, (file, texts.keys() - lines)
         assert all(texts.values())
-
-
-MOVED = {"faithful/machine.py": "faithful/launch/machine.py"}  # since the list was measured
 
 
 def test_the_committed_list_has_these_reasons():

@@ -293,7 +293,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "how", "says", "code"), REFUSED)
 def test_what_cannot_be_is_refused(tmp_path, config, how, says, code):
-    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=functools.partial(refused, how))
+    env = {"COLLECTIVE_TIMEOUT": "10"}  # rank 0 waits for the others for most of it
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=functools.partial(refused, how), env=env)
     codes, log = ranks.wait(), ranks.text()
     assert codes[0] == 2 and all(codes) and code in (None, codes[1]), log
     assert "error: " in log and says in log
