@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import launched, train
+from conftest import ROOT, launched, train
 
 from faithful.launch import launcher
 
@@ -81,7 +81,7 @@ def test_under_accelerates_launcher_only_its_own_sockets_listen_everywhere(tmp_p
     """They are torch's: torchelastic's rendezvous, and its store for the workers, which may share one socket."""
     script = tmp_path / "mine.py"
     script.write_text(
-        f"import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}]\n"
+        f"import sys; sys.path[:0] = [{str(ROOT / 'tests' / 'launch')!r}, {str(ROOT / 'tests')!r}]\n"
         "from test_sockets import says_where_it_listens\n"
         "says_where_it_listens()\n"
     )
