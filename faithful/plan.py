@@ -94,7 +94,7 @@ def resolved(precision: str | None, process: int) -> Plan:
     plan = made_of(settings, here, file.stem if file else None, notes + rules.notes(settings))
     if plan.rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
-    for name, value in accelerates_words(settings).items():
+    for name, value in variables_for_accelerate(settings).items():
         patches.set_environment(name, value)
     if plan.num_processes > 1:
         rendezvous(os.getpid())
@@ -125,7 +125,7 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         tp_size=settings.mesh.tp,
         rehearsal=rehearsal,
         emulated=settings.backend is not None and not here.has_fp8,
-        wrap_policy=fsdp.wrap_policy,
+        wrap_policy=fsdp.wrap_policy if settings.sharded else None,
         min_num_params=fsdp.min_num_params,
         wrap_classes=fsdp.wrap_classes,
         ignored_modules=fsdp.ignored_modules,
@@ -159,7 +159,7 @@ def one_alone(line: list[str] | None, settings: Settings) -> list[str]:
     ]
 
 
-def accelerates_words(settings: Settings) -> dict[str, str | None]:
+def variables_for_accelerate(settings: Settings) -> dict[str, str | None]:
     """{variable: value, None to remove it} as Accelerate has to read them for this plan, where the config's words are
     those of FSDP version 1, or of what is not done here (rules.notes)."""
     values: dict[str, str | None] = {}

@@ -59,7 +59,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
         seen.append(accelerator.gather_for_metrics((loss, logits.argmax(-1), batch["labels"])))
     model.train()
     losses, found, labels = (torch.cat(values).double().cpu() for values in zip(*seen, strict=True))
-    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"  # pyrefly: ignore[bad-argument-type]
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     f1 = f1_score(labels, found, average="macro")
     return {"eval_loss": losses.mean().item(), "accuracy": (found == labels).double().mean().item(), "f1": float(f1)}
 
@@ -68,7 +68,7 @@ def main(args: Arguments) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=options.trackers(args.report_to),
-        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),  # pyrefly: ignore[bad-argument-type]
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )

@@ -56,7 +56,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     measures = samples.measures(accelerator, model, step)
     model.train()
     losses = torch.cat(seen).double()
-    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"  # pyrefly: ignore[bad-argument-type]
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     return {"eval_loss": losses.mean().item()} | measures
 
 
@@ -64,7 +64,7 @@ def main(args: Arguments) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=options.trackers(args.report_to),
-        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),  # pyrefly: ignore[bad-argument-type]
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )

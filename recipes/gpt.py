@@ -59,7 +59,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
         seen.append(accelerator.gather_for_metrics((loss, (batch["labels"] >= 0).sum(1))))
     model.train()
     losses, counts = (torch.cat(values).double() for values in zip(*seen, strict=True))
-    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"  # pyrefly: ignore[bad-argument-type]
+    assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     loss = losses.sum() / counts.sum()
     return {"eval_loss": loss.item(), "perplexity": loss.exp().item()}
 
@@ -68,7 +68,7 @@ def main(args: Arguments) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=options.trackers(args.report_to),
-        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),  # pyrefly: ignore[bad-argument-type]
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         kwargs_handlers=options.grad_scaler(args.grad_scaler),
     )

@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful.config import config_file, rules, schema  # noqa: E402
+from faithful.config.fsdp import FSDP  # noqa: E402
 from faithful.config.settings import TAILS, Settings, read_env, to_env  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from tools import cli, find  # noqa: E402
@@ -52,7 +53,7 @@ def description(wanted: Settings) -> str:
     """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`."""
     words = [f"{wanted.strategy} x{wanted.num_processes}"]
     words.append(" ".join(word for word in (wanted.precision, wanted.backend, wanted.level) if word))
-    fsdp = wanted.fsdp
+    fsdp = wanted.fsdp if wanted.sharded else FSDP()
     if fsdp.wrap_policy == "SIZE_BASED_WRAP":
         words.append(f"sharded by modules of {fsdp.min_num_params} parameters")
     elif fsdp.wrap_policy == "NO_WRAP":

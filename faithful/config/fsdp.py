@@ -43,8 +43,9 @@ class FSDP:
         return self.version == 1 and self.sharding.startswith("HYBRID")
 
     def unread(self) -> "FSDP":
-        """The section of a run that FSDP2 does not shard: what is said of sharding is not there."""
-        return FSDP(self.version, self.sharding, reshard_text=self.reshard_text, without_effect=self.without_effect)
+        """The section of a run that FSDP2 does not shard: only what `problems` and `notes` judge."""
+        judged = ("version", "sharding", "reshard_text", "wrap_policy", "without_effect")
+        return FSDP(**{name: getattr(self, name) for name in judged})
 
 
 def parse(env: Mapping[str, str]) -> FSDP:
@@ -123,8 +124,6 @@ def problems(fsdp: FSDP) -> Iterator[str]:
             f"fsdp_reshard_after_forward {fsdp.reshard_text.upper()} is a strategy of FSDP version 1: set "
             "true or false, or fsdp_version: 1"
         )
-    if fsdp.replicates:
-        return
     if fsdp.wrap_policy not in WRAP_POLICIES:
         yield f"fsdp_auto_wrap_policy {fsdp.wrap_policy} is not one of {', '.join(WRAP_POLICIES)}"
     if fsdp.wrap_policy == "NO_WRAP" and fsdp.activation_checkpointing:

@@ -344,7 +344,7 @@ def wait_for_all(what: str, value: Any = None) -> list[Any]:
     if store().add(f"{call}/come", 1) == world:  # the last one collects the values, so that each reads one key
         values = [json.loads(store().get(f"{call}/{other}")) for other in range(world)]
         store().set(f"{call}/all", json.dumps(values))
-    until(lambda: store().check([f"{call}/all"]), end, lambda: ended_without(f"{call}/{{}}"))
+    until(lambda: store().check([f"{call}/all"]), end, lambda: bool(ended_without(call)))
     if not store().check([f"{call}/all"]):
         if time.monotonic() > end:
             raise Alone(f"rank {rank}: the other processes did not come in {LONGEST} s to {what}")
@@ -354,8 +354,11 @@ def wait_for_all(what: str, value: Any = None) -> list[Any]:
         store().set(f"{call}/{rank}/read", "")
         store().add(f"{call}/read", 1)
     if rank == 0:  # it serves the store, which ends with it, and the others may not have read yet
-        count = lambda: store().add(f"{call}/read", 0)  # noqa: E731
-        until(lambda: count() >= world, end, lambda: count() + ended_without(f"{call}/{{}}/read") >= world)
+
+        def unread() -> int:
+            return world - store().add(f"{call}/read", 0)
+
+        until(lambda: unread() <= 0, end, lambda: unread() <= ended_without(call, "/read"))
     return values
 
 
@@ -370,13 +373,13 @@ def until(done: Callable[[], bool], end: float, gives_up: Callable[[], object]) 
         time.sleep(0.01)
 
 
-def ended_without(key: str) -> int:
-    """How many processes of this machine have ended without setting `key`, in which {} is their rank."""
+def ended_without(call: str, what: str = "") -> int:
+    """How many processes of this machine have ended and have not set their key of `call`."""
     import torch.distributed as dist
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    return sum(not store().check([key.format(rank)]) and has_ended(rank) for rank in range(first, first + here))
+    return sum(not store().check([f"{call}/{rank}{what}"]) and has_ended(rank) for rank in range(first, first + here))
 
 
 def pid_namespace() -> str:

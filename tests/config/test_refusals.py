@@ -177,6 +177,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("fsdp_bf16", {"fsdp_config": {"fsdp_version": 3}}, ANYWHERE, "fsdp_version 3 is not 1 or 2"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, ANYWHERE, "fsdp_reshard_after_forward SHARD_GRAD_OP is a strategy of FSDP version 1"),
     ("{distributed_type: FSDP, mixed_precision: bf16, num_processes: 2, fsdp_config: {fsdp_sharding_strategy: SOME_SHARD}}", {}, ANYWHERE, "SOME_SHARD is not one of FULL_SHARD"),
+    ("{distributed_type: FSDP, mixed_precision: bf16, num_processes: 2, fsdp_config: {fsdp_sharding_strategy: NO_SHARD, fsdp_auto_wrap_policy: TRANSFOMER_BASED_WRAP}}", {}, ANYWHERE, "fsdp_auto_wrap_policy TRANSFOMER_BASED_WRAP is not one of"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_auto_wrap_policy": "TRANSFOMER_BASED_WRAP"}}, ANYWHERE, "fsdp_auto_wrap_policy TRANSFOMER_BASED_WRAP is not one of"),
     ("{distributed_type: FSDP, mixed_precision: bf16, num_processes: 2, fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}}", {}, ANYWHERE, "NO_WRAP makes one"),
     ("wizard_fsdp1", {"fsdp_config": {"fsdp_sync_module_states": False}}, ANYWHERE, "fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states, which the launcher refuses: set both to true"),
