@@ -128,6 +128,8 @@ def test_the_main_process_alone_cannot_have_what_is_sharded(tmp_path, call, does
     def alone(run):
         if run.accelerator.is_main_process:
             call(run)
+        else:
+            time.sleep(3)  # longer than the main process waits in silence
 
     argv = ["--output_dir", str(tmp_path / "run")]
     env = {"COLLECTIVE_TIMEOUT": "10"}
