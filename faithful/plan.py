@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from faithful import backends, patches, strategies
-from faithful.config import config_file, deepspeed, fsdp, mesh, rules
+from faithful import patches, strategies
+from faithful.config import config_file, deepspeed, fsdp, rules
 from faithful.config.settings import TAILS, Settings, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
 from faithful.launch import launcher, machine
@@ -105,7 +105,8 @@ def resolved(precision: str | None, process: int) -> Plan:
 
 def made_of(settings: Settings, here: Machine, config: str | None, notes: list[str]) -> Plan:
     """The Plan of settings that have no problem on the machine `here`."""
-    fsdp, rehearsal = settings.fsdp, not here.devices
+    fsdp, fp8, rehearsal = settings.fsdp, settings.fp8.rules, not here.devices
+    emulated = rehearsal and fp8.in_software(settings.rules)
     return Plan(
         config=config,
         strategy=settings.strategy,
@@ -114,7 +115,7 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         device=here.device,
         backend=settings.backend,
         level=settings.level,
-        implementation=backends.implementation(settings.backend, settings.strategy, rehearsal),
+        implementation="emulated" if emulated else fp8.implementation,
         fp8_options=settings.fp8.options,
         skip=settings.skip,
         compile=settings.compile,
@@ -168,7 +169,7 @@ def variables_for_accelerate(settings: Settings) -> dict[str, str | None]:
     elif settings.fsdp.version:
         values["ACCELERATE_USE_FSDP"] = None
     if settings.strategy == "hsdp":
-        values |= mesh.variables(settings.mesh)
+        values |= settings.mesh.environment()
     if settings.deepspeed.replicates:
         values["ACCELERATE_USE_DEEPSPEED"] = None
     if settings.deepspeed.init:

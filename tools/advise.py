@@ -40,7 +40,6 @@ from tools import cli, find, records, report, study  # noqa: E402
 from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
-ORDER = ("single", "ddp", "fsdp noreshard", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
 HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
 STUDY = {"equal": 0, "better": 0, "unknown": 1, None: 1, "worse": 2}  # its verdicts, the best first
 
@@ -61,34 +60,13 @@ class Candidate(TypedDict):
 
 
 def bytes_sent(settings: Settings, parameters: float) -> float | None:
-    """Bytes that each process sends in one optimizer step, or None if no rule here covers the config.
-
-    A collective over N processes sends (N-1)/N of its tensor; an all-reduce sends twice that. A test compares these
-    rules with the counts in results/strategies.json.
-    """
-    n, strategy, compute = settings.shards, settings.strategy, 4 if settings.precision == "fp32" else 2
+    """Bytes that each process sends in one optimizer step, or None if no rule covers the config. A test compares the
+    rules with the counts in results/strategies.json."""
     if settings.num_processes == 1:
         return 0
-    if strategy == "tp" or settings.backend == "msamp":
-        return None  # tp sends activations, whose size depends on the batch; msamp sends FP8 gradients with scales
-    share = (n - 1) / n * parameters
-    if strategy == "ddp":
-        return 2 * 4 * share
-    if strategy in ("zero1", "zero2"):  # DeepSpeed sums gradients as all-reduce, then gathers weights
-        return (2 * 4 + compute) * share
-    if strategy == "zero3":
-        return 3 * compute * share
-    gathers = 1 if settings.noreshard else 2
-    whole = (gathers * compute + 4) * share
-    if strategy == "hsdp":  # then an all-reduce between the groups
-        groups = settings.num_processes // n
-        whole += 2 * 4 * (groups - 1) / groups * parameters / n
-    return whole
-
-
-def strategy_name(settings: Settings) -> str:
-    """The strategy's name in ORDER."""
-    return "fsdp noreshard" if settings.strategy == "fsdp" and settings.noreshard else settings.strategy
+    if not settings.fp8.rules.sends_ordinary_gradients:
+        return None
+    return settings.rules.bytes_sent(settings, parameters)
 
 
 def known_loss(comparison: dict[str, Any] | None, name: str) -> tuple[str | None, str]:
@@ -130,7 +108,7 @@ def rank(config: Candidate) -> tuple[int, *tuple[float, ...]]:
     return (
         group,
         settings.compile,
-        ORDER.index(strategy_name(settings)),
+        settings.rules.rank - settings.noreshard,  # without resharding, fsdp is between ddp and fsdp
         precision,
     )  # compiled: same loss, unknown speed
 

@@ -138,7 +138,7 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
         page.write_text(page.read_text().replace(IMPORT, PLAIN_IMPORT))
     built = None if vendored or plain else wheel(destination)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    engine = extras["deepspeed"] if wanted.strategy.startswith("zero") else []
+    engine = extras[wanted.rules.package] if wanted.rules.package else []
     more = [*engine, *([f"./{built}"] if built else [])]
     (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in more))
     (destination / "README.md").write_text(readme(source, yml, destination, built, plain, wanted.strategy))

@@ -214,7 +214,7 @@ def refuse_unfit(name: str, mapping: dict[str, Any]) -> None:
     here = machine.without_accelerator() if config_file.asks_for_cpu(mapping) else machine.of_driver()
     if settings.precision != "fp8":
         raise Refused(f"{name} asks for no FP8: there is nothing to diagnose")
-    if settings.strategy not in ("single", "ddp"):
+    if not settings.rules.replicates:
         whole = "ddp" if settings.num_processes > 1 else "single"
         raise Refused(
             f"diagnose needs whole weights on every process, {settings.strategy} splits them: use {whole} "

@@ -47,8 +47,9 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 import faithful  # noqa: E402
-from faithful.config import config_file, mesh  # noqa: E402
+from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
+from faithful.config.strategies import WholeModel, computed  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
 from tools import cli, find, host  # noqa: E402
 
@@ -62,7 +63,6 @@ STATES = CLASSES[:4]
 # What a CPU process takes however small its model is: torch's compiler, which the first optimizer step imports, oneDNN,
 # gloo. Bytes, of benchmarks/estimate.py; a test compares.
 RUNTIME = {"single": 191818004, "several": 210514924}
-LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
 def read_config(file: Path, num_processes: int | None = None) -> Settings:
@@ -85,23 +85,21 @@ def tracing_keys(settings: Settings) -> tuple[Key, Key]:
 
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
     the dtype they compute in, and a model that is split must be one that can be."""
-    cast = settings.strategy in ("fsdp", "hsdp", "zero1", "zero2", "zero3") and settings.precision != "fp32"
-    levels = settings.backend == "msamp"
-    cast = cast and (not levels or settings.strategy in ("fsdp", "hsdp"))
-    precision = "fp32" if cast and not levels else {"fp16": "bf16"}.get(settings.precision, settings.precision)
-    split = settings.shards if settings.strategy == "tp" else 1
-    high = {"precision": precision if precision != "fp8" else "bf16", "dtype": "bfloat16" if cast else None}
-    plain = high | {"split": split}
-    if precision == "fp8":
-        options = settings.fp8.options if settings.backend in ("te", "msamp") else {}
+    rules, backend = settings.rules, settings.fp8.rules
+    cast = rules.divides_state and settings.precision != "fp32"
+    in_dtype = cast and not backend.autocasts  # then the model computes in the dtype of its weights, FP8 layers too
+    high = "fp32" if in_dtype else {"fp16": "bf16", "fp8": "bf16"}.get(settings.precision, settings.precision)
+    by_cast = {"precision": high, "dtype": "bfloat16" if cast else None}
+    plain = by_cast | {"split": settings.shards if rules.splits_layers else 1}
+    if settings.backend and not in_dtype:
         plain |= {
-            "precision": "fp8",
+            "precision": settings.precision,
             "backend": settings.backend,
             "level": settings.level,
             "skip": tuple(settings.skip),
-            "fp8_options": tuple(options.items()),
+            "fp8_options": tuple(backend.traced(settings.fp8.options).items()),
         }
-    return tuple(plain.items()), tuple((high | {"checkpointed": True}).items())
+    return tuple(plain.items()), tuple((by_cast | {"checkpointed": True}).items())
 
 
 def trace_or_reason(module: "ModuleType | Script", argv: list[str], key: Key) -> dict[str, Any] | Refused:
@@ -130,7 +128,7 @@ def tracings_of(
         if isinstance(tracing, Refused):
             raise tracing
         pair.append(tracing)
-    if pair[0]["frozen"] and settings.strategy.startswith("zero"):
+    if pair[0]["frozen"] and settings.rules.one_model:
         raise Refused(f"{settings.strategy} trains one model, the script prepares several")
     return pair
 
@@ -139,82 +137,62 @@ def estimate(
     settings: Settings, plain: dict[str, Any], checkpointed: dict[str, Any], cpu: bool, accumulates: bool = False
 ) -> dict[str, Any]:
     """Bytes per process by class. accumulates: over micro-batches."""
-    strategy, n = settings.strategy, settings.shards
-    compute = 4 if settings.precision == "fp32" else 2
-    from faithful.strategies.deepspeed.zero import BUCKET
-
-    elements = plain["parameters"]
-    blocks = plain["blocks"] or [elements]  # a model without repeated blocks is gathered as one
-    levels = settings.backend == "msamp"
-    itemsize = plain["weights"] / elements  # of the parameters as traced: --dtype, or the cast to the compute dtype
-    fp32 = 4 / itemsize if itemsize == 2 and strategy not in ("single", "ddp") else 1
-    gradient, in_fp8 = plain["gradients"]["ordinary"] * fp32, plain["gradients"]["fp8"]
-    weights, optimizer = plain["weights"] * fp32, plain["optimizer"] * fp32
-    if levels:  # only other layers are cast, and the state that has their dtype
-        weights = plain["weights"] + gradient * (1 - 1 / fp32)
-        optimizer = plain["optimizer"] + plain["bf16_state"] * (fp32 - 1)
-    master = plain["master"]
-    largest, at_once = max(blocks), min(len(blocks), 2)  # this block and the next
-    gathered = (elements - sum(blocks) + at_once * largest) * compute  # and what is in no block
-    communication = 0
-    left = gradient + in_fp8  # of the gradients, on this rank
-    if strategy == "ddp":
-        communication = gradient
-        if settings.level == "o3" and levels:
-            of_levels = plain["levels"]["optimizer"]
-            optimizer += of_levels / n - of_levels
-            master, left = master / n, gradient + in_fp8 / n
-    elif strategy in ("fsdp", "hsdp", "tp"):
-        weights, optimizer, left = weights / n, optimizer / n, (gradient + in_fp8) / n
-        communication = gathered + largest * (compute + 4) if strategy != "tp" else 0
-        if accumulates and strategy != "tp":
-            left += gradient * (1 - 1 / n)
-        if levels:  # the bucket's codes, what is sent and received of them, and this rank's part in fp32
-            from amp8 import comm
-
-            communication = gathered - at_once * largest + min(comm.BUCKET, in_fp8) * (3 + 4 / n)
-    elif strategy.startswith("zero"):
-        parts = {"zero1": 1, "zero2": 1, "zero3": n}[strategy]
-        master, optimizer, weights = 4 * elements / n, optimizer / n, compute * elements / parts
-        left = (compute if strategy == "zero1" else 4) * elements / n
-        # Of gradients on their way: the bucket's buffer, what it is cast to, and what is cut from that.
-        bucket, cast = min(BUCKET, elements), 4 if compute == 2 else 0
-        each = 8 + 4 / n if strategy == "zero3" else 2 * compute + cast
-        communication = bucket * each + (compute * min(LIVE, elements) if strategy == "zero3" else 0)
-    weights += plain["frozen"] / (n if strategy.startswith(("fsdp", "hsdp")) else 1)
-    state, on_host = weights + master + optimizer, 0
+    rules = settings.rules
+    model = whole_model(settings, plain)
+    memory = rules.memory(model, settings, accumulates)
+    settings.fp8.rules.adjust_memory(memory, model, settings)
+    state, on_host = memory.weights + memory.master + memory.optimizer, 0.0
     if settings.offload and not cpu:
-        on_host = left + master + optimizer
-        left = master = optimizer = 0
-        if settings.deepspeed.offloads_weights or not strategy.startswith("zero"):
-            on_host, weights = on_host + weights, 0
+        on_host = memory.gradients + memory.master + memory.optimizer
+        memory.gradients = memory.master = memory.optimizer = 0
+        if rules.offloads_weights(settings):
+            on_host, memory.weights = on_host + memory.weights, 0
 
     activations = checkpointed if settings.ckpt else plain
-    share = left / (gradient + in_fp8)
-    # Codes of FP8 gradients are traced among the activations. They come as the others do, and leave for their owners.
-    away = in_fp8 * (1 - 1 / n) / gradient if levels and strategy in ("fsdp", "hsdp") else 0
-    worst = max(g * fp32 * (share - away) + o for g, o in activations["moments"])  # gradients come as activations go
+    # gradients come as activations go
+    kept = memory.gradients / (model.gradients + model.fp8_gradients) - memory.sent_early
+    worst = max(g * model.gradients / plain["gradients"]["ordinary"] * kept + o for g, o in activations["moments"])
     sizes = {
-        "weights": weights,
-        "gradients": left,
-        "master": master,
-        "optimizer": optimizer,
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "master": memory.master,
+        "optimizer": memory.optimizer,
         "activations": max(o for _, o in activations["moments"]),
-        "communication": communication,
+        "communication": memory.communication,
         "runtime": RUNTIME["single" if settings.num_processes == 1 else "several"] if cpu else 0,
     }
     sizes = {key: round(size) for key, size in sizes.items()}
     training = sum(sizes.values()) - sizes["gradients"] - sizes["activations"] + round(worst)
-    shards = strategy.startswith(("fsdp", "hsdp", "zero")) and n > 1
     held = state + sizes["runtime"] if cpu else on_host
     in_training = (training if cpu else round(on_host)) if cpu or on_host else None
-    phases = host.phases(settings, state, held, sizes["runtime"], plain, largest, in_training) if shards else {}
+    phases = {}
+    if rules.divides_state and settings.shards > 1:
+        phases = host.phases(settings, state, held, sizes["runtime"], plain, max(model.blocks), in_training)
     return sizes | {
         "phases": phases,
         "total": max(training, *(phase["main"] for phase in phases.values() if cpu), 0),
         "activations_checkpointed": max(o for _, o in checkpointed["moments"]),
         "states": sum(sizes[key] for key in STATES),
     }
+
+
+def whole_model(settings: Settings, plain: dict[str, Any]) -> WholeModel:
+    """What one process would hold of a traced model. A strategy may keep weights and state in fp32 that were traced in
+    bf16, those outside a level."""
+    in_fp32 = 2 if settings.rules.keeps_fp32 else 1
+    gradients, elements = plain["gradients"], plain["parameters"]
+    return WholeModel(
+        elements=elements,
+        blocks=plain["blocks"] or [elements],  # a model without repeated blocks is gathered as one
+        compute=computed(settings),
+        weights=plain["weights"] + plain["bf16_weights"] * (in_fp32 - 1),
+        frozen=plain["frozen"],
+        gradients=gradients["ordinary"] + gradients["bf16"] * (in_fp32 - 1),
+        fp8_gradients=gradients["fp8"],
+        master=plain["master"],
+        optimizer=plain["optimizer"] + plain["bf16_state"] * (in_fp32 - 1),
+        fp8_optimizer=plain["fp8_optimizer"],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -275,11 +253,7 @@ def estimates(
     estimated (config, the reason as Refused, 0). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
     from tools.tracing import load  # imports torch
 
-    reasons = {
-        name: lines[0]
-        for name, asked in wanted.items()
-        if (lines := mesh.problems(asked.mesh, asked.strategy, asked.precision, asked.num_processes))
-    }
+    reasons = {name: lines[0] for name, asked in wanted.items() if (lines := list(asked.rules.problems(asked)))}
     for name, reason in reasons.items():
         yield name, Refused(reason), 0
     wanted = {name: settings for name, settings in wanted.items() if name not in reasons}

@@ -39,12 +39,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful.checkpoint import checkpoints, tensor_keys, weight_files
-from faithful.disk import (  # noqa: E402
-    names,
-    replacing,
-    tensor_files,  # noqa: E402
-)
+from faithful.checkpoint import checkpoints, tensor_keys, weight_files  # noqa: E402
+from faithful.config.strategies import STRATEGIES  # noqa: E402
+from faithful.disk import names, replacing, tensor_files  # noqa: E402
 from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, records  # noqa: E402
@@ -64,8 +61,6 @@ TE_BLOCK = {
 # What data.json must have for a recipe's model, and to prepare its inputs.
 NEEDED = {"vit": ("image_size", "in_chans", "num_classes"), "bert": ("sequence_length", "classes")}
 NEEDED |= dict.fromkeys(("gpt", "sft"), ("sequence_length", "vocab_size"))
-# Strategies whose checkpoints hold whole tensors, slices along one dimension, or slices of the flattened tensor.
-READABLE = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 
 Part = Mapping[str, torch.Tensor]  # the tensors of a file
 Load = Callable[[], torch.Tensor]  # reads a tensor
@@ -96,7 +91,7 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
         raise Refused(f"{run}: {error}; copy the folder with cp -rL") from None
     if step is None and status == "finished" and model:
         return model, "the finished model"
-    if strategy not in READABLE:
+    if strategy not in STRATEGIES:
         raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
     folders = checkpoints.candidates(run)
     if step is not None:
@@ -108,7 +103,7 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
         reason = checkpoints.unsound(folder)
         files = {} if reason else checkpoints.files_of_ranks(folder)
         missing = next((n for n in range(checkpoints.ranks_that_saved(folder)) if n not in files), None)
-        if strategy in ("single", "ddp") and record["plan"]["level"] != "o3":
+        if STRATEGIES[strategy].replicates and record["plan"]["level"] != "o3":
             missing = None  # each process had the same weights
         if reason is None and missing is not None:
             reason = f"rank{missing}.safetensors is missing, copy it from the disk of the machine that wrote it"

@@ -22,17 +22,11 @@ from typing import Any, Literal, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
+from faithful.config.strategies import STRATEGIES  # noqa: E402
 from shared import args  # noqa: E402
 
 FOLDERS = {"config": (ROOT / "accelerate_configs", ".yml"), "recipe": (ROOT / "recipes", ".py")}
-GROUPS = {  # by the first word of a name
-    "single": "One device",
-    "ddp": "DDP: every process holds the whole model (--num_processes 8 for eight devices)",
-    "fsdp": "FSDP2: parameters, gradients and optimizer state are sharded over the processes",
-    "hsdp": "HSDP: FSDP2 within groups of processes",
-    "tp": "Tensor parallel: each layer is split over the processes",
-    "zero": "DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) are partitioned",
-}
+GROUPS = {rules.family: rules.title for rules in STRATEGIES.values()}  # by the first word of a name
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 

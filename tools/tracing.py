@@ -30,6 +30,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import linear_names, refuse_unknown
+from faithful.config.fp8 import FP8
+from faithful.config.strategies import STRATEGIES
 from faithful.evidence.evidence import converted
 from faithful.models.blocks import block_names, name_blocks
 from faithful.plan import Plan
@@ -280,6 +282,7 @@ def trace(
 ) -> dict[str, Any]:
     """Runs the first steps of a recipe on fake tensors in one process and returns what they hold, in bytes. options: of
     Trace."""
+    rules = FP8(backend).rules
     plan = Plan(
         config=None,
         strategy="single",
@@ -292,7 +295,7 @@ def trace(
         skip=list(skip),
         rehearsal=True,
         emulated=bool(backend),
-        implementation=backends.implementation(backend, "single", rehearsal=True),
+        implementation="emulated" if rules.in_software(STRATEGIES["single"]) else rules.implementation,
     )
     traced = Trace(module, plan, **options)
     reset()
@@ -313,15 +316,19 @@ def reset() -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, int]:
-    """Bytes of the ordinary gradients, and of the FP8 gradients that amp8 keeps beside their parameters."""
+    """Bytes of the ordinary gradients, of those in bf16, and of the FP8 gradients that amp8 keeps beside parameters."""
     plain = [p for p in model.parameters() if not hasattr(p, "amp8_linear")]
-    ordinary = sum(p.grad.nbytes for p in plain if p.grad is not None)
+    ordinary = [p.grad for p in plain if p.grad is not None]
     beside = [p.amp8_linear.gradient.codes for p in model.parameters() if hasattr(p, "amp8_linear")]
-    return {"ordinary": ordinary, "fp8": sum(codes.nbytes for codes in beside if codes is not None)}
+    return {
+        "ordinary": sum(gradient.nbytes for gradient in ordinary),
+        "bf16": sum(gradient.nbytes for gradient in ordinary if gradient.dtype == torch.bfloat16),
+        "fp8": sum(codes.nbytes for codes in beside if codes is not None),
+    }
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Bytes that stay in memory between steps. `levels`: the part that belongs to an MS-AMP level's layers."""
+    """Bytes that stay in memory between steps. `fp8_optimizer`: the part that belongs to an MS-AMP level's layers."""
     moments = {
         id(p): sum(v.nbytes for k, v in s.items() if k != "step" and hasattr(v, "nbytes"))
         for p, s in optimizer.state.items()
@@ -333,7 +340,10 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),
+        "bf16_weights": sum(
+            p.nbytes for p in model.parameters() if p.dtype == torch.bfloat16 and not hasattr(p, "amp8_linear")
+        ),
         "bf16_state": sum(state.nbytes for state in states),  # of the optimizer's
         "master": sum(layer.master.nbytes for _, layer in layers if layer.master is not None),
-        "levels": {"optimizer": sum(moments.get(id(p), 0) for p, _ in layers)},
+        "fp8_optimizer": sum(moments.get(id(p), 0) for p, _ in layers),
     }

@@ -1,6 +1,7 @@
 """The backends: what computes a model's matrix products. `base.py` documents each method.
 
-A new backend is a subclass of Backend in a file of its own, and one line of this table.
+A new backend is a subclass of Backend in a file of its own, and one line of this table. What it accepts and costs,
+which is asked before torch is imported, is a class in config/fp8.py.
 """
 
 from typing import TYPE_CHECKING
@@ -15,19 +16,12 @@ from faithful.backends.transformer_engine import TransformerEngine
 if TYPE_CHECKING:
     from faithful.plan import Plan
 
-# backend of the config: (class, name of the code that computes in the record)
-BACKENDS: dict[str | None, tuple[type[Backend], str]] = {
-    None: (Torch, "torch"),
-    "ao": (TorchAO, "torchao"),
-    "te": (TransformerEngine, "transformer_engine"),
-    "msamp": (MSAMP, "amp8"),
+BACKENDS: dict[str | None, type[Backend]] = {  # by their names in config/fp8.py
+    None: Torch,
+    "ao": TorchAO,
+    "te": TransformerEngine,
+    "msamp": MSAMP,
 }
-
-
-def implementation(backend: str | None, strategy: str, rehearsal: bool) -> str:
-    """The code that computes. On a CPU torchao's layers run only under FSDP2 and ZeRO, TransformerEngine's never."""
-    in_software = backend == "te" or (backend == "ao" and strategy in ("single", "ddp"))
-    return "emulated" if rehearsal and in_software else BACKENDS[backend][1]
 
 
 def get_backend(plan: "Plan") -> Backend:
@@ -36,4 +30,4 @@ def get_backend(plan: "Plan") -> Backend:
         return Emulated(plan)
     if plan.precision == "fp16" and plan.rehearsal:
         return FP16OnCPU(plan)
-    return BACKENDS[plan.backend][0](plan)
+    return BACKENDS[plan.backend](plan)

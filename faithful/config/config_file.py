@@ -12,7 +12,8 @@ from typing import Any
 from faithful.config import fp8, schema
 from faithful.config.deepspeed import OF_THE_FILE
 from faithful.config.schema import on
-from faithful.config.settings import PRECISIONS, STRATEGIES, TAILS, read_env, to_env
+from faithful.config.settings import PRECISIONS, TAILS, read_env, to_env
+from faithful.config.strategies import STRATEGIES
 from faithful.disk import documents
 from faithful.errors import Refused
 
@@ -156,18 +157,13 @@ def said_in_vain(section: Mapping[str, Any]) -> dict[str, tuple[Any, str, Any]]:
 def keys_of_another_backend(section: Mapping[str, Any]) -> Iterator[str]:
     """Keys of fp8_config that its backend does not read, at a value that is not their default."""
     section = {key.removeprefix("fp8_"): value for key, value in section.items()}
-    backend = section.get("backend", "AO")
-    te = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
-    reads = {
-        "AO": "backend recipe enable_fsdp_float8_all_gather pad_inner_dim",
-        "TE": f"backend recipe use_mxfp8_block_scaling {te if section.get('recipe', 'delayed') == 'delayed' else ''}"
-        + (" format" if section.get("recipe") in ("current", "block") else ""),
-        "MSAMP": f"backend opt_level recipe {te if section.get('recipe') else ''}",
-    }.get(backend, "")
+    backends = {fp8.key_of(name): rules for name, rules in fp8.BACKENDS.items()}
+    said = section.get("backend", next(iter(backends)))
+    reads = backends[said].reads(section) if said in backends else section
     known = [key.removeprefix("fp8_") for key in schema.all_keys()["fp8_config"]]
     for key in section:
-        if reads and key in known and key not in [*reads.split(), "skip"]:
-            yield f"fp8_config {key} is not read by backend {backend}: remove it"
+        if key in known and key not in reads:
+            yield f"fp8_config {key} is not read by backend {said}: remove it"
 
 
 def file_notes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -245,15 +241,13 @@ def grammar(name: str) -> dict[str, str | bool | None] | None:
     promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
     unknown = [] if precision in PRECISIONS.values() else [precision]
     if precision == "fp8":
-        backend = rest.pop(0) if rest and rest[0] in fp8.LEVELS else "ao"
-        words = "_".join(rest)
-        level = next(
-            (x for x in sorted(fp8.LEVELS[backend], key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None
-        )
+        backend = rest.pop(0) if rest and rest[0] in fp8.BACKENDS else next(iter(fp8.BACKENDS))
+        rules, words = fp8.BACKENDS[backend], "_".join(rest)
+        level = next((x for x in sorted(rules.levels, key=len, reverse=True) if f"{words}_".startswith(f"{x}_")), None)
         rest = rest[level.count("_") + 1 :] if level else rest
-        promised |= {"backend": backend, "level": level or fp8.LEVELS[backend][0]}
-        if backend == "msamp" and rest[:1] == ["te"]:  # with TE's delayed scaling
-            promised["recipe"] = rest.pop(0) + "_delayed"
+        promised |= {"backend": backend, "level": level or rules.levels[0]}
+        if rest and rest[0] in rules.recipes:
+            promised["recipe"] = rules.recipes[rest.pop(0)]
     unknown += [tail for tail in rest if tail not in TAILS]
     if unknown:
         form = "<strategy>_<precision>[_<backend>[_<level>]][_<tail>]"

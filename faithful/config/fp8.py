@@ -1,27 +1,28 @@
-"""FP8: what the keys of fp8_config ask for, where mixed_precision is fp8."""
+"""FP8: what the keys of fp8_config ask for, where mixed_precision is fp8, and what each backend can.
 
-from collections.abc import Mapping
+BackendRules documents the questions that are answered before anything runs; a class answers them for one backend, and
+BACKENDS names it. What a backend does is in faithful/backends. This module imports no torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from faithful.config.schema import digits, on
+from faithful.config.strategies import Memory, StrategyRules, WholeModel, others
 
 if TYPE_CHECKING:
+    from faithful.config.settings import Settings
     from faithful.launch.machine import Machine
 
-BACKENDS = {"AO": "ao", "TE": "te", "MSAMP": "msamp"}
-LEVELS = {  # the first is the default
-    "ao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-    "te": ("delayed", "current", "block", "mxfp8"),
-    "msamp": ("o2", "o1", "o3"),
-}
-SKIP = {"ao": "first, last"}  # the default of `skip`, as in the backend's own recipes
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
+TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
 DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
     "fp8_format": "HYBRID", "fp8_interval": 1, "fp8_margin": 0, "fp8_opt_level": "O2", "fp8_pad_inner_dim": True,
     "fp8_use_autocast_during_eval": False,
 }  # fmt: skip
+Get = Callable[..., str]  # the value of a variable of fp8_config's, by the key's name in capitals, or a default
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,205 @@ class FP8:
     options: dict[str, Any] = field(default_factory=dict)  # of the backend
     skip: list[str] = field(default_factory=list)  # patterns of the Linear layers that stay in high precision
     without_effect: list[str] = field(default_factory=list)  # keys that are set, each with the reason
-    gathers_nothing: bool = False  # torchao is to gather in FP8, Accelerate's default, where nothing is gathered
+    notes: list[str] = field(default_factory=list)  # what runs otherwise than the keys say, with the same result
+
+    @property
+    def rules(self) -> "BackendRules":
+        return BACKENDS.get(self.backend, HIGH_PRECISION)
+
+
+class BackendRules:
+    """The answers of high precision, which converts nothing."""
+
+    implementation = "torch"  # the package that computes
+    levels: tuple[str, ...] = ()  # the first is the default
+    level_key = "recipe"  # of fp8_config
+    recipes: dict[str, str] = {}  # {word of a config's name: the recipe that it stands for}
+    keys = ""  # of fp8_config that the backend reads, beside backend and skip
+    skip = ""  # the default of `skip`, as in the backend's own recipes
+    compiles: str | None = None  # what compiles kernels without dynamo_config, for a message
+    runs_on_cpu = True  # whether its own layers compute on a CPU, in the formats that they have on a GPU
+    autocasts = False  # whether other layers compute under autocast, also where a strategy casts weights
+    sends_ordinary_gradients = True  # whether what is sent follows from the dtypes of weights and gradients
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+
+    def reads(self, section: Mapping[str, Any]) -> list[str]:
+        """The keys that the backend reads where a file says `section`, whose keys are without their prefix."""
+        return ["backend", "skip", *self.keys.split()]
+
+    def level(self, get: Get) -> str:
+        return get("RECIPE") or self.levels[0]
+
+    def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
+        """(options, notes) that the variables ask for. sharded: by FSDP2, which gathers weights."""
+        return {}, []
+
+    def traced(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of the options that change what a step holds."""
+        return {}
+
+    def in_software(self, strategy: StrategyRules) -> bool:
+        """Whether a CPU computes in high precision what the backend computes in FP8."""
+        return not self.runs_on_cpu
+
+    def problems(self, settings: "Settings", machine: "Machine") -> Iterator[str]:
+        """Yields every reason why the backend cannot run these settings."""
+        yield from ()
+
+    def adjust_memory(self, memory: Memory, model: WholeModel, settings: "Settings") -> None:
+        """Changes the memory of a process where the strategy's rule does not cover this backend."""
+
+
+class TorchAORules(BackendRules):
+    implementation = "torchao"
+    levels = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    keys = "recipe enable_fsdp_float8_all_gather pad_inner_dim"
+    skip = "first, last"
+
+    def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
+        gathers, notes = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")), []
+        if gathers and not sharded:
+            notes = ["enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers"]
+        pads = on(get("PAD_INNER_DIM", "1"))
+        return {"enable_fsdp_float8_all_gather": gathers and sharded, "pad_inner_dim": pads}, notes
+
+    def in_software(self, strategy: StrategyRules) -> bool:
+        return strategy.replicates  # torchao's own emulation is for FSDP2 and ZeRO, and slower
+
+    def problems(self, settings: "Settings", machine: "Machine") -> Iterator[str]:
+        level = settings.level or ""
+        if settings.fp8.options.get("enable_fsdp_float8_all_gather") and level.startswith("rowwise"):
+            yield (
+                f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
+                "enable_fsdp_float8_all_gather to false in fp8_config"
+            )
+        yield from too_old(settings, machine)
+        runs = machine.devices or not self.in_software(settings.rules)
+        if runs and "torchao" not in machine.packages:
+            yield "torchao is not installed: pip install torchao"
+
+
+class TransformerEngineRules(BackendRules):
+    implementation = "transformer_engine"
+    levels = ("delayed", "current", "block", "mxfp8")
+    keys = "recipe use_mxfp8_block_scaling"
+    runs_on_cpu = False
+
+    def reads(self, section: Mapping[str, Any]) -> list[str]:
+        recipe = section.get("recipe", "delayed")
+        more = TE_KEYS if recipe == "delayed" else "format" if recipe in ("current", "block") else ""
+        return [*super().reads(section), *more.split()]
+
+    def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
+        if level == "delayed":
+            return of_delayed_scaling(get), []
+        chosen = {"fp8_format": get("FORMAT") or "HYBRID"} if level in ("current", "block") else {}
+        return chosen, []
+
+    def traced(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    def problems(self, settings: "Settings", machine: "Machine") -> Iterator[str]:
+        yield from of_options(settings.fp8.options)
+        level, strategy = settings.level, settings.strategy
+        if settings.compile:
+            yield f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
+        has, capability = machine_has(machine), machine.capability or (0, 0)
+        if level == "mxfp8" and not (10, 0) <= capability < (12, 0):  # TE's own limits
+            lacks = f"{machine.name} has {has}" if machine.capability else "its kernels don't rehearse on a CPU"
+            yield f"mxfp8 needs compute capability 10.0 to 11.x, {lacks}: use {strategy}_fp8_te"
+        elif old := list(too_old(settings, machine)):
+            yield from old
+        elif level == "block" and machine.capability and capability < (9, 0):
+            yield f"te block needs compute capability 9.0, {machine.name} has {has}: use {strategy}_fp8_te"
+        elif level == "block" and machine.capability and numbers(machine.cuda) < (12, 9):
+            yield f"te block needs CUDA 12.9, torch was built for {machine.cuda}: use {strategy}_fp8_te"
+        if machine.devices and "transformer_engine" not in machine.packages:
+            yield "TransformerEngine is not installed: ./launch.sh setup --extra te (docs/fp8.md says what it needs)"
+
+
+class MSAMPRules(BackendRules):
+    implementation = "amp8"
+    levels = ("o2", "o1", "o3")
+    level_key = "opt_level"
+    recipes = {"te": "te_delayed"}  # a level whose layers scale as TransformerEngine's
+    keys = "opt_level recipe"
+    compiles = "MS-AMP's level"
+    autocasts = True
+    sends_ordinary_gradients = False  # but in FP8, with scales
+
+    def reads(self, section: Mapping[str, Any]) -> list[str]:
+        return [*super().reads(section), *(TE_KEYS.split() if section.get("recipe") else [])]
+
+    def level(self, get: Get) -> str:
+        return get("OPT_LEVEL", "O2").lower()
+
+    def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
+        recipe = get("RECIPE")
+        # MS-AMP's own scaling has none of delayed scaling's options
+        delayed = of_delayed_scaling(get) if recipe in self.recipes.values() else {}
+        return {"recipe": recipe} | delayed if recipe else {}, []
+
+    def traced(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options
+
+    def problems(self, settings: "Settings", machine: "Machine") -> Iterator[str]:
+        strategy, recipe = settings.strategy, settings.fp8.options.get("recipe", "te_delayed")
+        yield from of_options(settings.fp8.options)
+        if recipe not in self.recipes.values():
+            yield f"fp8_config recipe {recipe}: MSAMP combines with te_delayed only"
+        if settings.fsdp.ignored_modules:
+            names = settings.fsdp.ignored_modules
+            yield f"fsdp_ignored_modules {names}: MS-AMP's levels shard all weights: leave it out"
+        if settings.deepspeed.stage is not None and not settings.deepspeed.replicates:
+            shards_weights = settings.deepspeed.stage == 3
+            own = "" if shards_weights else ", or ddp_fp8_msamp_o3, which is what MS-AMP's own ZeRO was"
+            yield (
+                f"MS-AMP's levels do not combine with {strategy}: DeepSpeed keeps masters of its own and reduces .grad "
+                f"alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it{own}"
+            )
+        if settings.sharded and settings.level == "o3":
+            yield (
+                f"MS-AMP's o3 keeps a whole FP8 weight in each process, {strategy} shards it: use fsdp_fp8_msamp_o2, "
+                "where a process holds 6/N bytes per parameter, or ddp_fp8_msamp_o3"
+            )
+        if settings.sharded and settings.offload:
+            yield (
+                f"MS-AMP's levels under {strategy} are not offloaded: FSDP2's offloading moves .grad to the host, and "
+                "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"
+            )
+        if settings.compile:
+            yield "MS-AMP's levels are not combined with a compiled model here: use the config without dynamo_config"
+
+    def adjust_memory(self, memory: Memory, model: WholeModel, settings: "Settings") -> None:
+        n = settings.shards
+        if settings.sharded:  # the bucket's codes, what is sent and received of them, and this process's part in fp32
+            from amp8 import comm
+
+            whole = (model.elements - sum(model.blocks)) * model.compute
+            codes = model.next_blocks * (model.compute - 1)  # gathered in FP8
+            memory.communication = whole + codes + min(comm.BUCKET, model.fp8_gradients) * (3 + 4 / n)
+            # Codes are traced among the activations. They come as other gradients do, and leave for their owners.
+            memory.sent_early = model.fp8_gradients * others(n) / model.gradients
+        elif settings.level == "o3":
+            memory.optimizer -= model.fp8_optimizer * others(n)
+            memory.master /= n
+            memory.gradients -= model.fp8_gradients * others(n)
+
+
+HIGH_PRECISION = BackendRules()
+BACKENDS: dict[str | None, BackendRules] = {  # the first is Accelerate's default
+    "ao": TorchAORules("ao"),
+    "te": TransformerEngineRules("te"),
+    "msamp": MSAMPRules("msamp"),
+}
+
+
+def key_of(name: str | None) -> str:
+    """A backend's name as fp8_config says it."""
+    return str(name).upper()
 
 
 def parse(env: Mapping[str, str], precision: str, sharded: bool) -> FP8:
@@ -44,20 +243,12 @@ def parse(env: Mapping[str, str], precision: str, sharded: bool) -> FP8:
     def get(key: str, default: str = "") -> str:
         return env.get(f"ACCELERATE_FP8_{key}", default)
 
-    gathers_nothing = False
-    backend, recipe = BACKENDS.get(get("BACKEND", "AO"), get("BACKEND")), get("RECIPE")
-    level = get("OPT_LEVEL", "O2").lower() if backend == "msamp" else recipe or LEVELS.get(backend, ("",))[0]
-    given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
-    options = {name: int(text) if digits(text) else text for name, text in given.items() if text}
-    if backend == "ao":
-        gathers = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1"))
-        gathers_nothing = gathers and not sharded
-        options = {"enable_fsdp_float8_all_gather": gathers and sharded, "pad_inner_dim": on(get("PAD_INNER_DIM", "1"))}
-    elif backend == "te" and level != "delayed":
-        options = {"fp8_format": options.get("fp8_format", "HYBRID")} if level in ("current", "block") else {}
-    elif backend == "msamp":
-        delayed = options if recipe == "te_delayed" else {}  # MS-AMP's own scaling has none of these options
-        options = {"recipe": recipe} | delayed if recipe else {}
+    said = get("BACKEND", key_of(next(iter(BACKENDS))))
+    backend = {key_of(name): name for name in BACKENDS}.get(said, said)
+    rules, level, options, notes = BACKENDS.get(backend), get("RECIPE"), {}, []
+    if rules:
+        level = rules.level(get)
+        options, notes = rules.options(get, level, sharded)
     override = [get(f"OVERRIDE_{gemm}") for gemm in ("FPROP", "DGRAD", "WGRAD")]
     reasons = {
         "interval": (get("INTERVAL", "1") != "1", "TransformerEngine has removed it: scales are updated every step"),
@@ -69,8 +260,14 @@ def parse(env: Mapping[str, str], precision: str, sharded: bool) -> FP8:
         "use_mxfp8_block_scaling": (on(get("USE_MXFP8_BLOCK_SCALING")), "write recipe: mxfp8 instead"),
     }  # fmt: skip
     without_effect = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
-    skip = [pattern.strip() for pattern in get("SKIP", SKIP.get(backend, "")).split(",") if pattern.strip()]
-    return FP8(backend, level, options, skip, without_effect, gathers_nothing)
+    skip = get("SKIP", rules.skip if rules else "").split(",")
+    return FP8(backend, level, options, [pattern.strip() for pattern in skip if pattern.strip()], without_effect, notes)
+
+
+def of_delayed_scaling(get: Get) -> dict[str, Any]:
+    """The options of TransformerEngine's delayed scaling that are set."""
+    given = {name: get(name.removeprefix("fp8_").upper()) for name in TE_OPTIONS}
+    return {name: int(text) if digits(text) else text for name, text in given.items() if text}
 
 
 def environment(section: Mapping[str, Any]) -> dict[str, str]:
@@ -84,83 +281,42 @@ def environment(section: Mapping[str, Any]) -> dict[str, str]:
     return env | {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
 
 
-def problems(fp8: FP8, strategy: str, offload: bool, compiled: bool, machine: "Machine") -> list[str]:
-    """Every reason why this cannot run."""
-    backend, level, options = fp8.backend, fp8.level or "", fp8.options
+def problems(settings: "Settings", machine: "Machine") -> Iterator[str]:
+    """Yields every reason why FP8 cannot run."""
+    backend, level = settings.backend, settings.level
     if backend is None:
-        return []
-    if backend not in LEVELS:
-        return [f"fp8_config backend {backend} is not one of {', '.join(BACKENDS)} (in capitals)"]
-    lines = [f"fp8_config {line}" for line in fp8.without_effect]
-    if level not in LEVELS[backend]:
-        key = "opt_level" if backend == "msamp" else "recipe"
-        lines.append(f"fp8_config {key} {level} is not one of {', '.join(LEVELS[backend])}, the levels of {backend}")
-    gather = options.get("enable_fsdp_float8_all_gather")
-    if gather and level.startswith("rowwise"):
-        lines.append(
-            f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
-            "enable_fsdp_float8_all_gather to false in fp8_config"
-        )
+        return
+    if backend not in BACKENDS:
+        yield f"fp8_config backend {backend} is not one of {', '.join(map(key_of, BACKENDS))} (in capitals)"
+        return
+    yield from (f"fp8_config {line}" for line in settings.fp8.without_effect)
+    rules = settings.fp8.rules
+    if level not in rules.levels:
+        yield f"fp8_config {rules.level_key} {level} is not one of {', '.join(rules.levels)}, the levels of {backend}"
+    yield from rules.problems(settings, machine)
+
+
+def of_options(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the problems of delayed scaling's options."""
     if options.get("fp8_format", "HYBRID") not in ("HYBRID", "E4M3"):
-        lines.append(f"fp8_config format {options['fp8_format']} is not one of HYBRID, E4M3")
+        yield f"fp8_config format {options['fp8_format']} is not one of HYBRID, E4M3"
     for key, least in (("margin", 0), ("amax_history_len", 1)):
         value = options.get(key, least)
         if not isinstance(value, int) or value < least:
-            lines.append(f"fp8_config {key} {value} is not a whole number from {least} on")
+            yield f"fp8_config {key} {value} is not a whole number from {least} on"
     if options.get("amax_compute_algo", "max") not in ("max", "most_recent"):
-        lines.append(f"fp8_config amax_compute_algo {options['amax_compute_algo']} is not one of max, most_recent")
-    if options.get("recipe", "te_delayed") != "te_delayed":
-        lines.append(f"fp8_config recipe {options['recipe']}: MSAMP combines with te_delayed only")
-    if backend == "msamp" and strategy.startswith("zero"):
-        partitions = "" if strategy == "zero3" else ", or ddp_fp8_msamp_o3, which is what MS-AMP's own ZeRO was"
-        lines.append(
-            f"MS-AMP's levels do not combine with {strategy}: DeepSpeed keeps masters of its own and reduces .grad "
-            f"alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it{partitions}"
-        )
-    if backend == "msamp" and strategy in ("fsdp", "hsdp"):
-        if level == "o3":
-            lines.append(
-                f"MS-AMP's o3 keeps a whole FP8 weight in each process, {strategy} shards it: use fsdp_fp8_msamp_o2, "
-                "where a process holds 6/N bytes per parameter, or ddp_fp8_msamp_o3"
-            )
-        if offload:
-            lines.append(
-                f"MS-AMP's levels under {strategy} are not offloaded: FSDP2's offloading moves .grad to the host, and "
-                "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"
-            )
-    if backend == "msamp" and compiled:
-        lines.append(
-            "MS-AMP's levels are not combined with a compiled model here: use the config without dynamo_config"
-        )
-    if backend == "te" and compiled:
-        lines.append(
-            f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
-        )
-    has = "{}.{}".format(*(machine.capability or ("", "")))
-    if level == "mxfp8" and not (10, 0) <= (machine.capability or (0, 0)) < (12, 0):  # TE's own limits
-        lacks = f"{machine.name} has {has}" if machine.capability else "its kernels don't rehearse on a CPU"
-        lines.append(f"mxfp8 needs compute capability 10.0 to 11.x, {lacks}: use {strategy}_fp8_te")
-    elif backend != "msamp" and machine.capability and machine.capability < (8, 9):
-        lines.append(f"FP8 needs compute capability 8.9, {machine.name} has {has}: use {strategy}_bf16")
-    elif level == "block" and machine.capability and machine.capability < (9, 0):
-        lines.append(f"te block needs compute capability 9.0, {machine.name} has {has}: use {strategy}_fp8_te")
-    elif level == "block" and machine.capability and numbers(machine.cuda) < (12, 9):
-        lines.append(f"te block needs CUDA 12.9, torch was built for {machine.cuda}: use {strategy}_fp8_te")
-    if machine.devices and backend == "te" and "transformer_engine" not in machine.packages:
-        lines.append(
-            "TransformerEngine is not installed: ./launch.sh setup --extra te (docs/fp8.md says what it needs)"
-        )
-    real = machine.devices or strategy not in ("single", "ddp")  # else its numerics are emulated
-    if backend == "ao" and real and "torchao" not in machine.packages:
-        lines.append("torchao is not installed: pip install torchao")
-    return lines
+        yield f"fp8_config amax_compute_algo {options['amax_compute_algo']} is not one of max, most_recent"
 
 
-def notes(fp8: FP8) -> list[str]:
-    """What runs otherwise than the section's words say, with the same result."""
-    if not fp8.gathers_nothing:
-        return []
-    return ["enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers"]
+def too_old(settings: "Settings", machine: "Machine") -> Iterator[str]:
+    """Yields the problem of a GPU that multiplies no FP8."""
+    if machine.capability and machine.capability < (8, 9):
+        has = machine_has(machine)
+        yield f"FP8 needs compute capability 8.9, {machine.name} has {has}: use {settings.strategy}_bf16"
+
+
+def machine_has(machine: "Machine") -> str:
+    return "{}.{}".format(*machine.capability) if machine.capability else "none"
 
 
 def numbers(version: str | None) -> tuple[int, ...]:

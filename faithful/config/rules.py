@@ -1,8 +1,9 @@
 """Every reason why a config cannot run, one line each, with the fix. The same rules check files and launches.
 
 `problems(settings, machine)` finds the contradictions, `notes(settings)` what runs otherwise than Accelerate would run
-it, with the same result. Those of a section stand beside its keys (fsdp.py, deepspeed.py, fp8.py, mesh.py), what only a
-file shows in config_file.py. Nothing here imports torch or Accelerate.
+it, with the same result. Those of a strategy or a backend are in its class (strategies.py, fp8.py), those of a section
+beside its keys (fsdp.py, deepspeed.py), what only a file shows in config_file.py. Nothing here imports torch or
+Accelerate.
 """
 
 import shutil
@@ -10,9 +11,10 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from faithful.config import deepspeed, fp8, fsdp, mesh
+from faithful.config import deepspeed, fp8, fsdp
 from faithful.config.schema import digits
-from faithful.config.settings import ONCE, PRECISIONS, STRATEGIES, Settings
+from faithful.config.settings import ONCE, PRECISIONS, Settings
+from faithful.config.strategies import STRATEGIES
 from faithful.disk.documents import Unreadable, text_of
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
     """Every reason why the config cannot run on this machine, one line each, with the fix."""
     lines = []
     strategy, precision, gpus = settings.strategy, settings.precision, machine.devices
-    if strategy not in (*STRATEGIES, "zero0"):
+    if strategy not in STRATEGIES and not settings.deepspeed.stage == 0:
         lines.append(f"strategy {strategy} is not one of {', '.join(STRATEGIES)}")
     if precision not in PRECISIONS.values():
         lines.append(f"mixed_precision {precision} is not one of 'no', fp16, bf16, fp8: Accelerate would train in fp32")
@@ -37,31 +39,22 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
         lines.append(IN_VAIN)
     if gpus and settings.local_processes > gpus:
         lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}")
-    if not gpus and precision == "fp16" and settings.sharded:
-        lines.append(
-            f"{strategy} in fp16 cannot rehearse on a CPU (FSDP2's gradient scaler needs a GPU): use {strategy}_bf16"
-        )
-    if not gpus and precision == "fp16" and strategy.startswith("zero"):
-        lines.append(f"{strategy} in fp16 cannot rehearse on a CPU (DeepSpeed's fp16 needs a GPU): use {strategy}_bf16")
+    if not gpus and precision == "fp16" and (what := settings.rules.fp16_needs_gpu):
+        lines.append(f"{strategy} in fp16 cannot rehearse on a CPU ({what} needs a GPU): use {strategy}_bf16")
     lines += fsdp.problems(settings.fsdp)
-    if settings.fsdp.ignored_modules and settings.backend == "msamp":
-        lines.append(
-            f"fsdp_ignored_modules {settings.fsdp.ignored_modules}: MS-AMP's levels shard all weights: leave it out"
-        )
-    lines += mesh.problems(settings.mesh, strategy, precision, settings.num_processes)
+    lines += settings.rules.problems(settings)
     lines += deepspeed.problems(settings.deepspeed, "deepspeed" in machine.packages)
     if precision == "bf16" and machine.capability and machine.capability < (8, 0):
         has = "{}.{}".format(*machine.capability)
         lines.append(f"bf16 needs compute capability 8.0, {machine.name} has {has}: use an fp16 config")
-    compiles = settings.compile or settings.backend == "msamp"
+    compiles = "dynamo_config" if settings.compile else settings.fp8.rules.compiles
     if gpus and compiles and machine.lacks:
-        what = "dynamo_config" if settings.compile else "MS-AMP's level"
         lines.append(
-            f"{what} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
+            f"{compiles} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
             f"no {' and no '.join(machine.lacks)}: install gcc and python3-dev, or use "
             f"{strategy}_bf16"
         )
-    return lines + fp8.problems(settings.fp8, strategy, settings.offload, settings.compile, machine)
+    return [*lines, *fp8.problems(settings, machine)]
 
 
 def notes(settings: Settings) -> list[str]:
@@ -75,7 +68,7 @@ def notes(settings: Settings) -> list[str]:
         )
     if settings.compile and settings.whole_model:
         lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
-    return [*lines, *deepspeed.notes(settings.deepspeed), *fp8.notes(settings.fp8)]
+    return [*lines, *deepspeed.notes(settings.deepspeed), *settings.fp8.notes]
 
 
 def problems_of_machines(config: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:

@@ -7,22 +7,51 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from faithful.config import deepspeed, fp8, fsdp, mesh
+from faithful.config import deepspeed, fp8, fsdp
 from faithful.config.deepspeed import DeepSpeed
 from faithful.config.fp8 import FP8
 from faithful.config.fsdp import FSDP
-from faithful.config.mesh import Mesh
 from faithful.config.schema import digits, full, on, whole_number
+from faithful.config.strategies import STRATEGIES, StrategyRules
 from faithful.errors import Refused
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 TAILS = ("compile", "offload", "ckpt", "noreshard")  # of a config's name
-STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "zero1", "zero2", "zero3")
 ONCE = "FAITHFUL_RAM_EFFICIENT"  # 0: each process builds models with their weights, whatever the config says
 KEEP = "FAITHFUL_KEEP_DTYPE"  # 1: under an fp32 config a model trains in the dtype that it has, 16 bit or not
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The section parallelism_config: the sizes of the device mesh. A product of 1 is no mesh."""
+
+    dp_replicate: int = 1  # groups of processes that each hold the whole model
+    dp_shard: int = 1
+    tp: int = 1  # processes that compute one batch together
+    cp: int = 1
+    sp: int = 1
+
+    @classmethod
+    def parse(cls, env: Mapping[str, str]) -> "Mesh":
+        """What the launcher's variables ask for."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: whole_number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) for name in names})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those larger than 1."""
+        return {name: size for name, size in asdict(self).items() if size > 1}
+
+    def environment(self) -> dict[str, str]:
+        """The launcher's variables."""
+        sizes = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in asdict(self).items()}
+        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | sizes
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
 
 
 @dataclass(frozen=True)
@@ -42,6 +71,10 @@ class Settings:
     deepspeed: DeepSpeed
     fp8: FP8
     mesh: Mesh
+
+    @property
+    def rules(self) -> StrategyRules:
+        return STRATEGIES.get(self.strategy) or StrategyRules(self.strategy)
 
     @property
     def sharded(self) -> bool:
@@ -85,7 +118,7 @@ class Settings:
 
 def read_env(env: Mapping[str, str]) -> Settings:
     """What the launcher's environment variables ask for."""
-    sizes, of_fsdp, of_deepspeed = mesh.parse(env), fsdp.parse(env), deepspeed.parse(env)
+    sizes, of_fsdp, of_deepspeed = Mesh.parse(env), fsdp.parse(env), deepspeed.parse(env)
     world = whole_number(env, "WORLD_SIZE", 1)
     local = whole_number(env, "LOCAL_WORLD_SIZE", world)
     if of_deepspeed.stage is not None:
@@ -143,7 +176,9 @@ def to_env(config: Mapping[str, Any]) -> dict[str, str]:
     if kind == "DEEPSPEED":
         env |= {"ACCELERATE_DYNAMO_BACKEND": "NO"} | deepspeed.environment(sections["deepspeed_config"])
     if sections["parallelism_config"] and "LOCAL_RANK" in env:
-        env |= mesh.environment(sections["parallelism_config"])
+        named = {field.name: f"parallelism_config_{field.name}_size" for field in fields(Mesh)}
+        sizes = {name: sections["parallelism_config"].get(key, 1) for name, key in named.items()}
+        env |= Mesh(**sizes).environment()
     if kind == "FSDP":
         env |= fsdp.environment(sections["fsdp_config"])
     return env

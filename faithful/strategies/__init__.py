@@ -1,6 +1,7 @@
 """The strategies: how a model is distributed over processes. `base.py` documents each method.
 
-A new strategy is a subclass of Strategy in a file of its own, and one line of this table.
+A new strategy is a subclass of Strategy in a file of its own, and one line of this table. What it accepts and
+costs, which is asked before torch is imported, is a class in config/strategies.py.
 """
 
 from typing import TYPE_CHECKING

@@ -11,8 +11,9 @@ from conftest import CONFIGS, ROOT, edited, recipe, train
 
 from benchmarks import tables as tables_script
 from faithful.config import config_file, rules
-from faithful.config.fp8 import FP8, LEVELS
-from faithful.config.settings import PRECISIONS, STRATEGIES, TAILS, read_env, to_env
+from faithful.config.fp8 import BACKENDS, FP8
+from faithful.config.settings import PRECISIONS, TAILS, read_env, to_env
+from faithful.config.strategies import STRATEGIES
 from faithful.launch.machine import Machine
 from shared import args, models, vision
 
@@ -31,6 +32,8 @@ OWN = "train.py"  # a reader's own script, in examples
 WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
 # Described before the code has them; once it has, their commands are checked as all others.
+
+LEVELS = {backend: rules.levels for backend, rules in BACKENDS.items()}
 
 
 def page(name):

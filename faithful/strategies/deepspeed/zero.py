@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from faithful import patches
 from faithful.checkpoint import rows, tensor_keys
 from faithful.config import deepspeed
+from faithful.config.strategies import BUCKET
 from faithful.errors import Refused
 from faithful.loading import meta_init
 from faithful.models import batch_norm, elementwise
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
     from faithful.plan import Plan
 
-BUCKET = 50_000_000  # gradient elements per reduction. The default is ten times that and takes gigabytes
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of torch.optim.Optimizer
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
 
