@@ -1,7 +1,10 @@
 """README.md and docs/*.md agree with the code: commands parse; paths, links and configs exist; tables are current."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 
@@ -331,6 +334,15 @@ def test_examples_in_python_compile():
     assert found
     for block in found:
         compile(block, "example", "exec")
+
+
+def test_the_first_example_of_amp8_s_readme_runs_as_printed(tmp_path):
+    first, second = re.findall(r"^```python\n(.*?)^```$", page("amp8/README.md"), re.M | re.S)
+    (tmp_path / "example.py").write_text(first)
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert done.returncode == 0 and "O2" in done.stdout, done.stderr[-2000:]
+    compile(second, "example", "exec")
 
 
 def test_nothing_is_left_to_fill_in():
