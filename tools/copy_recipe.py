@@ -161,7 +161,8 @@ def readme(source: Path, yml: Path, destination: Path, built: str | None, plain:
 
 {what} Copied from accelerate-recipes; all of it is yours to change.
 
-    uv pip install -r requirements.txt
+    python3 -m venv .venv && source .venv/bin/activate  # or: uv venv, and below uv pip install
+    pip install -r requirements.txt
     {command}{without_gpu}
 
 {textwrap.fill(text, 100)}

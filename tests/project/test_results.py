@@ -1,6 +1,7 @@
 """The files of results/: they say where they came from, and show what the docs say."""
 
 import json
+import re
 
 import pytest
 from conftest import ROOT
@@ -159,6 +160,30 @@ def test_the_wrapper_costs_a_script_little():
     for row in rows:
         assert row["faithful"]["wall"]["median"] <= 1.02 and row["faithful"]["fastest"]["median"] <= 1.02
         assert 0.9 < row["same"]["wall"]["median"] < 1.1
+
+
+def test_what_was_tried_is_in_the_files():
+    """Numbers in docs/ that no table writes."""
+    page = (ROOT / "docs" / "own-script.md").read_text()
+    rows = result("clients")["rows"]
+    said = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|$", page, re.M)
+    for config, ran, refused in said:
+        outcomes = [row["outcome"] for row in rows if row["config"] == config]
+        assert (outcomes.count("ran"), outcomes.count("refused")) == (int(ran), int(refused)), config
+    gone = ("parameters are in bfloat16", "used without calling lm_head")
+    shown = [row for row in rows if row["config"] in {config for config, *_ in said} and "why" in row]
+    assert (
+        len(said) == 7 and f"{sum(any(text in row['why'] for text in gone) for row in shown)} of the refusals" in page
+    )
+    assert f"{result('peer_tests')['passed']['tests']} pass" in page
+    estimates = result("estimate")["rows"]
+    assert f"In all {len(estimates)} real runs" in (ROOT / "docs" / "compare.md").read_text()
+    assert all(abs(row["states_off"]) <= 0.10 and abs(row["total_off"]) <= 0.25 for row in estimates)
+    files, page = result("other_configs"), (ROOT / "docs" / "configs.md").read_text().replace("\n", " ")
+    accepted = files["files"] - files["verdicts"]["refused"]
+    assert (
+        f"Of {files['files']} files of" in page and f"others {accepted} are accepted. {files['launched']} were" in page
+    )
 
 
 def test_config_files_of_others_run_as_our_own():
