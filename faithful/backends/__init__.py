@@ -6,9 +6,9 @@ A new backend is a subclass of Backend in a file of its own, and one line of thi
 from typing import TYPE_CHECKING
 
 from faithful.backends.base import Backend
-from faithful.backends.emulated import Emulated
 from faithful.backends.high_precision import FP16OnCPU, Torch
 from faithful.backends.levels import MSAMP
+from faithful.backends.linear import import_amp8
 from faithful.backends.torchao import TorchAO
 from faithful.backends.transformer_engine import TransformerEngine
 
@@ -33,7 +33,7 @@ def implementation(backend: str | None, strategy: str, rehearsal: bool) -> str:
 def get_backend(plan: "Plan") -> Backend:
     """The Backend of a plan."""
     if plan.implementation == "emulated":
-        return Emulated(plan)
+        return import_amp8("faithful.backends.emulation").Emulated(plan)
     if plan.precision == "fp16" and plan.rehearsal:
         return FP16OnCPU(plan)
     return BACKENDS[plan.backend][0](plan)
