@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(ROOT))
 
 import amp8  # noqa: E402
-from amp8 import emulate, scaling  # noqa: E402
+from amp8 import scaling  # noqa: E402
 from amp8.report import name_of  # noqa: E402
+from faithful.backends import emulation as emulate  # noqa: E402
 
 ROWS = ("fp16 AMP", "bf16 AMP", "TE", "O1", "O2", "O3")
 CLASSES = 1000  # not a multiple of 16: the head is not converted, and its products are told by this dimension

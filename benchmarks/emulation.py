@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from provenance import save
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from amp8 import emulate  # noqa: E402
+from faithful.backends import emulation as emulate  # noqa: E402
 
 
 def make_step(kind, args):

@@ -19,15 +19,15 @@ from provenance import ROOT, save
 TRACED = "torch.compile traces it, so it runs where coverage does not look: test_compiles_* compare its results"
 REASONS = {  # file -> {first line: why no test can execute it here}
     "amp8/convert.py": {"return": TRACED},
-    "amp8/emulate.py": {
-        "out = scaling.round_to_grid(blocks.to(torch.float32, copy=True), smallest, dtype).to(torch.bfloat16)": TRACED,
-    },
     "amp8/fsdp.py": {
         "groups = [state._fsdp_param_group] if state._fsdp_param_group else []": "torch 2.11 keeps its groups so",
         'raise RuntimeError("a converted weight is plain again: don\'t cast or move the model after amp8.initialize")':
             "a second guard: the forward pass refuses a cast model before it",
     },
     "amp8/scaling.py": {"return rounded(x).to(torch.bfloat16)  # one fused loop": TRACED},
+    "faithful/backends/emulation.py": {
+        "out = scaling.round_to_grid(blocks.to(torch.float32, copy=True), smallest, dtype).to(torch.bfloat16)": TRACED,
+    },
     "faithful/backends/transformer_engine.py": {
         "raise": "a ValueError of the model's own inside TransformerEngine's blocks, which goes on as it is",
         'raise Refused(f"the checkpoint is of another model: it has no FP8 state of {name}")':

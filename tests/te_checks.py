@@ -19,8 +19,8 @@ from test_te import DELAYED, TE_FILES, config, on_a_gpu, settings_of
 from timm.layers import LayerNorm, LayerNorm2d
 from torch import nn
 
-from amp8 import emulate
 from faithful import Refused
+from faithful.backends import emulation
 from faithful.backends import transformer_engine as ours
 from faithful.config import rules
 from faithful.config.settings import read_env as read
@@ -197,7 +197,7 @@ def pair(text=DELAYED, bias=False, inputs=64, outputs=48, dtype=torch.float32):
     asked = plan(text)
     theirs, mine = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype)), nn.Sequential()
     mine = copy.deepcopy(theirs)
-    emulate.convert(mine, asked.level, **asked.fp8_options)
+    emulation.convert(mine, asked.level, **asked.fp8_options)
     ours.TransformerEngine(asked).convert(None, theirs, None)
     return theirs.to("cuda"), mine
 
@@ -242,7 +242,7 @@ def test_delayed_scaling_is_the_emulation_step_by_step(fp8_format, algo, dtype):
         x, grad = (seeded(16, 64, seed=step) * size).to(dtype), (seeded(16, 48, seed=10 + step) * size).to(dtype)
         bounds = (2**-6, mine[0].bias.abs().max().item()) if dtype == torch.bfloat16 else ()  # 3 roundings of 2**-8
         same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step, *bounds)
-        emulate.update_scales(mine)
+        emulation.update_scales(mine)
         amaxes, scales = history(theirs)
         assert torch.equal(amaxes, mine[0].fp8_amax_history) and torch.equal(scales, mine[0].fp8_scale), step
         seen.append(scales)
@@ -278,12 +278,12 @@ def test_mxfp8_is_a_power_of_two_for_32_values(monkeypatch):
 
     monkeypatch.setattr(quantization, "get_device_compute_capability", lambda: (10, 0))
     monkeypatch.setattr(quantization, "_MXFP8_SUPPORT", None)
-    monkeypatch.setitem(emulate.TILES, "block", emulate.Tiles((1, 32), (1, 32), (32, 1), (32, 1)))
+    monkeypatch.setitem(emulation.TILES, "block", emulation.Tiles((1, 32), (1, 32), (32, 1), (32, 1)))
     asked = plan("backend: TE, recipe: mxfp8")
     torch.manual_seed(0)
     mine = nn.Sequential(nn.Linear(64, 96, bias=False))
     theirs = copy.deepcopy(mine)
-    emulate.convert(mine, "block", fp8_format="E4M3")
+    emulation.convert(mine, "block", fp8_format="E4M3")
     ours.TransformerEngine(asked).convert(None, theirs, None)
     theirs.to("cuda")
     for step in range(3):
@@ -298,7 +298,7 @@ def test_any_number_of_rows(rows):
     for step in range(3):
         x, grad = seeded(rows, 64, seed=step), seeded(rows, 48, seed=10 + step)
         same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
-        emulate.update_scales(mine)
+        emulation.update_scales(mine)
         assert all(map(torch.equal, history(theirs), (mine[0].fp8_amax_history, mine[0].fp8_scale)))
     del theirs[0].forward
     if rows % 8:

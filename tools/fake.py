@@ -127,7 +127,8 @@ def without_values() -> Iterator[None]:
     a fake tensor as long as a real one of a few thousand elements.
     """
     try:
-        from amp8 import emulate, gradients, optimizer, scaling
+        from amp8 import gradients, optimizer, scaling
+        from faithful.backends import emulation
     except ModuleNotFoundError:  # a copied project without FP8
         yield
         return
@@ -146,7 +147,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(scaling, "round_codes", rounded),
         mock.patch.object(scaling, "operand", operand),
         mock.patch.object(scaling, "in_pieces", lambda function, x: operand(x, None, scaling.E4M3)),
-        mock.patch.object(emulate, "_rounded", rounded),
+        mock.patch.object(emulation, "_rounded", rounded),
         mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),
         mock.patch.object(optimizer, "adam_slice", lambda *_: torch.ones(3)),
         mock.patch.object(optimizer, "SLICE", 1 << 62),

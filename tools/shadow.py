@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from amp8 import emulate, scaling
 from amp8 import linear as levels
 from amp8 import optimizer as adam
+from amp8 import scaling
+from faithful.backends import emulation
 from faithful.backends.linear import kind
 from faithful.strategies.base import torch_optimizer
 from faithful.tensors.names import plain_names, unwrapped
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 TENSORS = ("input", "weight", "gradient")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-Layer = emulate.EmulatedLinear | levels.FP8Linear
+Layer = emulation.EmulatedLinear | levels.FP8Linear
 Rounded = tuple[torch.Tensor, torch.Tensor | None, torch.dtype]  # see `rounded`
 Rows = dict[str, list[float]]  # of a layer: {what: its value at each step}
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
     """{name: layer} of all FP8 layers, with the names of the unconverted model."""
-    kinds = ("amp8.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
+    kinds = ("faithful.EmulatedLinear", "amp8.FP8Linear", "amp8.FP8Conv1D")
     modules = plain_names(unwrapped(model).named_modules())
     return {name: layer for name, layer in modules if kind(layer) in kinds}  # pyrefly: ignore[bad-return]
 
@@ -54,15 +55,15 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
         scale = levels.cast_scale(scaling.amax(x), layer.scale[slot], layer.updates[slot], dtype, layer.window)
         return scaling.dequantize(scaling.quantize(x, scale, dtype), scale), scale, dtype
     dtype = layer.grad_dtype if which == 2 else dtype
-    tiny = 1e-12 if layer.recipe in emulate.TORCHAO else 0.0
-    if layer.recipe in emulate.TILES:
-        tiles = emulate.TILES[layer.recipe]
+    tiny = 1e-12 if layer.recipe in emulation.TORCHAO else 0.0
+    if layer.recipe in emulation.TILES:
+        tiles = emulation.TILES[layer.recipe]
         tile = {
             "fprop": (tiles.input, tiles.weight),
             "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
             "wgrad": (tiles.grad_weight, None, tiles.grad_weight),
         }[for_gemm][which]
-        return (x.float() if tile is None else emulate._rounded(x, dtype, tile, tiny).float()), None, dtype
+        return (x.float() if tile is None else emulation._rounded(x, dtype, tile, tiny).float()), None, dtype
     if layer.recipe == "delayed":
         scale = layer.fp8_scale[which].clone()
     else:
@@ -94,7 +95,7 @@ class Looking:
             self.tensor(name, "input", x, *parts[0])
             self.tensor(name, "weight", weight, *parts[1])
             self.product(name, "fprop", parts[0][0] @ parts[1][0].t(), x.float() @ weight.t())
-            tiled = getattr(layer, "recipe", None) in emulate.TILES
+            tiled = getattr(layer, "recipe", None) in emulation.TILES
             output.register_hook(lambda g: self.backward(name, layer, g, x, weight, None if tiled else parts))
 
         return hook

@@ -7,9 +7,9 @@ which is asked before torch is imported, is a class in config/fp8.py.
 from typing import TYPE_CHECKING
 
 from faithful.backends.base import Backend
-from faithful.backends.emulated import Emulated
 from faithful.backends.high_precision import FP16OnCPU, Torch
 from faithful.backends.levels import MSAMP
+from faithful.backends.linear import import_amp8
 from faithful.backends.torchao import TorchAO
 from faithful.backends.transformer_engine import TransformerEngine
 
@@ -27,7 +27,7 @@ BACKENDS: dict[str | None, type[Backend]] = {  # by their names in config/fp8.py
 def get_backend(plan: "Plan") -> Backend:
     """The Backend of a plan."""
     if plan.implementation == "emulated":
-        return Emulated(plan)
+        return import_amp8("faithful.backends.emulation").Emulated(plan)
     if plan.precision == "fp16" and plan.rehearsal:
         return FP16OnCPU(plan)
     return BACKENDS[plan.backend](plan)

@@ -74,7 +74,7 @@ def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
 def in_fp8(module: nn.Module, *inputs: object) -> bool:
     """Whether a layer, or a block of layers, computes in FP8 in this forward pass: in train(), and in eval() too where
     a gradient goes through it, to its parameters or its inputs. An evaluation, in eval() without gradients, does not.
-    The rule for all backends; amp8's EmulatedLinear has the same of its own."""
+    The rule for all backends."""
     if module.training:
         return True
     if not torch.is_grad_enabled():
@@ -133,7 +133,8 @@ def linears_to_convert(model: nn.Module, skipped: list[tuple[str, str]]) -> set[
 
 
 def import_amp8(name: str) -> ModuleType:
-    """Imports a module of amp8. Raises Refused if the folder is missing: a copied project may not have it."""
+    """Imports a module of amp8, or one that needs it. Raises Refused if amp8's folder is missing: a copied project may
+    not have it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

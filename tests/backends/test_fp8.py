@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from amp8 import emulate
 from amp8.coded import CodesRead
 from faithful import Accelerator, Refused, backends, plan
-from faithful.backends import torchao, transformer_engine
+from faithful.backends import emulation, torchao, transformer_engine
 from faithful.config import config_file
 from faithful.config.settings import read_env, to_env
 from faithful.evidence.evidence import converted
@@ -218,7 +217,7 @@ def counted_under_fsdp(rank, world, backend):
     asked = SimpleNamespace(backend="ao", level="tensorwise", precision="fp8", fp8_options={}, strategy="fsdp",
                             implementation=backend, rehearsal=True)  # fmt: skip
     if backend == "emulated":
-        emulate.convert(model, "delayed")
+        emulation.convert(model, "delayed")
     else:
         convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
     before, mesh = converted(backends.get_backend(asked), model), init_device_mesh("cpu", (world,))
@@ -271,7 +270,7 @@ def test_without_amp8_it_says_what_to_copy(tmp_path):
     def hide(rank):
         import sys
 
-        sys.modules["amp8"] = sys.modules["amp8.emulate"] = None
+        sys.modules["amp8"] = None
 
     train("single_fp8_msamp_o2", tmp_path / "run", *STEPS, before=hide, code=2)
     assert "needs the folder amp8/ beside faithful/" in (tmp_path / "run.log").read_text()

@@ -15,9 +15,9 @@ def one_process_instead_of_two(rank):
 
 
 def one_layer_forgotten(rank):
-    from amp8 import emulate
+    from faithful.backends import emulation
 
-    convert = emulate.convert
+    convert = emulation.convert
 
     def forgetful(model, *args, **kwargs):
         converted = convert(model, *args, **kwargs)
@@ -26,20 +26,20 @@ def one_layer_forgotten(rank):
         mlp.fc1 = plain
         return converted
 
-    emulate.convert = forgetful
+    emulation.convert = forgetful
 
 
 def weights_replaced(rank):
-    from amp8 import emulate
+    from faithful.backends import emulation
 
-    convert = emulate.convert
+    convert = emulation.convert
 
     def replacing(model, *args, **kwargs):
         converted = convert(model, *args, **kwargs)
         model.pos_embed = torch.nn.Parameter(model.pos_embed.detach().clone())
         return converted
 
-    emulate.convert = replacing
+    emulation.convert = replacing
 
 
 def nothing_sharded(rank):

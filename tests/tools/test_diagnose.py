@@ -10,7 +10,7 @@ import yaml
 from conftest import CONFIGS, ROOT, Ranks, launched
 
 import amp8
-from amp8 import emulate
+from faithful.backends import emulation
 from tools import diagnose, shadow
 
 OPTIONS = ("--look", 6, "--pairs", 2, "--after", 2)  # the head begins at 0: no gradient reaches a layer at first
@@ -40,7 +40,7 @@ def sides(layer, x):
 def test_the_shadow_rounds_as_an_emulated_layer_does(recipe):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
-    emulate.convert(model, recipe)
+    emulation.convert(model, recipe)
     y, product, gradient = sides(model[0], torch.randn(32, 64))
     torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-5)

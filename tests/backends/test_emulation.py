@@ -4,19 +4,25 @@ situations of a training run."""
 import copy
 import dataclasses
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from amp8_helpers import run_ranks
+from test_amp8_idioms import TRANSFORMS, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp8 import emulate, scaling
-from amp8.emulate import EmulatedLinear
+from amp8 import scaling
+from amp8.coded import CodesRead
 from amp8.scaling import E4M3, E5M2
+from faithful import Refused
+from faithful.backends import emulation, get_backend
+from faithful.backends.emulation import EmulatedLinear
 
-RECIPES = emulate.TORCHAO + emulate.TRANSFORMER_ENGINE
+RECIPES = emulation.TORCHAO + emulation.TRANSFORMER_ENGINE
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -27,7 +33,7 @@ def seeded(*shape, seed=0):
 def layer(recipe, inputs=64, outputs=48, bias=True, **options):
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=bias)
-    assert emulate.convert(linear, recipe, **options) == []
+    assert emulation.convert(linear, recipe, **options) == []
     return linear
 
 
@@ -35,7 +41,7 @@ def mlp(recipe=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
     if recipe:
-        assert emulate.convert(model, recipe, **options) == []
+        assert emulation.convert(model, recipe, **options) == []
     return model
 
 
@@ -75,7 +81,7 @@ def test_convert_is_in_place_and_names_what_it_leaves():
     model["a"].register_forward_hook(lambda module, args, out: calls.append(out.dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     parameters, keys, a = list(model.parameters()), list(model.state_dict()), model["a"]
-    skipped = emulate.convert(model, "tensorwise", lambda module, name: name != "d")
+    skipped = emulation.convert(model, "tensorwise", lambda module, name: name != "d")
     assert skipped == [
         ("b", "out_features 10 is not a multiple of 16"),
         ("c", "in_features 12 is not a multiple of 16"),
@@ -101,7 +107,14 @@ def test_convert_is_in_place_and_names_what_it_leaves():
 )
 def test_convert_refuses_what_there_is_not(options, message):
     with pytest.raises(ValueError, match=message):
-        emulate.convert(nn.Linear(16, 16), **({"recipe": "delayed"} | options))
+        emulation.convert(nn.Linear(16, 16), **({"recipe": "delayed"} | options))
+
+
+def test_without_amp8_it_says_what_to_copy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amp8", None)
+    monkeypatch.delitem(sys.modules, "faithful.backends.emulation")
+    with pytest.raises(Refused, match="needs the folder amp8/ beside faithful/"):
+        get_backend(SimpleNamespace(implementation="emulated"))
 
 
 # What is computed
@@ -109,7 +122,7 @@ def test_convert_refuses_what_there_is_not(options, message):
 
 @pytest.mark.parametrize("emulated_by_torchao", [True, False], ids=["emulated", "real"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("recipe", emulate.TORCHAO)
+@pytest.mark.parametrize("recipe", emulation.TORCHAO)
 @pytest.mark.filterwarnings("ignore")
 def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -118,7 +131,7 @@ def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
     ours = nn.Sequential(nn.Linear(64, 96)).to(dtype)
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated_by_torchao)
     theirs = convert_to_float8_training(copy.deepcopy(ours), config=config)
-    emulate.convert(ours, recipe)
+    emulation.convert(ours, recipe)
     x, grad = seeded(5, 16, 64).to(dtype), (seeded(5, 16, 96, seed=1) * 1e-3).to(dtype)
     results = zip(run(ours, x, grad), run(theirs, x, grad), strict=True)
     # Powers of two leave nothing to chance; otherwise the sum is rounded to bf16 before the scale too. torchao's real
@@ -135,11 +148,11 @@ def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
 
 def test_tiny_tensors_are_scaled_as_torchao_scales_them():
     x = torch.full((16, 16), 1e-14)
-    codes, scale = emulate._codes(x, E4M3, 1e-12, None, None, 0)
+    codes, scale = emulation._codes(x, E4M3, 1e-12, None, None, 0)
     assert scale.item() == torch.tensor(448 / 1e-12).item() and codes[0, 0] == torch.tensor(4.48).to(E4M3).float()
-    assert emulate._codes(x, E4M3, 0.0, None, None, 0)[0][0, 0] == 448  # TransformerEngine has no such limit
+    assert emulation._codes(x, E4M3, 0.0, None, None, 0)[0][0, 0] == 448  # TransformerEngine has no such limit
     assert (
-        emulate._rounded(x, E4M3, (1, None), 1e-12)[0, 0] == torch.tensor(1e-14 * 2.0**48).to(E4M3).float() * 2.0**-48
+        emulation._rounded(x, E4M3, (1, None), 1e-12)[0, 0] == torch.tensor(1e-14 * 2.0**48).to(E4M3).float() * 2.0**-48
     )
 
 
@@ -156,7 +169,7 @@ def test_tiles_are_rounded_one_by_one(tile, shape, dtype):
             part = x[i : i + rows, j : j + columns]
             scale = scaling.power_of_two_scale(scaling.amax(part), E4M3)
             expected[i : i + rows, j : j + columns] = scaling.dequantize(scaling.quantize(part, scale, E4M3), scale)
-    assert torch.equal(emulate._rounded(x, E4M3, tile, 0.0).float(), expected)
+    assert torch.equal(emulation._rounded(x, E4M3, tile, 0.0).float(), expected)
 
 
 def test_block_scaling_by_its_definition():
@@ -167,7 +180,7 @@ def test_block_scaling_by_its_definition():
     )
 
     def rounded(x, tile):
-        return emulate._rounded(x, E4M3, tile, 0.0).double()
+        return emulation._rounded(x, E4M3, tile, 0.0).double()
 
     weight = rounded(linear.weight.detach(), (128, 128))
     expected = [
@@ -187,9 +200,8 @@ def test_current_scaling_is_tensorwise_and_its_format_is_heard():
     tensorwise, hybrid = run(layer("tensorwise"), x, grad), run(layer("current"), x, grad)
     assert all(torch.equal(a, b) for a, b in zip(tensorwise, hybrid, strict=True))
     e4m3 = run(layer("current", fp8_format="E4M3"), x, grad)
-    unconverted = layer("tensorwise")
-    with emulate.high_precision(unconverted):
-        plain = run(unconverted, x, grad)
+    torch.manual_seed(0)
+    plain = run(nn.Linear(64, 48), x, grad)
     assert torch.equal(e4m3[0], hybrid[0])
     assert relative(e4m3[1], plain[1]) < 0.05 < relative(hybrid[1], plain[1]) < 0.1
 
@@ -222,7 +234,7 @@ def test_delayed_scaling_step_by_step(fp8_format, grad_dtype, algo):
         optimizer.step()
         optimizer.zero_grad()
         seen.append([t.abs().max() for t in tensors])
-        emulate.update_scales(linear)
+        emulation.update_scales(linear)
         # two columns of the history wait for their turn behind the row being recorded
         values = seen[-1] if algo == "most_recent" else [max(row[i] for row in seen[-3:]) for i in range(3)]
         scales = [torch.tensor(top / 2) / value for top, value in zip(tops, values, strict=True)]
@@ -235,7 +247,7 @@ def test_delayed_scaling_saturates_where_the_history_did_not_know():
         linear.weight.copy_(torch.eye(16))
     out = linear(torch.full((8, 16), 1000.0))  # the first scale is 1
     assert out[0, 0].item() == 448
-    emulate.update_scales(linear)
+    emulation.update_scales(linear)
     assert linear.fp8_scale.tolist()[:2] == [torch.tensor(0.448).item(), 448]
     assert linear(torch.full((8, 16), 1000.0))[0, 0].item() == pytest.approx(1000)
 
@@ -257,11 +269,25 @@ def test_nan_is_seen(recipe):
     grad[2, 2] = math.nan
     out.backward(grad)
     assert linear.weight.grad[2].isnan().all()
-    emulate.update_scales(linear)
+    emulation.update_scales(linear)
     assert recipe != "delayed" or linear.fp8_scale.isfinite().all()
 
 
 # Where it stands
+
+
+def test_it_takes_its_input_by_the_name_that_linear_gives_it():
+    linear, x = layer("tensorwise"), seeded(4, 64)
+    assert torch.equal(linear(input=x), linear(x))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_transforms_of_torch_func_are_refused(transform, recipe):
+    model = net()
+    emulation.convert(model, recipe)
+    with pytest.raises(CodesRead, match=r"is called inside torch.func .grad, vmap, jvp., .* clones of the values"):
+        TRANSFORMS[transform](model)
 
 
 @every_recipe
@@ -272,8 +298,10 @@ def test_evaluation_is_high_precision_and_changes_nothing(recipe):
         expected = plain(x)
         assert torch.equal(model.eval()(x), expected)
         model.train()
-        with emulate.high_precision(model):
-            assert torch.equal(model(x), expected)
+        switched_off = mlp(recipe)
+        for emulated in (switched_off[1], switched_off[3]):
+            emulated.fp8 = False
+        assert torch.equal(switched_off(x), expected)
         assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
         assert not torch.equal(model(x), expected)
     if recipe == "delayed":
@@ -289,7 +317,7 @@ def test_autocast_decides_the_dtype(recipe):
     out.float().square().mean().backward()
     assert linear.weight.grad.dtype == linear.bias.grad.dtype == torch.float32
     expected = F.linear(x, linear.weight, linear.bias)
-    emulate.update_scales(linear)  # delayed: the first step's scale of 1 loses what is small
+    emulation.update_scales(linear)  # delayed: the first step's scale of 1 loses what is small
     with torch.autocast("cpu", torch.bfloat16):
         assert 0.005 < relative(linear(x), expected) < 0.05
     assert linear(x).dtype == torch.float32
@@ -326,7 +354,7 @@ def test_amaxes_are_the_largest_of_the_micro_batches():
     for size in (1.0, 3.0, 2.0):
         run(linear, torch.full((8, 64), size), torch.full((8, 48), size / 8))
     assert linear.fp8_amax_history[0].tolist() == [3.0, linear.weight.abs().max().item(), 0.375]
-    emulate.update_scales(linear)
+    emulation.update_scales(linear)
     assert linear.fp8_scale[2].item() == torch.tensor(57344 / 0.375).item()
 
 
@@ -334,13 +362,13 @@ def test_amaxes_are_the_largest_of_the_micro_batches():
 def test_a_layer_used_twice_and_updated_in_between(recipe):
     linear, x, grad = layer(recipe, 64, 64, bias=False), seeded(16, 64), seeded(16, 64, seed=1)
     run(linear, x, grad)
-    emulate.update_scales(linear)
+    emulation.update_scales(linear)
     once = run(copy.deepcopy(linear), x, grad)
     first, second = linear(x), linear(x)
     dw = torch.autograd.grad(first, linear.weight, grad)[0]
     assert torch.equal(first, second) and torch.equal(dw, once[2])
     chained = linear(linear(x))
-    emulate.update_scales(linear)  # as TE does after the forward pass of a micro-batch
+    emulation.update_scales(linear)  # as TE does after the forward pass of a micro-batch
     chained.backward(grad)
     assert linear.weight.grad.isfinite().all() and linear.weight.grad.count_nonzero() > 4000
 
@@ -367,7 +395,7 @@ def train(model, optimizer, steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        emulate.update_scales(model)
+        emulation.update_scales(model)
         losses.append(loss.item())
     return losses
 
@@ -396,7 +424,7 @@ def test_a_resumed_run_is_the_same_run():
 def test_scales_stay_fp32_when_the_model_is_cast():
     linear = layer("delayed")
     run(linear, seeded(8, 64), seeded(8, 48))
-    emulate.update_scales(linear)
+    emulation.update_scales(linear)
     scale = linear.fp8_scale.clone()
     linear.bfloat16()
     assert linear.weight.dtype == torch.bfloat16 and torch.equal(linear.fp8_scale, scale)
@@ -416,8 +444,8 @@ def test_compiles_as_one_graph_and_never_again(recipe, backend):
         with torch.autocast("cpu", torch.bfloat16), torch._dynamo.config.patch(error_on_recompile=True):
             results = zip(run(compiled, x, grad), run(eager, x, grad), strict=True)
         assert all(torch.equal(a.bfloat16(), b.bfloat16()) for a, b in results)
-        emulate.update_scales(eager)
-        emulate.update_scales(compiled)
+        emulation.update_scales(eager)
+        emulation.update_scales(compiled)
         assert all(torch.equal(a, b) for a, b in zip(compiled.buffers(), eager.buffers(), strict=True))
 
 
@@ -445,7 +473,7 @@ def _distributed(rank, world, strategy, recipe):
         optimizer.zero_grad()
         local = [m.fp8_amax_history[0].clone() for m in model.modules() if hasattr(m, "fp8_scale")]
         torch.distributed.all_reduce = counted
-        emulate.update_scales(wrapped)
+        emulation.update_scales(wrapped)
         torch.distributed.all_reduce = all_reduce
         losses.append(loss.item())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

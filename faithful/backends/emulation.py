@@ -1,9 +1,5 @@
-"""Emulates FP8 Linear layers without FP8 hardware: computes what torchao's Float8Linear and TransformerEngine's
-te.Linear compute, written from their definitions.
-
-    skipped = convert(model, "delayed", fp8_format="HYBRID", margin=0)
-    ...
-    loss.backward(); optimizer.step(); update_scales(model)
+"""The numerics of torchao's Float8Linear and of TransformerEngine's te.Linear in software, written from their
+definitions, for a rehearsal on a CPU.
 
 Every operand of every product is rounded to exactly the values that FP8 has under its scale; only the speed differs.
 bf16 can hold each of these values, so one bf16 product does the arithmetic.
@@ -17,20 +13,25 @@ current (TE)         one, from its own amax                  HYBRID or E4M3     
 block (TE)           1 x 128 values, 128 x 128 values        E4M3 (TE's own) or HYBRID  yes
 
 Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling).
+The FP8 numbers themselves are amp8's.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import scaling
-from .coded import refuse_a_derivative, refuse_transformed
-from .compiled import output
-from .scaling import E4M3, E5M2
+from amp8 import scaling
+from amp8.coded import refuse_a_derivative, refuse_transformed
+from amp8.compiled import output
+from amp8.scaling import E4M3, E5M2
+from faithful.backends.base import Backend
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, skipped_linears
+
+if TYPE_CHECKING:
+    from faithful.accelerator import Accelerator
 
 Tile = tuple[int | None, int | None]
 Filter = Callable[[nn.Module, str], bool]
@@ -54,6 +55,41 @@ TILES = {
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TRANSFORMER_ENGINE = ("delayed", "current", "block")
 FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
+PACKAGES: dict[str | None, str] = {"ao": "torchao", "te": "TransformerEngine"}
+
+
+class Emulated(Backend):
+    kinds = {"faithful.EmulatedLinear": (1, 0)}
+    any_number_of_processes = True  # delayed scaling has the largest values of all of them
+
+    @property
+    def name(self) -> str:
+        return f"{PACKAGES[self.plan.backend]} {self.plan.level}"
+
+    @property
+    def eager_in_eval(self) -> bool:  # pyrefly: ignore[bad-override]
+        return self.plan.backend == "ao"
+
+    def arguments(self) -> dict[str, Any]:
+        return in_bf16()
+
+    def convert(
+        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> list[tuple[str, str]]:
+        plan = self.plan
+        skipped = skipped_linears(model, plan.skip)
+        names = linears_to_convert(model, skipped)
+        if names:
+            options = plan.fp8_options if plan.backend == "te" else {}
+            convert(model, str(plan.level), lambda module, name: name in names, **options)
+            # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
+            # pyrefly: ignore[bad-argument-type]
+            model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers() if ".fp8_" in name]
+        return skipped
+
+    def after_backward(self, model: nn.Module) -> None:
+        if self.plan.level == "delayed":  # TransformerEngine updates its scales after every micro-batch
+            update_scales(model)
 
 
 def convert(
@@ -111,8 +147,8 @@ class EmulatedLinear(nn.Linear):
     """A Linear whose three products take FP8 operands. Made by `convert`, never by its constructor.
 
     Input [..., in_features], output [..., out_features], in the autocast dtype where autocast is on. FP8 is for
-    training: in eval mode where no gradient goes through the layer, or under `high_precision`, this is F.linear. Any
-    number of tokens is allowed: hardware takes multiples of 8 or 16, but padding with rows of zeros changes nothing.
+    training: where `in_fp8` says so, and while `fp8` is set. Elsewhere this is F.linear. Any number of tokens is
+    allowed: hardware takes multiples of 8 or 16, but padding with rows of zeros changes nothing.
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
@@ -128,8 +164,7 @@ class EmulatedLinear(nn.Linear):
     fp8_scale: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        trains = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        if not (self.fp8 and (self.training or trains)):
+        if not (self.fp8 and in_fp8(self, input)):
             return F.linear(input, self.weight, self.bias)
         refuse_transformed(f"a layer {tuple(self.weight.shape)}", input, self.weight)
         if torch.is_autocast_enabled(input.device.type):
@@ -156,36 +191,20 @@ class EmulatedLinear(nn.Linear):
         return f"{super().extra_repr()}, emulated FP8 {self.recipe}"
 
 
-@contextlib.contextmanager
-def high_precision(model: nn.Module) -> Iterator[None]:
-    """Within it every EmulatedLinear of `model` is a plain Linear, in training mode too."""
-    layers = [m for m in model.modules() if isinstance(m, EmulatedLinear)]
-    before = [m.fp8 for m in layers]
-    for m in layers:
-        m.fp8 = False
-    try:
-        yield
-    finally:
-        for m, fp8 in zip(layers, before, strict=True):
-            m.fp8 = fp8
-
-
 @torch.no_grad()
-def update_scales(
-    model: nn.Module, group: torch.distributed.ProcessGroup | None = None, reduce_amax: bool = True
-) -> None:
+def update_scales(model: nn.Module) -> None:
     """Updates delayed scaling: stores the new amaxes of all layers in their histories and computes the next scales.
     Call it after each backward, as TE itself does, or after each optimizer step. With other recipes it does nothing.
 
-    If torch.distributed is initialised, the amaxes are the maximum over `group`, by one all-reduce of 12 bytes per
-    layer. With `reduce_amax=False` each rank keeps its own, as with TE's option of that name.
+    If torch.distributed is initialised, the amaxes are the maximum over all ranks, by one all-reduce of 12 bytes per
+    layer.
     """
     layers = [m for m in model.modules() if isinstance(m, EmulatedLinear) and m.recipe == "delayed"]
     if not layers:
         return
-    if reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         amaxes = torch.stack([m.fp8_amax_history[0] for m in layers])
-        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX)
         torch._foreach_copy_([m.fp8_amax_history[0] for m in layers], list(amaxes.unbind()))
     alike: dict[tuple[int, str, torch.Size], list[EmulatedLinear]] = {}
     for m in layers:
