@@ -24,8 +24,8 @@ from faithful.backends import emulation
 from faithful.backends import transformer_engine as ours
 from faithful.config import rules
 from faithful.config.settings import read_env as read
-from faithful.evidence.evidence import converted as counted
 from faithful.launch.machine import Machine
+from faithful.models.layers import FP8Layers
 from shared import vision
 from tools.export import timm_name
 
@@ -125,7 +125,7 @@ def test_conversion_goes_on_past_an_odd_shape():
     optimizer, skipped = converted(model)
     assert skipped == [("0", "60 is not a multiple of 16")]
     assert [type(layer) for layer in model] == [nn.Linear, te.LayerNorm, te.Linear, te.Linear]
-    assert counted(ours.TransformerEngine, model) == (2, 1)
+    assert FP8Layers(ours.TransformerEngine.kinds, model).counted() == (2, 1)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -463,7 +463,7 @@ def test_whole_blocks_as_transformer_layers():
         "layernorm_qkv.layer_norm_weight": (192,), "layernorm_qkv.layer_norm_bias": (192,),
         "layernorm_qkv.weight": (576, 192), "layernorm_qkv.bias": (576,), "proj.weight": (192, 192), "proj.bias": (192,),
     }  # fmt: skip
-    assert counted(ours.TransformerEngine, model) == (4 * 12, 2 * 12)
+    assert FP8Layers(ours.TransformerEngine.kinds, model).counted() == (4 * 12, 2 * 12)
 
 
 def small_vit_of_te_blocks():
@@ -493,7 +493,7 @@ def test_a_transformer_layer_trains_in_fp8(recipe):
     model = small_vit_of_te_blocks()
     exact = copy.deepcopy(model).to("cuda")
     ours.TransformerEngine(plan(f"backend: TE, recipe: {recipe}")).convert(None, model, None)
-    assert counted(ours.TransformerEngine, model) == (4 * 4, 2 * 4 + 1)
+    assert FP8Layers(ours.TransformerEngine.kinds, model).counted() == (4 * 4, 2 * 4 + 1)
     x, grad = seeded(16, 1, 8, 8).to("cuda"), seeded(16, 10, seed=1).to("cuda")
     model.to("cuda")
     for _ in range(2):  # the scales of delayed scaling begin with 1

@@ -18,7 +18,7 @@ from amp8 import linear as levels
 from amp8 import optimizer as adam
 from amp8 import scaling
 from faithful.backends import emulation
-from faithful.backends.linear import kind
+from faithful.models.layers import kind
 from faithful.strategies.base import torch_optimizer
 from faithful.tensors.names import plain_names, unwrapped
 

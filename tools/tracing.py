@@ -29,11 +29,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 import faithful
 from faithful import arguments, backends
-from faithful.backends.linear import linear_names, refuse_unknown
+from faithful.backends.linear import refuse_unknown
 from faithful.config.fp8 import FP8
 from faithful.config.strategies import STRATEGIES
-from faithful.evidence.evidence import converted
 from faithful.models.blocks import block_names, name_blocks
+from faithful.models.layers import FP8Layers, linear_names
 from faithful.plan import Plan
 from faithful.strategies import tp
 from faithful.strategies.deepspeed import zero
@@ -175,7 +175,7 @@ class Traced(accelerate.Accelerator):
         if fp8:
             fp8.convert(self, model, optimizer)  # pyrefly: ignore[bad-argument-type]
             refuse_unknown(trace.plan.skip, linear)
-            if not converted(fp8, model)[0]:
+            if not FP8Layers(fp8.kinds, model).linear:
                 raise Refused("none of its Linear layers can be FP8")
         if trace.checkpointed:
             apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in names)

@@ -5,13 +5,14 @@ import fnmatch
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
 from faithful import patches
 from faithful.errors import Refused
+from faithful.models.layers import is_linear, linear_names
 
 ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
 
@@ -22,21 +23,6 @@ def in_bf16() -> dict[str, Any]:
     scale MS-AMP's loss without unscaling the gradients."""
     patches.set_environment("ACCELERATE_FP8_BACKEND", None)
     return {"mixed_precision": "bf16"}
-
-
-def kind(module: nn.Module) -> str:
-    """`<package>.<class>` of a module, such as torchao.Float8Linear. Skips the class FSDP<Name> that FSDP2 adds."""
-    cls = next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
-    return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
-
-
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is torch's Linear or transformers' Conv1D (GPT-2), a Linear with transposed weight."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if is_linear(module)]
 
 
 def skipped_by_config(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:

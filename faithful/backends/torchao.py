@@ -9,8 +9,9 @@ from accelerate.utils import AORecipeKwargs
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, kind, linears_to_convert, once_differentiable, skipped_linears
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, once_differentiable, skipped_linears
 from faithful.errors import Refused
+from faithful.models.layers import kind
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Saved, Strategy, torch_optimizer
 

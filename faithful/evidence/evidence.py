@@ -5,7 +5,6 @@ when gradients and optimizer state exist. It raises Refused if the run is not wh
 entry `evidence` of run.json, with counts over the whole model.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from faithful.backends import cpu_matmul
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_fp8, kind, linear_names
+from faithful.backends.linear import in_fp8
 from faithful.errors import Refused
+from faithful.models.layers import FP8Layers, linear_names
 from faithful.strategies.base import Strategy
-from faithful.tensors.names import elements, fingerprint, parameters_of, plain_names, size, unwrapped
+from faithful.tensors.names import elements, fingerprint, parameters_of, size, unwrapped
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -33,7 +33,8 @@ class Layers:
     def __init__(self, backend: Backend, model: nn.Module, owned: set[int]) -> None:
         self.model, self.names = type(model).__name__, linear_names(model)
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
-        self.linear = len(self.names) + converted(backend, model)[0]  # TE's blocks contain Linear layers too
+        of_te = FP8Layers(backend.kinds, model).counted()[0]  # its blocks contain Linear layers, too
+        self.linear = len(self.names) + of_te
         self.initial_weights = fingerprint(model)
         self.skipped: list[tuple[str, str]] = []
 
@@ -42,9 +43,8 @@ class Calls:
     """Which of the converted layers are called before the first update, and not once in FP8. Compiled code is not
     watched, which would compile it again: there it is those that are frozen and in eval()."""
 
-    def __init__(self, backend: Backend, model: nn.Module, compiled: bool) -> None:
-        modules = plain_names(unwrapped(model).named_modules())
-        self.layers = {name: module for name, module in modules if backend.kinds.get(kind(module), (0, 0))[0]}
+    def __init__(self, layers: dict[str, nn.Module], compiled: bool) -> None:
+        self.layers = layers
         self.called: set[nn.Module] = set()
         self.in_fp8: set[nn.Module] = set()
         self.hooks = [] if compiled else [m.register_forward_pre_hook(self.see) for m in self.layers.values()]
@@ -85,7 +85,8 @@ class Evidence:
         self.stepped: set[int] = set()  # ids of optimizers
         self.gradient_bytes = 0
         self.owned_before = layers.owned
-        linear, norms = converted(self.backend, model)
+        self.fp8 = FP8Layers(backend.kinds, model)
+        linear, norms = self.fp8.counted()
         self.record: dict[str, Any] = {
             "model": layers.model,
             "linear_total": layers.linear,
@@ -93,8 +94,8 @@ class Evidence:
             "linear_names": layers.names,
             "linear_skipped": [{"name": name, "reason": reason} for name, reason in layers.skipped],
             "layernorm_converted": norms,
-            "share_converted": share_in_fp8(self.strategy, self.backend, model),
-            "large_not_converted": large_outside(self.strategy, self.backend, model),
+            "share_converted": self.fp8.share(strategy.shape_of),
+            "large_not_converted": self.fp8.large_outside(strategy.shape_of),
             "dtypes": {"parameters": {}, "gradients": {}, "optimizer_state": {}, "linear_output": None},
             "bytes_per_parameter": None,
             "optimizer_owns_all": None,
@@ -108,7 +109,7 @@ class Evidence:
         self.hook: RemovableHandle | None = None
         self.calls: Calls | None = None
         if plan.precision == "fp8":
-            self.calls = Calls(self.backend, model, plan.compile)
+            self.calls = Calls(self.fp8.linear, plan.compile)
         if not plan.compile and plan.precision != "fp8":
             # The output of a Linear has the dtype of its products. Not of a model that is a Linear itself: Accelerate
             # returns what it computes in fp32.
@@ -177,10 +178,10 @@ class Evidence:
     def leave_out(self, outside: dict[str, nn.Module]) -> None:
         """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises
         Refused if nothing is left."""
-        record, kinds = self.record, self.backend.kinds
-        record["linear_converted"] -= sum(kinds[kind(layer)][0] for layer in outside.values())
+        record = self.record
+        record["linear_converted"] -= sum(self.fp8.counts[layer][0] for layer in outside.values())
         record["linear_skipped"] += [{"name": name, "reason": "frozen and in eval()"} for name in outside]
-        record["share_converted"] = share_in_fp8(self.strategy, self.backend, self.model, set(outside.values()))
+        record["share_converted"] = self.fp8.share(self.strategy.shape_of, set(outside.values()))
         if not record["linear_converted"] and not self.plan.compile:
             raise Refused(
                 "asked for fp8, but no Linear layer has computed in FP8 in the first step: those that could are frozen "
@@ -295,33 +296,6 @@ class Evidence:
 def some(words: list[str]) -> str:
     """The first three words, and the number of the others."""
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
-
-
-def converted(backend: Backend, model: nn.Module) -> tuple[int, int]:
-    """(number of Linear, number of LayerNorm) layers of the model that compute in FP8, by their classes."""
-    kinds = backend.kinds
-    counts = [kinds[kind(module)] for module in model.modules() if kind(module) in kinds]
-    return sum(linear for linear, _ in counts), sum(norm for _, norm in counts)
-
-
-def share_in_fp8(strategy: Strategy, backend: Backend, model: nn.Module, outside: Collection[nn.Module] = ()) -> float:
-    """The fraction of the model's parameters in layers that compute in FP8. outside: layers that do not."""
-    layers = [module for module in model.modules() if kind(module) in backend.kinds and module not in outside]
-    inside = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
-    sizes = {p: strategy.shape_of(p).numel() for p in model.parameters()}
-    return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
-
-
-def large_outside(strategy: Strategy, backend: Backend, model: nn.Module) -> list[dict[str, Any]]:
-    """[{name, share}] of weights with more than two dimensions that are over a twentieth of an FP8 model's parameters
-    and in no layer that computes in FP8: experts of a mixture, which transformers keeps in one parameter; convolutions.
-    """
-    kinds = backend.kinds
-    inside = {id(p) for m in model.modules() if kind(m) in kinds for p in m.parameters(recurse=False)}
-    shapes = {name: strategy.shape_of(p) for name, p in parameters_of(model) if kinds and id(p) not in inside}
-    whole = sum(strategy.shape_of(p).numel() for p in model.parameters())
-    large = {name: shape for name, shape in shapes.items() if len(shape) > 2 and shape.numel() > whole / 20}
-    return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]
 
 
 def summed(parts: list[Any]) -> Any:

@@ -37,7 +37,7 @@ def names_of(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(dict.fromkeys(str(dtype)[6:] for dtype in dtypes))
 
 
-def before_prepare(strategy: "Strategy", models: Iterable[nn.Module]) -> str | None:
+def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module]) -> str | None:
     """Puts what would train in 16 bit into fp32. Returns a note of it, or None. Raises Refused if the config cannot
     train it as it is and the launch says to keep it."""
     plan, models = strategy.plan, list(models)
@@ -90,7 +90,7 @@ def buffers_in_fp32(model: nn.Module, changed: set[int]) -> int:
 
 
 def thawed(strategy: "Strategy", model: nn.Module, parameters: Iterable[nn.Parameter]) -> str | None:
-    """Called when `parameters` of a prepared model begin to train: those in 16 bit as in `before_prepare`, where plain
+    """Called when `parameters` of a prepared model begin to train: those in 16 bit as in `train_in_fp32`, where plain
     torch trains them. Raises Refused where a strategy has fixed their dtype."""
     parameters = in_16_bit(parameters)
     if not parameters or strategy.keeps_masters or settings.keeps_dtype():

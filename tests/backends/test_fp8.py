@@ -24,9 +24,9 @@ from faithful import Accelerator, Refused, backends, plan
 from faithful.backends import emulation, torchao, transformer_engine
 from faithful.config import config_file
 from faithful.config.settings import read_env, to_env
-from faithful.evidence.evidence import converted
 from faithful.launch.machine import Machine
 from faithful.models.blocks import compile_blocks
+from faithful.models.layers import FP8Layers
 from shared import images, vision
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
@@ -192,7 +192,7 @@ def test_layers_of_vit_tiny(name, count):
     parameters = dict(model.named_parameters())
     planned = resolved(name)
     skipped = backends.get_backend(planned).convert(None, model, optimizer)
-    assert converted(backends.get_backend(planned), model) == (count, 0)
+    assert FP8Layers(backends.get_backend(planned).kinds, model).counted() == (count, 0)
     assert len(skipped) == 49 - count and skipped[0][0] == "head"
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
 
@@ -205,7 +205,7 @@ def test_a_linear_of_another_class_is_named(name, count):
     optimizer = torch.optim.AdamW(model.parameters())
     planned = resolved(name)
     skipped = backends.get_backend(planned).convert(None, model, optimizer)
-    assert converted(backends.get_backend(planned), model) == (count, 0) and len(skipped) == 4 - count
+    assert FP8Layers(backends.get_backend(planned).kinds, model).counted() == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
                       "the module around it reads its weight directly")  # fmt: skip
@@ -220,7 +220,7 @@ def counted_under_fsdp(rank, world, backend):
         emulation.convert(model, "delayed")
     else:
         convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    before, mesh = converted(backends.get_backend(asked), model), init_device_mesh("cpu", (world,))
+    before, mesh = FP8Layers(backends.get_backend(asked).kinds, model).counted(), init_device_mesh("cpu", (world,))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
     backends.get_backend(asked).after_prepare(None, model, None)
@@ -231,7 +231,7 @@ def counted_under_fsdp(rank, world, backend):
     plain = [layer.full_tensor() for layer in model.parameters()]
     for weight, bias in zip(plain[::2], plain[1::2], strict=True):
         x = torch.nn.functional.linear(x, weight, bias)
-    after = converted(backends.get_backend(asked), model)
+    after = FP8Layers(backends.get_backend(asked).kinds, model).counted()
     return [type(layer).__name__ for layer in model], before, after, torch.equal(evaluated, x)
 
 
@@ -317,7 +317,7 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     backends.get_backend(planned).convert(None, model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
     backends.get_backend(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
-    assert converted(backends.get_backend(planned), model)[0] >= 2
+    assert FP8Layers(backends.get_backend(planned).kinds, model).counted()[0] >= 2
 
     def computed(some):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

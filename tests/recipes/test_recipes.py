@@ -547,7 +547,7 @@ def test_experts_in_one_parameter_are_named_with_their_share():
 
     import amp8
     from faithful.backends.levels import MSAMP
-    from faithful.evidence import evidence
+    from faithful.models.layers import FP8Layers
     from faithful.strategies.base import Strategy
 
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
@@ -555,7 +555,9 @@ def test_experts_in_one_parameter_are_named_with_their_share():
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(4, 32, 32))
     model.scale = nn.Parameter(torch.zeros(1, 1, 32))
     amp8.initialize(model, None, "O2")
-    assert evidence.large_outside(Strategy(None), MSAMP, model) == [{"name": "experts.gate_up_proj", "share": 0.7805}]
+    assert FP8Layers(MSAMP.kinds, model).large_outside(Strategy(None).shape_of) == [
+        {"name": "experts.gate_up_proj", "share": 0.7805}
+    ]
 
 
 @pytest.mark.slow
