@@ -34,7 +34,22 @@ OWN = "train.py"  # a reader's own script, in examples
 WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
 # Measured, and on no page as a table: a sentence links the file, or a test alone reads it.
-WITHOUT_TABLE = {"clients.json", "other_configs.json", "peer_tests.json"}
+WITHOUT_TABLE = {
+    "compare_digits/report.json",
+    "clients.json",
+    "emulation.json",
+    "estimate.json",
+    "fp8_digits.json",
+    "kills.json",
+    "kills_async.json",
+    "kills_before.json",
+    "loading.json",
+    "matrix.json",
+    "onnx_latency.json",
+    "phases.json",
+    "other_configs.json",
+    "peer_tests.json",
+}
 
 
 def page(name):

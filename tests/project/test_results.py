@@ -163,7 +163,7 @@ def test_the_wrapper_costs_a_script_little():
 
 
 def test_what_was_tried_is_in_the_files():
-    """The numbers of docs/own-script.md and docs/configs.md that no table writes."""
+    """Numbers in docs/ that no table writes."""
     page = (ROOT / "docs" / "own-script.md").read_text()
     rows = result("clients")["rows"]
     said = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|$", page, re.M)
@@ -176,6 +176,9 @@ def test_what_was_tried_is_in_the_files():
         len(said) == 7 and f"{sum(any(text in row['why'] for text in gone) for row in shown)} of the refusals" in page
     )
     assert f"{result('peer_tests')['passed']['tests']} pass" in page
+    estimates = result("estimate")["rows"]
+    assert f"In all {len(estimates)} real runs" in (ROOT / "docs" / "compare.md").read_text()
+    assert all(abs(row["states_off"]) <= 0.10 and abs(row["total_off"]) <= 0.25 for row in estimates)
     files, page = result("other_configs"), (ROOT / "docs" / "configs.md").read_text().replace("\n", " ")
     accepted = files["files"] - files["verdicts"]["refused"]
     assert (
