@@ -343,7 +343,7 @@ def test_tables_and_picture_are_the_files():
     for name in tables_script.COMPARISONS:
         drawn = (ROOT / name).with_name(tables_script.PICTURE).read_text()
         assert drawn == tables_script.picture(tables_script.read(name))
-    assert f"](results/compare_digits/{tables_script.PICTURE})" in page("README.md")
+    assert "](results/study/memory_and_loss.svg)" in page("README.md")
     text = page("docs/measured.md")
     changed = edited(text, "| 300 |", "| 301 |")
     assert text == tables_script.written("docs/measured.md", changed)

@@ -148,7 +148,7 @@ TRIED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "argv", "logged"), TRIED, ids=["metric", "data", "model", "one after the other"])
+@pytest.mark.parametrize(("changes", "argv", "logged"), TRIED, ids=["metric", "data", "model", "all"])
 def test_the_changes_in_the_docs_train(tmp_path, changes, argv, logged):
     tool.copy("vit", "fsdp_bf16", tmp_path / "mine")
     install(tmp_path / "mine")

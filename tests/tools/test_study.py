@@ -241,6 +241,12 @@ def test_the_results_that_are_here():
         -86,
     )
     assert lost["finetune_1e-6", "o3"] == ("worse", -5) and lost["finetune_1e-6", "bf16_pure"][1] < -95
+    settled = {
+        result["task"]
+        for result in found["results"]
+        if result["way"] == "o2" and study_page.main_measure(result)["kind"] != "unknown"
+    }
+    assert settled == {"words", "finetune_1e-5", "finetune_1e-6"}, "README.md says that the others cannot tell"
     formats = ("ao", "ao_rowwise", "te", "te_current", "te_block", "o1")
     assert all(words[way]["kind"] == "equal" for way in formats) and words["muon"]["kind"] == "better"
     rare = {row[0]: row[-1] for row in study_page.rare_table(found["results"])[1]}
