@@ -8,11 +8,12 @@ count in the loss, so batches differ in their number of labels.
 import hashlib
 import itertools
 import math
+import os
 import sysconfig
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -204,9 +205,15 @@ def python_source() -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace") for path in kept]
 
 
+def not_listed(error: OSError) -> NoReturn:
+    raise Refused(f"{error.filename} cannot be listed ({error.strerror}): let this user read it, or remove it")
+
+
 def files(path: Path) -> list[str]:
     """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
-    paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+    below = os.walk(path, onerror=not_listed)  # Path.rglob finds nothing in a folder that may not be listed
+    every = [path] if path.is_file() else sorted(Path(folder, name) for folder, _, names in below for name in names)
+    paths = [file for file in every if file == path or file.suffix in SUFFIXES]
     texts = []
     for file in paths:
         if file.exists() and not file.is_file():

@@ -174,6 +174,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `./launch.sh ls | head` prints no error
     try:
         main(*sys.argv[1:])
+        print(end="", flush=True)
+    except OSError as error:  # a full disk; Python would print a traceback at its end
+        print(f"error: the list cannot be written: {error.strerror}", file=sys.stderr)
+        os._exit(1)
     except args.Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
         sys.exit(refused.exit_code)

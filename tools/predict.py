@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from faithful.disk.names import printable  # noqa: E402
+from faithful.disk.names import files_below, printable  # noqa: E402
 from shared import images  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
@@ -62,7 +62,7 @@ def round_weights(model: torch.nn.Module, record: dict[str, Any]) -> None:
 def files_of(inputs: Iterable[Path]) -> Iterator[Path]:
     for path in inputs:
         if path.is_dir():
-            yield from sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+            yield from (path / name for name in files_below(path) if Path(name).suffix.lower() in SUFFIXES)
         else:
             yield path
 

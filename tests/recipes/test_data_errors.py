@@ -9,6 +9,7 @@ from PIL import Image
 
 from shared import data, images, sft, text, vision
 from shared.args import Refused
+from tools import predict
 
 STEPS = ("--max_steps", 3, "--save_steps", 0, "--per_device_train_batch_size", 8, "--image_size", 32)
 
@@ -129,6 +130,24 @@ def test_a_set_shorter_than_a_batch_and_one_too_short_to_divide(tmp_path):
     argv = ("--dataset", tmp_path / "short.txt", "--max_steps", 2)
     train("single_fp32", tmp_path / "gpt", *argv, name="gpt", code=2)
     assert "refused: the training set has 1 samples" in (tmp_path / "gpt.log").read_text()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    """Its texts would be missing without a word. (Root may list all of them.)"""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.txt").write_text("fine")
+    lists = os.scandir
+
+    def denied(path):
+        if str(path).endswith("inner"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return lists(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(Refused, match=r"inner cannot be listed \(Permission denied\)"):
+        text.files(tmp_path)
+    with pytest.raises(PermissionError):
+        list(predict.files_of([tmp_path]))
 
 
 def test_text_that_is_not_utf_8_is_named(tmp_path):
