@@ -163,13 +163,13 @@ class Comm:
         current = torch.cuda.current_stream(device)
         self.stream.wait_stream(current)
         for gradient in bucket.gradients:  # made on one stream, read on the other
-            for tensor in (gradient.codes, gradient.scale, gradient.unrounded, *(gradient.accumulated or ())[:2]):
+            for tensor in (gradient.codes, gradient.scale, gradient.unrounded, *(gradient.accumulated or ())):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             self.reduce(bucket, device)
         for gradient in bucket.gradients:
-            for tensor in (gradient.codes, gradient.scale, *(gradient.accumulated or ())[:2]):
+            for tensor in (gradient.codes, gradient.scale, *(gradient.accumulated or ())):
                 if tensor is not None:
                     tensor.record_stream(current)
 

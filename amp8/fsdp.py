@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from . import scaling
 from .coded import CodesRead
 from .comm import BUCKET, Bucket, Comm, largest
-from .dotgrad import FP8Gradient
+from .grad_view import FP8Gradient
 from .linear import fp16_to_e4m3
 from .phase import Phase
 
@@ -279,6 +279,7 @@ class ShardComm(Comm):
 
     def launch(self, bucket: Bucket | RowBucket) -> None:
         for gradient in bucket.gradients:
+            gradient.take_copy()
             gradient.take_user_grad()
             gradient.drop_consumed()
             gradient.keep()  # a mean from an earlier pass does not travel again

@@ -10,7 +10,7 @@ class Phase(enum.Enum):
     SUM = "`fp32`, this rank's sum of micro-batches, not to be sent yet"
     READY = "`codes`, to be sent, or to be used where there is one rank"
     MEAN = "`codes`, the mean over ranks"
-    CHANGED = "`fp32`, the mean over ranks, which somebody has changed"
+    CHANGED = "`fp32`, the mean over ranks, as somebody has set or changed it"
     RUNNING = "`accumulated` alone: under fully_shard the mean of this step's backward passes so far"
     ELSEWHERE = "under O3 the owner has the mean"
     CONSUMED = "a step has used it; it can still be read, and the next backward pass drops it"
