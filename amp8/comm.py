@@ -278,28 +278,6 @@ class Comm:
                 linear.weight_amax.copy_(row[1])
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: its rows of a DTensor from fully_shard, else the whole tensor."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def own_rows(parameter: torch.Tensor) -> tuple[int, int, int] | None:
-    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
-    if not hasattr(parameter, "_local_tensor"):
-        return None
-    mesh = parameter.device_mesh  # pyrefly: ignore[missing-attribute]
-    shards = mesh.size(-1)
-    cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
-    first = min(mesh.get_local_rank(-1) * cut, parameter.shape[0])
-    return first, first + len(parameter._local_tensor), parameter.shape[0]
-
-
-def linear_of(parameter: torch.Tensor) -> "FP8Linear | None":
-    """The converted layer that a parameter is the weight of, or None. Under fully_shard the attribute is on this rank's
-    rows, because torch drops the attributes of a DTensor parameter when the model is moved."""
-    return getattr(local(parameter), "amp8_linear", None)
-
-
 def largest(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Elementwise maximum over a group's ranks, in place. NaN counts as infinity, because a maximum could drop NaN."""
     if dist.get_world_size(group) > 1:

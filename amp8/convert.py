@@ -19,6 +19,7 @@ from .linear import FP8Conv1D, FP8Linear
 from .optimizer import Adam
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from .fsdp import Place
@@ -71,17 +72,17 @@ def initialize(
     check(model, optimizer, opt_level, accumulate)
     state = State(opt_level, accumulate, stochastic_rounding, recipe, recipe_options)
     places: dict[nn.Parameter, Place] = {}  # of weights under fully_shard
-    if fully_sharded(model):
+    if fsdp_modules(model):
         from . import fsdp  # here, because DTensor takes a second to import
 
-        places = fsdp.managed(model)
+        places = fsdp.managed(fsdp_modules(model))
         fsdp.check(model, places, opt_level, optimizer, process_group)
     layers, state.skipped = choose(model, skip, places)
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in state.skipped[:3])
         raise ValueError(f"amp8 finds no Linear to convert ({reasons or 'the model has none'})")
     if places:
-        state.join_mesh(next(places[layer.weight] for layer in layers.values()))
+        state.join_mesh(next(places[layer.weight] for layer in layers.values())[1])
     elif dist.is_available() and dist.is_initialized():
         state.join(process_group)
     owners = dict.fromkeys(layers, state.rank)
@@ -95,7 +96,7 @@ def initialize(
         keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
         if places:
             # pyrefly: ignore[unbound-name]
-            layer.sharding = fsdp.Sharding(layer, *places[layer.weight])
+            layer.sharding = fsdp.Sharding(layer, places[layer.weight][0], state)
         layer.name, layer.plain_class = name, type(layer)
         layer.__class__ = converted_class(layer)
         layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
@@ -126,20 +127,20 @@ def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adam:
     if state.fsdp_group is not None:
         from . import fsdp
 
-        fsdp.check_optimizer(model, optimizer)
+        fsdp.check_parameters(model, optimizer)
     return Adam(optimizer, state)
 
 
-def fully_sharded(model: nn.Module) -> bool:
-    """Whether fully_shard has wrapped some of the model."""
+def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
+    """The modules that fully_shard has wrapped, in order."""
     module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and any(isinstance(part, module.FSDPModule) for part in model.modules())
+    return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
 
 
 def converted_class(layer: nn.Module) -> type[FP8Linear]:
     """FP8Linear or FP8Conv1D, or a subclass of it if fully_shard has already given the module a class of its own."""
     cls = FP8Conv1D if is_conv1d(layer) else FP8Linear
-    if not fully_sharded(layer):
+    if not fsdp_modules(layer):
         return cls
     from torch.distributed.fsdp import FSDPModule
 
@@ -246,10 +247,9 @@ class State:
         self.group = dist.new_group() if group is None and dist.get_world_size() > 1 else group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def join_mesh(self, place: "Place") -> None:
+    def join_mesh(self, fsdp_group: "FSDPParamGroup") -> None:
         """Takes the ranks of a fully_shard mesh: `group`, `rank` and `world` are of its shards."""
-        _, self.fsdp_group = place
-        mesh = self.fsdp_group.mesh_info
+        self.fsdp_group, mesh = fsdp_group, fsdp_group.mesh_info
         # pyrefly: ignore[missing-attribute]
         self.group, self.rank, self.world = mesh.shard_process_group, mesh.shard_mesh_rank, mesh.shard_mesh_size
         self.replica_group = getattr(mesh, "replicate_process_group", None)  # HSDP has one

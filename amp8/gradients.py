@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from . import scaling
 from .coded import CodedWeight, CodesRead
-from .comm import linear_of
 from .compiled import compiled_on_cuda
 from .grad_view import FP8Gradient
 from .phase import AVERAGED, Phase
+from .tensors import linear_of
 
 if TYPE_CHECKING:
     from .convert import State

@@ -128,7 +128,7 @@ class FP8Linear(nn.Linear):
         value = value.to(self.weight.device).float()
         amax = scaling.amax(value)
         if self.sharding is not None:
-            amax = self.sharding.largest(amax)
+            amax = self.sharding.state.largest(amax)
         scale = scaling.power_of_two_scale(amax, torch.float16)
         codes = scaling.quantize(value, scale, torch.float16)
         if self.codes.dtype == scaling.E4M3:

@@ -22,11 +22,10 @@ import torch
 from torch.optim.adam import adam
 
 from . import scaling
-from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
 from .gradients import BATCH
 from .rounding import above, random_noise, store
-from .tensors import amaxes_of, flat, without_waiting
+from .tensors import amaxes_of, flat, linear_of, local, own_rows, without_waiting
 
 if TYPE_CHECKING:
     from .convert import State

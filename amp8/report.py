@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm import local
 from .convert import state_of
 from .state import at_rest, root_of
+from .tensors import local
 
 
 def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
