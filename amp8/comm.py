@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import scaling
-from .phase import Phase
+from .gradients import Phase
 
 if TYPE_CHECKING:
     from .gradients import WeightGradient

@@ -85,28 +85,14 @@ def initialize(
         state.join_mesh(next(places[layer.weight] for layer in layers.values())[1])
     elif dist.is_available() and dist.is_initialized():
         state.join(process_group)
-    owners = dict.fromkeys(layers, state.rank)
-    if opt_level == "O3":
-        trained = {name: layer.weight.numel() for name, layer in layers.items() if layer.weight.requires_grad}
-        frozen = {name: layer.weight.numel() for name, layer in layers.items() if name not in trained}
-        owners = partition(trained, state.world) | partition(frozen, state.world)
+    owners = owners_of(layers, state)
     for name, layer in layers.items():
-        if state.world > 1 and not places:  # DistributedDataParallel will not see the weight, so can't make it equal
-            broadcast(layer.weight, state.group)
-        keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
         if places:
             # pyrefly: ignore[unbound-name]
             layer.sharding = fsdp.Sharding(layer, places[layer.weight][0], state)
-        layer.name, layer.plain_class = name, type(layer)
-        layer.__class__ = converted_class(layer)
-        layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
-        layer.gradient = WeightGradient(layer, owners[name], state)
-        layer.gradient.sharding = layer.sharding
-        if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
-            layer.gradient.misused = misused(name)
-            layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
-        layer.open_port()
-        state.layers[name] = layer
+        elif state.world > 1:  # DistributedDataParallel will not see the weight, so can't make it equal
+            broadcast(layer.weight, state.group)
+        state.layers[name] = convert_layer(layer, name, owners[name], state, exact)
     state.gradients = [layer.gradient for layer in layers.values()]
     if places:
         if state.world * state.replicas > 1:
@@ -118,6 +104,30 @@ def initialize(
         model._ddp_params_and_buffers_to_ignore = Ignored(ours, model)  # pyrefly: ignore[bad-argument-type]
     model.amp8_state = state  # pyrefly: ignore[bad-argument-type]
     return model, None if optimizer is None else Adam(optimizer, state)
+
+
+def owners_of(layers: dict[str, Any], state: "State") -> dict[str, int]:
+    """{name of a layer: the rank that has its master under O3}. The bytes of what is trained are spread evenly."""
+    if state.level != "O3":
+        return dict.fromkeys(layers, state.rank)
+    trained = {name: layer.weight.numel() for name, layer in layers.items() if layer.weight.requires_grad}
+    frozen = {name: layer.weight.numel() for name, layer in layers.items() if name not in trained}
+    return partition(trained, state.world) | partition(frozen, state.world)
+
+
+def convert_layer(layer: Any, name: str, owner: int, state: "State", exact: bool) -> FP8Linear:
+    """Turns one layer into an FP8Linear, in place. owner: the rank that keeps its master under O3."""
+    keeps_master = state.level == "O3" and owner == state.rank and layer.weight.requires_grad
+    layer.name, layer.plain_class = name, type(layer)
+    layer.__class__ = converted_class(layer)
+    layer.start(state, exact, keeps_master)
+    layer.gradient = WeightGradient(layer, owner, state)
+    layer.gradient.sharding = layer.sharding
+    if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
+        layer.gradient.misused = misused(name)
+        layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
+    layer.open_port()
+    return layer
 
 
 def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adam:

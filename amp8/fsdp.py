@@ -23,8 +23,8 @@ from . import scaling
 from .coded import CodesRead
 from .comm import BUCKET, Bucket, Comm
 from .grad_view import FP8Gradient
+from .gradients import Phase
 from .linear import fp16_to_e4m3
-from .phase import Phase
 from .tensors import cut
 
 if TYPE_CHECKING:
@@ -230,9 +230,8 @@ class RowBucket:
         self.gradients = gradients
         # pyrefly: ignore[missing-attribute]
         self.pieces = [(i, g.sharding.piece.start, g.sharding.piece.stop, 0) for i, g in enumerate(gradients)]
-        self.across: Bucket | None = (
-            None  # the same weights between replicas: their rows, cut into one share per replica
-        )
+        # The same weights between replicas: their rows, cut into one share per replica.
+        self.across: Bucket | None = None
         if replicas is not None:
             shapes = [gradient.sharding.shape for gradient in gradients]  # pyrefly: ignore[missing-attribute]
             self.across = Bucket(gradients, replicas.rank, replicas.world, False, shapes)
@@ -264,9 +263,7 @@ class ShardComm(Comm):
 
     def launch(self, bucket: Bucket | RowBucket) -> None:
         for gradient in bucket.gradients:
-            gradient.take_copy()
-            gradient.take_user_grad()
-            gradient.drop_consumed()
+            gradient.refresh()
             gradient.keep()  # a mean from an earlier pass does not travel again
         super().launch(bucket)  # pyrefly: ignore[bad-argument-type]
 

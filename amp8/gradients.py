@@ -5,6 +5,7 @@ stored in its WeightGradient. It arrives in fp32 during the backward pass, layer
 once.
 """
 
+import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from . import scaling
 from .coded import CodedWeight, CodesRead
 from .compiled import compiled_on_cuda
 from .grad_view import FP8Gradient
-from .phase import AVERAGED, Phase
 from .tensors import linear_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
 BATCH = 16  # tensors in one compiled call on a GPU
+
+
+class Phase(enum.Enum):
+    """What a WeightGradient is now, and so which of its tensors there are."""
+
+    NONE = "there is no gradient"
+    SUM = "`fp32`, this rank's sum of micro-batches, not to be sent yet"
+    READY = "`codes`, to be sent, or to be used where there is one rank"
+    MEAN = "`codes`, the mean over ranks"
+    CHANGED = "`fp32`, the mean over ranks, as somebody has set or changed it"
+    RUNNING = "`accumulated` alone: under fully_shard the mean of this step's backward passes so far"
+    ELSEWHERE = "under O3 the owner has the mean"
+    CONSUMED = "a step has used it; it can still be read, and the next backward pass drops it"
+
+
+AVERAGED = {Phase.MEAN, Phase.CHANGED, Phase.RUNNING, Phase.ELSEWHERE}
 
 
 @compiled_on_cuda
@@ -103,7 +119,11 @@ class WeightGradient:
         if self.phase is not Phase.NONE:
             self.phase = Phase.CONSUMED
 
-    def drop_consumed(self) -> None:
+    def refresh(self) -> None:
+        """Takes over what somebody has done to `.grad`. Drops what a step has used, for whoever forgets zero_grad() or
+        calls the model's would add to it."""
+        self.take_copy()
+        self.take_user_grad()
         if self.phase is Phase.CONSUMED:
             self.clear()
 
@@ -144,10 +164,8 @@ class WeightGradient:
     def add(self, new: torch.Tensor) -> None:
         """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
-        if self.phase is Phase.CONSUMED or self.of_rows:  # else it is what `value` returns
-            self.take_copy()
-        self.take_user_grad()
-        self.drop_consumed()  # whoever forgets zero_grad() or calls the model's would add to it
+        if self.copy is None or self.phase is Phase.CONSUMED or self.sharding is not None:  # else it is added to
+            self.refresh()
         if comm is not None and self.averaged:  # by an earlier backward pass, perhaps on another stream still
             comm.begin(self)
             self.keep()
@@ -169,10 +187,8 @@ class WeightGradient:
             comm.ready(self)
 
     def settle(self) -> None:
-        """Prepares the gradient to be sent or used: rounds what is in fp32, and drops what a step has used."""
-        self.take_copy()
-        self.take_user_grad()
-        self.drop_consumed()
+        """Prepares the gradient to be sent or used: rounds what is in fp32."""
+        self.refresh()
         if self.phase is Phase.SUM:  # no last micro-batch was announced
             self.store(self.fp32)  # pyrefly: ignore[bad-argument-type]
         elif self.phase is Phase.CHANGED:
