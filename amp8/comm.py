@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import scaling
-from .phase import Phase
+from .gradients import Phase
 
 if TYPE_CHECKING:
     from .gradients import WeightGradient
@@ -163,13 +163,13 @@ class Comm:
         current = torch.cuda.current_stream(device)
         self.stream.wait_stream(current)
         for gradient in bucket.gradients:  # made on one stream, read on the other
-            for tensor in (gradient.codes, gradient.scale, gradient.unrounded, *(gradient.accumulated or ())[:2]):
+            for tensor in (gradient.codes, gradient.scale, gradient.unrounded, *(gradient.accumulated or ())):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             self.reduce(bucket, device)
         for gradient in bucket.gradients:
-            for tensor in (gradient.codes, gradient.scale, *(gradient.accumulated or ())[:2]):
+            for tensor in (gradient.codes, gradient.scale, *(gradient.accumulated or ())):
                 if tensor is not None:
                     tensor.record_stream(current)
 
@@ -276,28 +276,6 @@ class Comm:
             for row, linear in zip(received[rank], part, strict=False):
                 linear.weight_scale.copy_(row[0])
                 linear.weight_amax.copy_(row[1])
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: its rows of a DTensor from fully_shard, else the whole tensor."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def own_rows(parameter: torch.Tensor) -> tuple[int, int, int] | None:
-    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
-    if not hasattr(parameter, "_local_tensor"):
-        return None
-    mesh = parameter.device_mesh  # pyrefly: ignore[missing-attribute]
-    shards = mesh.size(-1)
-    cut = -(-parameter.shape[0] // shards)  # as torch.chunk cuts
-    first = min(mesh.get_local_rank(-1) * cut, parameter.shape[0])
-    return first, first + len(parameter._local_tensor), parameter.shape[0]
-
-
-def linear_of(parameter: torch.Tensor) -> "FP8Linear | None":
-    """The converted layer that a parameter is the weight of, or None. Under fully_shard the attribute is on this rank's
-    rows, because torch drops the attributes of a DTensor parameter when the model is moved."""
-    return getattr(local(parameter), "amp8_linear", None)
 
 
 def largest(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from .linear import FP8Conv1D, FP8Linear
 from .optimizer import Adam
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from .fsdp import Place
@@ -71,41 +72,27 @@ def initialize(
     check(model, optimizer, opt_level, accumulate)
     state = State(opt_level, accumulate, stochastic_rounding, recipe, recipe_options)
     places: dict[nn.Parameter, Place] = {}  # of weights under fully_shard
-    if fully_sharded(model):
+    if fsdp_modules(model):
         from . import fsdp  # here, because DTensor takes a second to import
 
-        places = fsdp.managed(model)
+        places = fsdp.managed(fsdp_modules(model))
         fsdp.check(model, places, opt_level, optimizer, process_group)
     layers, state.skipped = choose(model, skip, places)
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in state.skipped[:3])
         raise ValueError(f"amp8 finds no Linear to convert ({reasons or 'the model has none'})")
     if places:
-        state.join_mesh(next(places[layer.weight] for layer in layers.values()))
+        state.join_mesh(next(places[layer.weight] for layer in layers.values())[1])
     elif dist.is_available() and dist.is_initialized():
         state.join(process_group)
-    owners = dict.fromkeys(layers, state.rank)
-    if opt_level == "O3":
-        trained = {name: layer.weight.numel() for name, layer in layers.items() if layer.weight.requires_grad}
-        frozen = {name: layer.weight.numel() for name, layer in layers.items() if name not in trained}
-        owners = partition(trained, state.world) | partition(frozen, state.world)
+    owners = owners_of(layers, state)
     for name, layer in layers.items():
-        if state.world > 1 and not places:  # DistributedDataParallel will not see the weight, so can't make it equal
-            broadcast(layer.weight, state.group)
-        keeps_master = opt_level == "O3" and owners[name] == state.rank and layer.weight.requires_grad
         if places:
             # pyrefly: ignore[unbound-name]
-            layer.sharding = fsdp.Sharding(layer, *places[layer.weight])
-        layer.name, layer.plain_class = name, type(layer)
-        layer.__class__ = converted_class(layer)
-        layer.start(opt_level, state.window, state.gradient_format, state.history, exact, keeps_master)
-        layer.gradient = WeightGradient(layer, owners[name], state)
-        layer.gradient.sharding = layer.sharding
-        if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
-            layer.gradient.misused = misused(name)
-            layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
-        layer.open_port()
-        state.layers[name] = layer
+            layer.sharding = fsdp.Sharding(layer, places[layer.weight][0], state)
+        elif state.world > 1:  # DistributedDataParallel will not see the weight, so can't make it equal
+            broadcast(layer.weight, state.group)
+        state.layers[name] = convert_layer(layer, name, owners[name], state, exact)
     state.gradients = [layer.gradient for layer in layers.values()]
     if places:
         if state.world * state.replicas > 1:
@@ -119,6 +106,30 @@ def initialize(
     return model, None if optimizer is None else Adam(optimizer, state)
 
 
+def owners_of(layers: dict[str, Any], state: "State") -> dict[str, int]:
+    """{name of a layer: the rank that has its master under O3}. The bytes of what is trained are spread evenly."""
+    if state.level != "O3":
+        return dict.fromkeys(layers, state.rank)
+    trained = {name: layer.weight.numel() for name, layer in layers.items() if layer.weight.requires_grad}
+    frozen = {name: layer.weight.numel() for name, layer in layers.items() if name not in trained}
+    return partition(trained, state.world) | partition(frozen, state.world)
+
+
+def convert_layer(layer: Any, name: str, owner: int, state: "State", exact: bool) -> FP8Linear:
+    """Turns one layer into an FP8Linear, in place. owner: the rank that keeps its master under O3."""
+    keeps_master = state.level == "O3" and owner == state.rank and layer.weight.requires_grad
+    layer.name, layer.plain_class = name, type(layer)
+    layer.__class__ = converted_class(layer)
+    layer.start(state, exact, keeps_master)
+    layer.gradient = WeightGradient(layer, owner, state)
+    layer.gradient.sharding = layer.sharding
+    if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
+        layer.gradient.misused = misused(name)
+        layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
+    layer.open_port()
+    return layer
+
+
 def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adam:
     """Replaces `optimizer` by the Adam of a model that was converted without its optimizer."""
     check_optimizer(optimizer)
@@ -126,20 +137,20 @@ def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Adam:
     if state.fsdp_group is not None:
         from . import fsdp
 
-        fsdp.check_optimizer(model, optimizer)
+        fsdp.check_parameters(model, optimizer)
     return Adam(optimizer, state)
 
 
-def fully_sharded(model: nn.Module) -> bool:
-    """Whether fully_shard has wrapped some of the model."""
+def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
+    """The modules that fully_shard has wrapped, in order."""
     module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and any(isinstance(part, module.FSDPModule) for part in model.modules())
+    return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
 
 
 def converted_class(layer: nn.Module) -> type[FP8Linear]:
     """FP8Linear or FP8Conv1D, or a subclass of it if fully_shard has already given the module a class of its own."""
     cls = FP8Conv1D if is_conv1d(layer) else FP8Linear
-    if not fully_sharded(layer):
+    if not fsdp_modules(layer):
         return cls
     from torch.distributed.fsdp import FSDPModule
 
@@ -246,10 +257,9 @@ class State:
         self.group = dist.new_group() if group is None and dist.get_world_size() > 1 else group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def join_mesh(self, place: "Place") -> None:
+    def join_mesh(self, fsdp_group: "FSDPParamGroup") -> None:
         """Takes the ranks of a fully_shard mesh: `group`, `rank` and `world` are of its shards."""
-        _, self.fsdp_group = place
-        mesh = self.fsdp_group.mesh_info
+        self.fsdp_group, mesh = fsdp_group, fsdp_group.mesh_info
         # pyrefly: ignore[missing-attribute]
         self.group, self.rank, self.world = mesh.shard_process_group, mesh.shard_mesh_rank, mesh.shard_mesh_size
         self.replica_group = getattr(mesh, "replicate_process_group", None)  # HSDP has one

@@ -21,38 +21,39 @@ from torch.utils._pytree import tree_map
 
 from . import scaling
 from .coded import CodesRead
-from .comm import BUCKET, Bucket, Comm, largest
-from .dotgrad import FP8Gradient
+from .comm import BUCKET, Bucket, Comm
+from .grad_view import FP8Gradient
+from .gradients import Phase
 from .linear import fp16_to_e4m3
-from .phase import Phase
+from .tensors import cut
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+    from .convert import State
     from .gradients import WeightGradient
     from .linear import FP8Linear
 
     Place = tuple[FSDPParam, FSDPParamGroup]
 
 
-def managed(model: nn.Module) -> "dict[nn.Parameter, Place]":
-    """{parameter: (FSDPParam, its group)} of all parameters that fully_shard has sharded. Empty without it."""
+def managed(modules: list[FSDPModule]) -> "dict[nn.Parameter, Place]":
+    """{parameter: (FSDPParam, its group)} of all parameters that fully_shard has sharded in these modules."""
     found: dict[nn.Parameter, Place] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            if hasattr(state, "_fsdp_param_groups"):
-                groups = state._fsdp_param_groups
-            else:  # torch 2.11
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-            for group in groups:
-                for fsdp_param in group.fsdp_params:
-                    found[fsdp_param.sharded_param] = fsdp_param, group
+    for module in modules:
+        state = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            groups = state._fsdp_param_groups
+        else:  # torch 2.11
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            for fsdp_param in group.fsdp_params:
+                found[fsdp_param.sharded_param] = fsdp_param, group
     return found
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises an error if the optimizer was made before fully_shard, which replaces the parameters."""
     parameters = set(model.parameters())
     if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
@@ -72,7 +73,7 @@ def check(
     if process_group is not None:
         raise ValueError("process_group is not for a model under fully_shard: its mesh says which ranks average")
     if optimizer is not None:
-        check_optimizer(model, optimizer)
+        check_parameters(model, optimizer)
     for fsdp_param, group in places.values():
         if fsdp_param.offload_to_cpu:
             raise ValueError("amp8 can't offload to the CPU under fully_shard: leave out CPUOffloadPolicy")
@@ -80,13 +81,6 @@ def check(
             raise ValueError("amp8 can't reshard to a smaller mesh: reshard_after_forward is True, False or None")
         if hasattr(fsdp_param, "_unsharded_param"):
             raise ValueError("the model has run already: call amp8.initialize before its first forward pass")
-
-
-def reshard(model: nn.Module) -> None:
-    """Frees the gathered weights that a forward pass has left behind, so that parameters are shards again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class RowShard(torch.Tensor):
@@ -137,8 +131,8 @@ class RowShard(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor], None]:
         sharding: Sharding = self.amp8_linear.sharding  # pyrefly: ignore[bad-assignment]
         codes = below(fp16_to_e4m3(self.codes).view(torch.uint8), sharding.cut)  # uint8 because gloo has no FP8
-        if (comm := self.amp8_linear.gradient.state.comm) is not None:
-            comm.sent += (sharding.world - 1) * codes.numel()
+        if (comm := sharding.state.comm) is not None:
+            comm.sent += (comm.world - 1) * codes.numel()
             comm.wire.add(scaling.E4M3)
         return (codes,), None
 
@@ -167,27 +161,18 @@ RESHAPED = {
 class Sharding:
     """How one layer's weight is sharded. This rank has the rows first .. last; each rank has at most `cut` rows."""
 
-    def __init__(self, layer: "FP8Linear", fsdp_param: "FSDPParam", fsdp_group: "FSDPParamGroup") -> None:
-        self.layer, self.fsdp_param, self.fsdp_group = layer, fsdp_param, fsdp_group
-        info = fsdp_group.mesh_info
-        # pyrefly: ignore[missing-attribute]
-        self.group, self.rank, self.world = info.shard_process_group, info.shard_mesh_rank, info.shard_mesh_size
-        self.replicas = getattr(info, "replicate_process_group", None)  # HSDP
-        self.full_shape = fsdp_param.sharded_param.shape
-        rows = self.full_shape[0]
-        self.cut = -(-rows // self.world)
-        self.first = min(self.rank * self.cut, rows)
-        self.last = min(self.first + self.cut, rows)
-        self.shape = torch.Size((self.last - self.first, self.full_shape[1]))
-        self.piece = slice(self.first * self.full_shape[1], self.last * self.full_shape[1])
+    def __init__(self, layer: "FP8Linear", fsdp_param: "FSDPParam", state: "State") -> None:
+        self.layer, self.fsdp_param, self.state = layer, fsdp_param, state
+        self.full_shape = rows, columns = fsdp_param.sharded_param.shape
+        self.cut = cut(rows, state.world, 0)[1]
+        self.first, self.last = cut(rows, state.world, state.rank)
+        self.shape = torch.Size((self.last - self.first, columns))
+        self.piece = slice(self.first * columns, self.last * columns)
 
     @property
     def parameter(self) -> DTensor:
         """The parameter that model and optimizer have between steps."""
         return self.fsdp_param.sharded_param  # pyrefly: ignore[bad-return]
-
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
-        return largest(x, self.group)
 
     @property
     def codes(self) -> torch.Tensor:
@@ -228,8 +213,8 @@ class Sharding:
     def gather(self) -> torch.Tensor:
         """The fp16 codes of the whole weight. Every rank calls it."""
         send = below(self.codes.view(torch.uint8), self.cut)
-        whole = send.new_empty(self.world * self.cut, send.shape[1])
-        dist.all_gather_into_tensor(whole, send, group=self.group)
+        whole = send.new_empty(self.state.world * self.cut, send.shape[1])
+        dist.all_gather_into_tensor(whole, send, group=self.state.group)
         return whole.view(torch.float16)[: self.full_shape[0]]
 
 
@@ -245,9 +230,8 @@ class RowBucket:
         self.gradients = gradients
         # pyrefly: ignore[missing-attribute]
         self.pieces = [(i, g.sharding.piece.start, g.sharding.piece.stop, 0) for i, g in enumerate(gradients)]
-        self.across: Bucket | None = (
-            None  # the same weights between replicas: their rows, cut into one share per replica
-        )
+        # The same weights between replicas: their rows, cut into one share per replica.
+        self.across: Bucket | None = None
         if replicas is not None:
             shapes = [gradient.sharding.shape for gradient in gradients]  # pyrefly: ignore[missing-attribute]
             self.across = Bucket(gradients, replicas.rank, replicas.world, False, shapes)
@@ -279,8 +263,7 @@ class ShardComm(Comm):
 
     def launch(self, bucket: Bucket | RowBucket) -> None:
         for gradient in bucket.gradients:
-            gradient.take_user_grad()
-            gradient.drop_consumed()
+            gradient.refresh()
             gradient.keep()  # a mean from an earlier pass does not travel again
         super().launch(bucket)  # pyrefly: ignore[bad-argument-type]
 

@@ -5,6 +5,7 @@ stored in its WeightGradient. It arrives in fp32 during the backward pass, layer
 once.
 """
 
+import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,9 @@ import torch.distributed as dist
 
 from . import scaling
 from .coded import CodedWeight, CodesRead
-from .comm import linear_of
 from .compiled import compiled_on_cuda
-from .dotgrad import FP8Gradient, GradSnapshot
-from .phase import AVERAGED, Phase
+from .grad_view import FP8Gradient
+from .tensors import linear_of
 
 if TYPE_CHECKING:
     from .convert import State
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
 BATCH = 16  # tensors in one compiled call on a GPU
+
+
+class Phase(enum.Enum):
+    """What a WeightGradient is now, and so which of its tensors there are."""
+
+    NONE = "there is no gradient"
+    SUM = "`fp32`, this rank's sum of micro-batches, not to be sent yet"
+    READY = "`codes`, to be sent, or to be used where there is one rank"
+    MEAN = "`codes`, the mean over ranks"
+    CHANGED = "`fp32`, the mean over ranks, as somebody has set or changed it"
+    RUNNING = "`accumulated` alone: under fully_shard the mean of this step's backward passes so far"
+    ELSEWHERE = "under O3 the owner has the mean"
+    CONSUMED = "a step has used it; it can still be read, and the next backward pass drops it"
+
+
+AVERAGED = {Phase.MEAN, Phase.CHANGED, Phase.RUNNING, Phase.ELSEWHERE}
 
 
 @compiled_on_cuda
@@ -52,10 +68,10 @@ class WeightGradient:
     fp32: fp32 [the weight's shape].
     piece, unrounded: the part of the flattened weight whose mean this rank computes, and its own gradient of that
     part in fp32, while it is READY. It is not sent, so it is not rounded.
-    lent: a GradSnapshot, if somebody has a view of `fp32`.
     sharding: under fully_shard, where the weight's rows are; a mean is then of this rank's rows alone. accumulated: the
-    mean of earlier backward passes of this step, fp32, a bound on its magnitude that is the same on all ranks, and a
-    GradSnapshot, if somebody has a view. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
+    mean of earlier backward passes of this step, fp32, and a bound on its magnitude that is the same on all ranks, or
+    None if somebody has set the mean. It is there beside the next pass's gradient, in NONE, SUM and READY, too.
+    copy: what somebody who may change it has got from `.grad`, fp32. See `take_copy`.
     """
 
     scale: torch.Tensor  # if there are codes
@@ -76,15 +92,14 @@ class WeightGradient:
         scale: torch.Tensor | None = None,
         fp32: torch.Tensor | None = None,
         unrounded: torch.Tensor | None = None,
-        lent: GradSnapshot | None = None,
     ) -> None:
         """Changes the phase, with the tensors that belong to it. `accumulated` stays."""
         # pyrefly: ignore[bad-assignment]
         self.phase, self.codes, self.scale, self.fp32, self.unrounded = phase, codes, scale, fp32, unrounded
-        self.lent = lent
+        self.copy: torch.Tensor | None = None
 
     def clear(self) -> None:
-        self.accumulated: tuple[torch.Tensor, torch.Tensor, GradSnapshot | None] | None = None
+        self.accumulated: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.set_phase(Phase.NONE)
         if self.exposed is not None:
             self.exposed = self.sharding.parameter.grad = None  # pyrefly: ignore[missing-attribute]
@@ -104,24 +119,29 @@ class WeightGradient:
         if self.phase is not Phase.NONE:
             self.phase = Phase.CONSUMED
 
-    def drop_consumed(self) -> None:
+    def refresh(self) -> None:
+        """Takes over what somebody has done to `.grad`. Drops what a step has used, for whoever forgets zero_grad() or
+        calls the model's would add to it."""
+        self.take_copy()
+        self.take_user_grad()
         if self.phase is Phase.CONSUMED:
             self.clear()
 
     def value(self) -> torch.Tensor | None:
         """The gradient in fp32, or None."""
-        if self.fp32 is not None:
-            return self.fp32
-        return None if self.codes is None else scaling.dequantize(self.codes, self.scale)
+        held = self.fp32 if self.copy is None else self.copy
+        if held is not None or self.codes is None:
+            return held
+        return scaling.dequantize(self.codes, self.scale)
 
     def fp32_bytes(self) -> int:
         """Bytes that are held in fp32 until the step."""
-        held = [] if self.accumulated is None else [self.accumulated[0]]
-        return sum(tensor.nbytes for tensor in [*held, *([] if self.fp32 is None else [self.fp32])])
+        held = [self.fp32, self.copy, *(self.accumulated or ())[:1]]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def store(self, value: torch.Tensor) -> None:
         """Rounds this rank's fp32 gradient: it is ready to be sent or used."""
-        codes, scale = quantize_gradient(value) if self.lent is None else self.lent.rounded(value)
+        codes, scale = quantize_gradient(value)
         unrounded = None if self.piece is None else value.reshape(-1)[self.piece].clone()
         self.set_phase(Phase.READY, codes, scale, unrounded=unrounded)
 
@@ -144,8 +164,8 @@ class WeightGradient:
     def add(self, new: torch.Tensor) -> None:
         """Adds the gradient of one micro-batch, fp32."""
         comm = self.state.comm
-        self.take_user_grad()
-        self.drop_consumed()  # whoever forgets zero_grad() or calls the model's would add to it
+        if self.copy is None or self.phase is Phase.CONSUMED or self.sharding is not None:  # else it is added to
+            self.refresh()
         if comm is not None and self.averaged:  # by an earlier backward pass, perhaps on another stream still
             comm.begin(self)
             self.keep()
@@ -167,134 +187,122 @@ class WeightGradient:
             comm.ready(self)
 
     def settle(self) -> None:
-        """Prepares the gradient to be sent or used: rounds what is in fp32, and drops what a step has used."""
-        self.take_user_grad()
-        self.drop_consumed()
+        """Prepares the gradient to be sent or used: rounds what is in fp32."""
+        self.refresh()
         if self.phase is Phase.SUM:  # no last micro-batch was announced
             self.store(self.fp32)  # pyrefly: ignore[bad-argument-type]
         elif self.phase is Phase.CHANGED:
-            # pyrefly: ignore[bad-argument-type]
-            self.set_phase(Phase.MEAN, *(quantize_gradient if self.lent is None else self.lent.rounded)(self.fp32))
+            self.set_phase(Phase.MEAN, *quantize_gradient(self.fp32))  # pyrefly: ignore[bad-argument-type]
         elif self.phase is Phase.RUNNING:
             self.round()
 
     # What `.grad` of the weight does
-
-    def grad(self) -> torch.Tensor | None:
-        """`.grad`: a tensor, or None if there is no gradient. Under O3 reading it raises an error, on all ranks."""
-        elsewhere = self.state.sharded and self.phase is not Phase.NONE
-        if self.codes is None and self.fp32 is None and not elsewhere:
-            return None
-        if self.view is None:
-            self.view = FP8Gradient(self, self.shape)
-        return self.view
-
-    def grad_in_fp32(self, shared: bool) -> torch.Tensor:
-        """The gradient in fp32 for whoever reads `.grad`. shared: what is returned may be changed, and is the gradient
-        from now on."""
-        name, comm = self.linear.name, self.state.comm
-        if self.state.sharded:
-            raise CodesRead(f"{name}.weight.grad is on one rank alone under O3: clip with amp8.clip_grad_norm_")
-        if self.of_rows:
-            return self.rows_in_fp32(shared)
-        if self.codes is None and self.fp32 is None:
-            raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
-        if comm is not None and self.phase is Phase.READY:
-            raise CodesRead(
-                f"{name}.weight.grad is not averaged over ranks yet, as other layers got no gradient or "
-                "the backward pass goes on: read it after amp8.clip_grad_norm_"
-            )
-        if comm is not None and comm.stream is not None:
-            torch.cuda.current_stream().wait_stream(comm.stream)
-        value: torch.Tensor = self.value()  # pyrefly: ignore[bad-assignment]
-        if shared and self.codes is not None:
-            phase = {Phase.READY: Phase.SUM, Phase.MEAN: Phase.CHANGED}.get(self.phase, self.phase)
-            self.set_phase(phase, fp32=value, lent=GradSnapshot.of(value, None, self.scale))
-        return value
-
-    def replace(self, value: torch.Tensor | None) -> None:
-        """`weight.grad = value`. None drops the gradient."""
-        if value is self.view and value is not None:
-            return
-        if value is not None and self.state.sharded:
-            raise CodesRead(f"{self.linear.name}.weight.grad is on one rank alone under O3: it can't be assigned")
-        if value is not None and value.shape != self.shape:
-            raise RuntimeError(
-                f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of {list(value.shape)}"
-            )
-        value = value.clone() if isinstance(value, FP8Gradient) else value
-        self.clear()
-        if value is not None:
-            value = value.detach().to(self.linear.weight.device, torch.float32)
-            self.set_phase(Phase.SUM if self.state.comm is None else Phase.CHANGED, fp32=value)
-
-    def zero(self) -> None:
-        """`weight.grad.zero_()`, without a copy in fp32."""
-        if self.accumulated is not None:
-            self.accumulated[0].zero_()
-        elif self.fp32 is not None:
-            self.fp32.zero_()
-        elif self.codes is not None:
-            self.codes.view(torch.uint8).zero_()
-            self.unrounded = None if self.unrounded is None else torch.zeros_like(self.unrounded)
-
-    # Under fully_shard, where `.grad` is an ordinary attribute of a DTensor that anybody can set
 
     @property
     def of_rows(self) -> bool:
         """Whether `.grad` is the mean over ranks of this rank's rows."""
         return self.sharding is not None and self.state.comm is not None
 
+    @property
+    def there(self) -> bool:
+        """Whether this rank has what `.grad` is."""
+        if self.of_rows:  # the rest is of a backward pass that is not in `.grad` yet
+            return self.accumulated is not None or self.phase in (Phase.MEAN, Phase.CONSUMED)
+        return self.codes is not None or self.fp32 is not None
+
+    def grad(self) -> torch.Tensor | None:
+        """`.grad`: a tensor, or None if there is no gradient. Under O3 reading it raises an error, on all ranks."""
+        elsewhere = self.state.sharded and self.phase is not Phase.NONE
+        if not self.there and not elsewhere:
+            return None
+        if self.view is None:
+            self.view = FP8Gradient(self, self.shape)
+        return self.view
+
+    def grad_in_fp32(self, shared: bool) -> torch.Tensor:
+        """The gradient in fp32 for whoever reads `.grad`. shared: what is returned may be changed."""
+        name, comm = self.linear.name, self.state.comm
+        if self.state.sharded:
+            raise CodesRead(f"{name}.weight.grad is on one rank alone under O3: clip with amp8.clip_grad_norm_")
+        if not self.there:
+            raise CodesRead(f"{name}.weight.grad was cleared after it was read: read it again")
+        if comm is not None and self.phase is Phase.READY and not self.of_rows:
+            raise CodesRead(
+                f"{name}.weight.grad is not averaged over ranks yet, as other layers got no gradient or "
+                "the backward pass goes on: read it after amp8.clip_grad_norm_"
+            )
+        if comm is not None and comm.stream is not None:
+            torch.cuda.current_stream().wait_stream(comm.stream)
+        if self.copy is not None:
+            return self.copy
+        if self.accumulated is not None:
+            value, bound = self.accumulated
+            if shared and bound is not None:
+                self.copy = value = value.clone()
+        elif self.fp32 is not None:
+            value = self.fp32
+        else:
+            value = scaling.dequantize(self.codes, self.scale)  # pyrefly: ignore[bad-argument-type]
+            self.copy = value if shared else None
+        return value
+
+    def take_copy(self) -> None:
+        """If somebody has changed the copy that `.grad` gave, it is the gradient from now on. Else it is dropped, and a
+        look has changed nothing in the step, not even a scale."""
+        copy, self.copy = self.copy, None
+        if copy is not None and not torch.equal(copy, self.grad_in_fp32(False)):
+            self.set_grad(copy)
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        """`.grad` is `value` from now on, fp32: this rank's gradient, or the mean if there are several ranks."""
+        self.copy = None
+        if not self.of_rows:
+            held = Phase.SUM if self.state.comm is None else Phase.CHANGED
+            self.set_phase(Phase.NONE if value is None else held, fp32=value)
+            return
+        self.accumulated = None if value is None else (value, None)
+        if self.phase not in (Phase.SUM, Phase.READY):  # those are of a backward pass that is not in `.grad` yet
+            self.set_phase(Phase.NONE if value is None else Phase.RUNNING)
+
+    def replace(self, value: torch.Tensor | None) -> None:
+        """`weight.grad = value`. None drops the gradient."""
+        if value is None:
+            return self.clear()
+        if value is self.view:
+            return None
+        if self.state.sharded:
+            raise CodesRead(f"{self.linear.name}.weight.grad is on one rank alone under O3: it can't be assigned")
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"{self.linear.name}.weight is {list(self.shape)}, and was assigned a gradient of {list(value.shape)}"
+            )
+        value = value.clone() if isinstance(value, FP8Gradient) else value
+        self.set_grad(value.detach().to(self.linear.weight.device, torch.float32))
+
+    def zero(self) -> None:
+        """`weight.grad.zero_()`, without a copy in fp32."""
+        held = (self.fp32, self.codes, self.unrounded) if self.accumulated is None else self.accumulated[:1]
+        for tensor in (self.copy, *held):
+            if tensor is not None:
+                tensor.zero_()
+
+    # Under fully_shard, where `.grad` is an ordinary attribute of a DTensor that anybody can set
+
     def expose_grad(self) -> None:
         """Sets `.grad` to what can be read: FSDP2's sharded parameter has a DTensor of this rank's rows there."""
         self.take_user_grad()
-        self.set_grad()
-
-    def set_grad(self) -> None:
-        if self.of_rows:
-            there = self.accumulated is not None or self.phase in (Phase.MEAN, Phase.CONSUMED)
-        else:
-            there = self.phase is not Phase.NONE
-        if there and self.view is None:
+        if self.there and self.view is None:
             self.view = self.sharding.gradient_of(self)  # pyrefly: ignore[missing-attribute]
-        self.exposed = self.view if there else None
+        self.exposed = self.view if self.there else None
         self.sharding.parameter.grad = self.exposed  # pyrefly: ignore[missing-attribute]
 
     def take_user_grad(self) -> None:
         """Takes over what somebody has set `.grad` to."""
         if self.sharding is None or self.sharding.parameter.grad is self.exposed:
             return
-        value = self.sharding.parameter.grad
-        if value is not None:
-            value = self.sharding.rows_of(value).detach().clone().float()
-        self.exposed = None
-        if not self.of_rows:
-            self.clear()
-            if value is not None:
-                self.set_phase(Phase.SUM, fp32=value)
-        else:
-            self.accumulated = None if value is None else (value, scaling.amax(value), None)
-            if self.phase not in (Phase.SUM, Phase.READY):  # those are of a backward pass that is not in `.grad` yet
-                self.set_phase(Phase.NONE if value is None else Phase.RUNNING)
-        self.set_grad()
-
-    def rows_in_fp32(self, shared: bool) -> torch.Tensor:
-        if self.accumulated is None and self.phase not in (Phase.MEAN, Phase.CONSUMED):
-            raise CodesRead(f"{self.linear.name}.weight.grad was cleared after it was read: read it again")
-        if (comm := self.state.comm) is not None and comm.stream is not None:
-            torch.cuda.current_stream().wait_stream(comm.stream)
-        mean: torch.Tensor
-        if self.accumulated is None:
-            # pyrefly: ignore[bad-assignment]
-            mean, bound, scale, lent = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, self.scale, None
-        else:
-            mean, bound, lent = self.accumulated
-            scale = scaling.gradient_scale(bound)
-        if shared and lent is None:
-            self.accumulated = mean, bound, GradSnapshot.of(mean, bound, scale)
-            if self.phase is Phase.MEAN:
-                self.set_phase(Phase.RUNNING)
-        return mean
+        self.exposed = given = self.sharding.parameter.grad
+        self.set_grad(None if given is None else self.sharding.rows_of(given).detach().clone().float())
+        self.expose_grad()
 
     def backward_runs(self, _: torch.Tensor) -> None:
         """Hook of the layer's port: what follows when the backward pass has ended."""
@@ -307,7 +315,7 @@ class WeightGradient:
             return
         if self.phase is Phase.MEAN:
             # pyrefly: ignore[bad-assignment]
-            self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale, None
+            self.accumulated = self.value(), scaling.dtype_max(scaling.E4M3) / self.scale
         if self.averaged:
             self.set_phase(Phase.NONE)
 
@@ -315,9 +323,9 @@ class WeightGradient:
         """Adds the mean over ranks, fp32 [this rank's rows], with a scale that fits it on all ranks."""
         bound = scaling.dtype_max(scaling.E4M3) / scale
         if self.accumulated is not None:
-            before, bound_before, lent = self.accumulated
-            mean, bound = mean + before, bound + (bound_before if lent is None else lent.bound_of(before))
-        self.accumulated = mean, bound, None
+            before, bound_before = self.accumulated
+            mean, bound = mean + before, bound + (scaling.amax(before) if bound_before is None else bound_before)
+        self.accumulated = mean, bound
         self.set_phase(Phase.RUNNING)
         if self.state.accumulate == "fp8" or not self.state.more_to_come():
             self.round()
@@ -329,12 +337,9 @@ class WeightGradient:
     def round(self) -> None:
         """Rounds the running mean to FP8. The scale comes from the bound, so all ranks have the same scale, unless
         somebody has changed the mean."""
-        (mean, bound, lent), self.accumulated = self.accumulated, None  # pyrefly: ignore[not-iterable]
-        if lent is None:
-            scale = scaling.gradient_scale(bound)
-            self.set_phase(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
-        else:
-            self.set_phase(Phase.MEAN, *lent.rounded(mean))  # pyrefly: ignore[bad-argument-type]
+        (mean, bound), self.accumulated = self.accumulated, None  # pyrefly: ignore[not-iterable]
+        scale = scaling.gradient_scale(scaling.amax(mean) if bound is None else bound)
+        self.set_phase(Phase.MEAN, scaling.quantize(mean, scale, scaling.E4M3), scale)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from .coded import CodedWeight, CodesRead, codes_of, innermost, refuse_a_derivat
 from .compiled import compiled_on_cuda, output
 
 if TYPE_CHECKING:
+    from .convert import State
     from .fsdp import Sharding
     from .gradients import WeightGradient
 
@@ -55,20 +56,12 @@ class FP8Linear(nn.Linear):
     cast: torch.dtype | None  # to which somebody has cast the layer
     replaced: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None  # see replace
 
-    def start(
-        self,
-        level: str,
-        window: int,
-        gradient_format: torch.dtype,
-        history: int,
-        exact: bool,
-        keeps_master: bool,
-    ) -> None:
+    def start(self, state: "State", exact: bool, keeps_master: bool) -> None:
         """Turns the layer's plain weight into codes and adds its scaling state. Called once, right after the class
         changed."""
         plain = type(self.weight) is nn.Parameter and type(self.weight.data) is torch.Tensor  # estimates have fakes
         device = self.weight.device
-        self.window, self.gradient_format, self.exact = window, gradient_format, exact
+        self.window, self.gradient_format, self.exact = state.window, state.gradient_format, exact
         self.high_precision = False
         self.gradient = None  # pyrefly: ignore[bad-assignment]
         self.operands: set[tuple[torch.dtype, torch.dtype]] = set()  # formats of the operands its products had
@@ -77,7 +70,7 @@ class FP8Linear(nn.Linear):
         self.master = self.master_scale = None  # pyrefly: ignore[bad-assignment]
         # Not buffers: a model has exactly the buffers of the unconverted one, for whoever pairs them with another's.
         self.weight_scale, self.weight_amax = torch.ones((), device=device), torch.zeros((), device=device)
-        self.amax_history, self.scale = torch.zeros(history, 2, device=device), torch.ones(2, device=device)
+        self.amax_history, self.scale = torch.zeros(state.history, 2, device=device), torch.ones(2, device=device)
         self.updates = torch.zeros(2, dtype=torch.int32, device=device)
         self.plain_dtype, self.cast = self.weight.dtype, None
         self.weight.grad = None
@@ -87,7 +80,7 @@ class FP8Linear(nn.Linear):
         else:
             value = self.weight.detach().float()
             # The dtype; then the values. O3 keeps a frozen weight, which has no master, as FP16.
-            dtype = scaling.E4M3 if level == "O3" and self.weight.requires_grad else torch.float16
+            dtype = scaling.E4M3 if state.level == "O3" and self.weight.requires_grad else torch.float16
             self.weight.data = value.to(dtype)
         self.weight.amp8_linear = self  # pyrefly: ignore[missing-attribute]
         self.__dict__["own"] = self.weight  # as a Module's attribute it would be registered once more
@@ -128,7 +121,7 @@ class FP8Linear(nn.Linear):
         value = value.to(self.weight.device).float()
         amax = scaling.amax(value)
         if self.sharding is not None:
-            amax = self.sharding.largest(amax)
+            amax = self.sharding.state.largest(amax)
         scale = scaling.power_of_two_scale(amax, torch.float16)
         codes = scaling.quantize(value, scale, torch.float16)
         if self.codes.dtype == scaling.E4M3:

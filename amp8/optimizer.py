@@ -22,11 +22,10 @@ import torch
 from torch.optim.adam import adam
 
 from . import scaling
-from .comm import linear_of, local, own_rows
 from .compiled import compiled_on_cuda
 from .gradients import BATCH
 from .rounding import above, random_noise, store
-from .tensors import amaxes_of, flat, without_waiting
+from .tensors import amaxes_of, flat, linear_of, local, own_rows, without_waiting
 
 if TYPE_CHECKING:
     from .convert import State
@@ -43,6 +42,9 @@ SLICE = 1 << 17  # elements that a CPU updates at one time: their fp32 copies st
 # The numbers of a parameter's step: factors of the stored w, g, m and v; Adam's; factors of what is stored afterwards.
 (W_IN, G_IN, M_IN, V_IN, ADD_M, ADD_V, LEAST_V, ROOT_BIAS_V, EPS, STEP, KEEP_W, DECAY,
  W_OUT, M_OUT, V_OUT, COPY_OUT) = range(16)  # fmt: skip
+
+
+Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # see Adam.slices
 
 
 class Adam(torch.optim.Optimizer):
@@ -84,19 +86,15 @@ class Adam(torch.optim.Optimizer):
         """The parameter's state, made on first use."""
         state = self.state[parameter]
         if not state:
-            low = self.quantises(parameter)
-            linear = linear_of(parameter)
-            ours = low or linear is not None
+            low, linear = self.quantises(parameter), linear_of(parameter)
             like = local(parameter) if linear is None else linear.codes
+            ours = low or linear is not None
             on_device = not ours and (group.get("fused") or group.get("capturable"))
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-            if ours:
-                m, v = (scaling.E4M3, torch.float16) if low else (torch.float32, torch.float32)
-                state["exp_avg"] = torch.zeros_like(like, dtype=m, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(like, dtype=v, memory_format=torch.preserve_format)
-            else:
-                state["exp_avg"] = torch.zeros_like(like, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(like, memory_format=torch.preserve_format)
+            plain = like.dtype if linear is None else torch.float32
+            for name, dtype in (("exp_avg", scaling.E4M3), ("exp_avg_sq", torch.float16)):
+                dtype = dtype if low else plain
+                state[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
             if low:
                 one = torch.ones((), device=parameter.device)
                 state["exp_avg_scale"], state["exp_avg_sq_scale"] = one, one.clone()
@@ -234,79 +232,55 @@ class Adam(torch.optim.Optimizer):
         each; copies: None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole
         weight each begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new
         scales, those of their FP8 copies, and the weights' new largest magnitudes."""
-        (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
-        device = w_scale.device
-        low = "amax" in states[0]
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        biases, seeds = [], []
-        for i, state in enumerate(states):
+        for state in states:
             state["step"] += 1
-            t = state["step"].item()
-            biases.append([1 - beta1**t, math.sqrt(1 - beta2**t)])
-            seeds.append(int(t) * 1_000_003 + parameter_numbers[i] * 7919)
-        bias_m, root_bias_v = without_waiting(torch.tensor(biases, dtype=torch.float32), device).unbind(1)
-        one = torch.ones_like(w_scale)
-        lr, decoupled = one * group["lr"], bool(group["decoupled_weight_decay"])
-
-        # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
-        excess = (g_amax / LARGEST).clamp(min=1.0)
-        g_scale, g_amax = g_scale * excess, g_amax / excess
-        if group["weight_decay"] and not decoupled:
-            g_amax = g_amax + group["weight_decay"] * w_amax
-        move = lr * root_bias_v / bias_m * largest_move(beta1, beta2)
-        w_bound = above(w_amax + move, torch.float16)
-        new_w = w_scale
-        if copies is not None:
-            new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale)
-        new_copy = scaling.power_of_two_scale(above(w_bound, scaling.E4M3), scaling.E4M3)
-        m_scale = v_scale = new_m = new_v = one
-        if low:
-            m_scale = torch.stack([state["exp_avg_scale"] for state in states])
-            v_scale = torch.stack([state["exp_avg_sq_scale"] for state in states])
-            m_amax, v_amax = torch.stack([state["amax"] for state in states]).unbind(1)
-            m_bound = above(beta1 * m_amax + (1 - beta1) * g_amax, scaling.E4M3)
-            v_bound = above(beta2 * v_amax + (1 - beta2) * g_amax.square(), torch.float16)
-            new_m = scaling.power_of_two_scale(m_bound, scaling.E4M3, previous=m_scale)
-            new_v = scaling.power_of_two_scale(v_bound, torch.float16, previous=v_scale)
-        numbers = [1 / w_scale, (-1 if group["maximize"] else 1) / g_scale, beta1 / m_scale, beta2 / v_scale,
-                   one * (1 - beta1), one * (1 - beta2), 2.0**-25 / new_v, root_bias_v, one * group["eps"],
-                   lr / bias_m, 1 - lr * group["weight_decay"], one * group["weight_decay"],
-                   new_w, new_m, new_v, new_copy]  # fmt: skip
-        numbers = torch.stack(numbers, 1)
-
+        numbers = numbers_of_step(group, states, scales, amaxes, copies is not None)
         copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
         # pyrefly: ignore[bad-assignment]
-        flats: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = [
+        flats: list[Flat] = [
             (flat(w), flat(g, like=w), flat(s["exp_avg"]), flat(s["exp_avg_sq"]), copy)
             for w, g, s, copy in zip(weights, gradients, states, copies, strict=True)
         ]
+        steps = zip(states, parameter_numbers, strict=True)
+        seeds = [int(state["step"].item()) * 1_000_003 + number * 7919 for state, number in steps]
+        found = self.slices(flats, numbers, seeds, starts, bool(group["decoupled_weight_decay"]))
+        found = self.model_state.largest(found)
+        new_w, new_m, new_v, new_copy = numbers[:, W_OUT:].unbind(1)
+        if "amax" in states[0]:
+            torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
+            torch._foreach_copy_([state["exp_avg_sq_scale"] for state in states], list(new_v.unbind()))
+            torch._foreach_copy_([state["amax"] for state in states], list(found[:, 1:].unbind()))
+        return new_w, new_copy, found[:, 0]
+
+    def slices(
+        self, flats: list[Flat], numbers: torch.Tensor, seeds: list[int], starts: list[int], decoupled: bool
+    ) -> torch.Tensor:
+        """Adam on each of `flats`, in place: (w, g, m, v, copy or None), 1-d. numbers: [tensors, 16]. Returns the
+        largest magnitudes of the new w, m and v of each: fp32 [tensors, 3]. On a GPU some tensors at a time in one
+        kernel, on a CPU a slice of a tensor at a time."""
+        device, noisy = numbers.device, self.model_state.stochastic_rounding
         found = [torch.zeros(3, device=device)] * len(flats)
         some = [i for i, (weight, *_) in enumerate(flats) if len(weight)]  # a shard may have no row of a small tensor
-        if weights[0].is_cuda or self.compiled:
-            run = adam_slices if weights[0].is_cuda else torch.compile(_adam_slices, dynamic=True)
+        if device.type == "cuda" or self.compiled:
+            run = adam_slices if device.type == "cuda" else torch.compile(_adam_slices, dynamic=True)
             places = without_waiting(torch.tensor([seeds, starts]).T.contiguous(), device)
             for i in range(0, len(some), BATCH):
                 part = some[i : i + BATCH]
                 columns = [list(column) for column in zip(*[flats[j] for j in part], strict=True)]
                 rows = [numbers[j] for j in part]
-                noise = [places[j] if self.model_state.stochastic_rounding else None for j in part]
+                noise = [places[j] if noisy else None for j in part]
                 for j, amax in zip(part, run(*columns, rows, noise, decoupled), strict=True):
                     found[j] = amax
-        else:
-            for i in some:
-                found_in, row = [], numbers[i].unbind()
-                for first in range(0, flats[i][0].numel(), SLICE):
-                    parts = [None if t is None else t[first : first + SLICE] for t in flats[i]]
-                    place = (seeds[i], starts[i] + first) if self.model_state.stochastic_rounding else None
-                    # pyrefly: ignore[bad-argument-count, bad-argument-type]
-                    found_in.append(adam_slice(*parts, row, place, decoupled))
-                found[i] = found_in[0] if len(found_in) == 1 else torch.stack(found_in).amax(0)
-        found = self.model_state.largest(torch.stack(found))
-        if low:
-            torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
-            torch._foreach_copy_([state["exp_avg_sq_scale"] for state in states], list(new_v.unbind()))
-            torch._foreach_copy_([state["amax"] for state in states], list(found[:, 1:].unbind()))
-        return new_w, new_copy, found[:, 0]
+            return torch.stack(found)
+        for i in some:
+            found_in, row = [], numbers[i].unbind()
+            for first in range(0, flats[i][0].numel(), SLICE):
+                parts = [None if t is None else t[first : first + SLICE] for t in flats[i]]
+                place = (seeds[i], starts[i] + first) if noisy else None
+                # pyrefly: ignore[bad-argument-count, bad-argument-type]
+                found_in.append(adam_slice(*parts, row, place, decoupled))
+            found[i] = found_in[0] if len(found_in) == 1 else torch.stack(found_in).amax(0)
+        return torch.stack(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ordinary and FP8 gradients."""
@@ -366,6 +340,48 @@ class Adam(torch.optim.Optimizer):
             state[name].copy_(scaling.quantize(value, scale, state[name].dtype))
             state[f"{name}_scale"].copy_(scale)
             state["amax"][i] = amax
+
+
+def numbers_of_step(
+    group: dict[str, Any],
+    states: list[dict[str, torch.Tensor]],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    amaxes: tuple[torch.Tensor, torch.Tensor],
+    coded: bool,
+) -> torch.Tensor:
+    """The numbers of the parameters' step, fp32 [parameters, 16]: see the columns above. scales, amaxes: as `update`
+    takes them. coded: whether the weights are codes, and get new scales."""
+    (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    steps = [state["step"].item() for state in states]
+    biases = torch.tensor([[1 - beta1**t, math.sqrt(1 - beta2**t)] for t in steps], dtype=torch.float32)
+    bias_m, root_bias_v = without_waiting(biases, w_scale.device).unbind(1)
+    one = torch.ones_like(w_scale)
+    lr = one * group["lr"]
+
+    # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
+    excess = (g_amax / LARGEST).clamp(min=1.0)
+    g_scale, g_amax = g_scale * excess, g_amax / excess
+    if group["weight_decay"] and not group["decoupled_weight_decay"]:
+        g_amax = g_amax + group["weight_decay"] * w_amax
+    move = lr * root_bias_v / bias_m * largest_move(beta1, beta2)
+    w_bound = above(w_amax + move, torch.float16)
+    new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale) if coded else w_scale
+    new_copy = scaling.power_of_two_scale(above(w_bound, scaling.E4M3), scaling.E4M3)
+    m_scale = v_scale = new_m = new_v = one
+    if "amax" in states[0]:
+        m_scale = torch.stack([state["exp_avg_scale"] for state in states])
+        v_scale = torch.stack([state["exp_avg_sq_scale"] for state in states])
+        m_amax, v_amax = torch.stack([state["amax"] for state in states]).unbind(1)
+        m_bound = above(beta1 * m_amax + (1 - beta1) * g_amax, scaling.E4M3)
+        v_bound = above(beta2 * v_amax + (1 - beta2) * g_amax.square(), torch.float16)
+        new_m = scaling.power_of_two_scale(m_bound, scaling.E4M3, previous=m_scale)
+        new_v = scaling.power_of_two_scale(v_bound, torch.float16, previous=v_scale)
+    numbers = [1 / w_scale, (-1 if group["maximize"] else 1) / g_scale, beta1 / m_scale, beta2 / v_scale,
+               one * (1 - beta1), one * (1 - beta2), 2.0**-25 / new_v, root_bias_v, one * group["eps"],
+               lr / bias_m, 1 - lr * group["weight_decay"], one * group["weight_decay"],
+               new_w, new_m, new_v, new_copy]  # fmt: skip
+    return torch.stack(numbers, 1)
 
 
 def largest_move(beta1: float, beta2: float) -> float:

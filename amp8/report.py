@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm import local
-from .convert import state_of
+from .convert import State, state_of
 from .state import at_rest, root_of
+from .tensors import local
 
 
 def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -48,19 +48,6 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         classes["total"] = sum(classes.values())
         sizes[key] = {name: round(size / count[key], 3) for name, size in classes.items()}
     hardware = any(w.is_cuda and torch.cuda.get_device_capability(w.device) >= (8, 9) for w in weights)
-    notes = []
-    if not hardware:
-        notes.append("no FP8 tensor cores: products run on dequantised values; memory and wire are as on FP8 hardware")
-    if state.level == "O3" and state.world == 1:
-        notes.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
-    if in_fp32:
-        notes.append(f"accumulating gradients in fp32 holds {in_fp32 / count['linear']:.1f} more bytes per parameter")
-    kinds = {name: p.numel() for name, p in root.named_parameters() if p.dim() > 2 and p.numel() > count["all"] / 20}
-    if kinds:  # experts of a mixture, or another layer's weights: convolutions too
-        shares = ", ".join(f"{name} ({size / count['all']:.0%})" for name, size in kinds.items())
-        notes.append(f"weights with more than two dimensions are in no Linear layer and on no level: {shares}")
-    if not state.stochastic_rounding:
-        notes.append("weights and moments are rounded to nearest: moments stop decaying, and small updates are lost")
     seen = {
         "gemm": {pair for layer in layers for pair in layer.operands},
         "wire": set() if state.comm is None else state.comm.wire,
@@ -84,8 +71,27 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         "dtypes": {key: sorted(name_of(dtype) for dtype in dtypes) for key, dtypes in seen.items()},
         "wire_bytes": 0 if state.comm is None else state.comm.sent,
         "fp8_hardware": hardware,
-        "notes": notes,
+        "notes": notes(state, root, hardware, in_fp32 / count["linear"]),
     }
+
+
+def notes(state: State, root: nn.Module, hardware: bool, in_fp32: float) -> list[str]:
+    """What a user should know, a line each. in_fp32: bytes per parameter of gradients that are accumulated in fp32."""
+    found = []
+    if not hardware:
+        found.append("no FP8 tensor cores: products run on dequantised values; memory and wire are as on FP8 hardware")
+    if state.level == "O3" and state.world == 1:
+        found.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
+    if in_fp32:
+        found.append(f"accumulating gradients in fp32 holds {in_fp32:.1f} more bytes per parameter")
+    size = sum(parameter.numel() for parameter in root.parameters())
+    large = {name: p.numel() for name, p in root.named_parameters() if p.dim() > 2 and p.numel() > size / 20}
+    if large:  # experts of a mixture, or another layer's weights: convolutions too
+        shares = ", ".join(f"{name} ({numel / size:.0%})" for name, numel in large.items())
+        found.append(f"weights with more than two dimensions are in no Linear layer and on no level: {shares}")
+    if not state.stochastic_rounding:
+        found.append("weights and moments are rounded to nearest: moments stop decaying, and small updates are lost")
+    return found
 
 
 def moments(optimizer: torch.optim.Optimizer | None, parameters: Iterable[torch.Tensor]) -> int:

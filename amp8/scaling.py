@@ -251,21 +251,14 @@ def record_(history: torch.Tensor, value: torch.Tensor, slot: int | tuple[int, .
 
 
 def window_scale(
-    value: torch.Tensor,
-    scale: torch.Tensor,
-    updates: torch.Tensor,
-    dtype: torch.dtype,
-    window: int,
-    margin: int = 0,
+    value: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtype: torch.dtype, window: int
 ) -> torch.Tensor:
     """FP8-LM's scale for a tensor about to be cast: in-time, from its own amax `value`, during the first `window`
     updates (an empty history knows nothing), then the delayed `scale`. `updates`: integer tensor shaped as `scale`."""
-    return torch.where(updates < window, power_of_two_scale(value, dtype, margin, scale), scale)
+    return torch.where(updates < window, power_of_two_scale(value, dtype, previous=scale), scale)
 
 
-def update_window_(
-    history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtype: torch.dtype, margin: int = 0
-) -> None:
+def update_window_(history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtype: torch.dtype) -> None:
     """FP8-LM's update, once per optimizer step, in place: a power-of-two scale from the largest amax in the window.
 
     history [window, *slots], scale and updates [*slots]. An infinite amax is forgotten and sends its slot back to
@@ -273,7 +266,7 @@ def update_window_(
     """
     overflow = ~torch.isfinite(history[0])
     history[0].masked_fill_(overflow, 0)
-    scale.copy_(power_of_two_scale(history.amax(0), dtype, margin, scale))
+    scale.copy_(power_of_two_scale(history.amax(0), dtype, previous=scale))
     updates.add_(1).masked_fill_(overflow | (history.amax(0) == 0), 0)
     history.copy_(history.roll(1, 0))
     history[0].zero_()
@@ -285,15 +278,13 @@ def update_delayed_(
     fp8_max: float | torch.Tensor,
     margin: int = 0,
     amax_compute_algo: str = "max",
-    fused: bool = True,
 ) -> None:
     """TransformerEngine's DelayedScaling update, in place: scale = fp8_max * 2**-margin / amax.
 
     history [amax_history_len, *slots], scale [*slots] starting at 1, fp8_max a number or [*slots]. The amax is the
-    largest in the history ("max") or the last ("most_recent"). TransformerEngine has two forms, and both are here:
-    - fused (its default CUDA kernel): one true division; a slot whose last amax is 0 is left as it is, unrolled;
-    - unfused (NVTE_UNFUSED_FP8_UPDATE=1): the reciprocal of amax times fp8_max, a rounding more; always rolls.
-    An amax of 0, infinite or NaN keeps the scale; an infinite scale becomes fp32's largest value.
+    largest in the history ("max") or the last ("most_recent"). As in TransformerEngine's default CUDA kernel there is
+    one true division, and a slot whose last amax is 0 is left as it is, unrolled. An amax of 0, infinite or NaN keeps
+    the scale; an infinite scale becomes fp32's largest value.
     """
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
@@ -301,13 +292,8 @@ def update_delayed_(
     value = history.amax(0) if amax_compute_algo == "max" else last
     rolled = history.roll(-1, 0)
     rolled[0] = 0
-    if fused:
-        value = torch.where(last == 0, 0, value)
-        rolled = torch.where(last == 0, history, rolled)
-        # tensor over tensor: a Python number over a tensor is computed as the unfused form
-        new = torch.full_like(value, 2.0**-margin) * fp8_max / value
-    else:
-        new = value.reciprocal() * fp8_max / 2.0**margin
-    new = torch.where(torch.isfinite(value) & (value > 0), new, scale)
+    # Tensor over tensor: torch computes a Python number over a tensor by the reciprocal, which rounds twice.
+    new = torch.full_like(value, 2.0**-margin) * fp8_max / value
+    new = torch.where(torch.isfinite(value) & (value > 0) & (last != 0), new, scale)
     scale.copy_(new.clamp(max=FP32_MAX))
-    history.copy_(rolled)
+    history.copy_(torch.where(last == 0, history, rolled))

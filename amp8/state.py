@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .choice import LEVELS
-from .comm import linear_of, local, own_rows
-from .convert import fully_sharded, state_of
+from .convert import fsdp_modules, state_of
 from .linear import FP8Linear
 from .optimizer import Adam
+from .tensors import cut, linear_of, local, own_rows
 
 Value = TypeVar("Value")
 Tensors = Mapping[str, torch.Tensor]
@@ -24,10 +24,8 @@ def root_of(model: nn.Module) -> nn.Module:
 
 def at_rest(root: nn.Module) -> nn.Module:
     """Returns `root`, after freeing the gathered weights that a forward pass under fully_shard has left behind."""
-    if fully_sharded(root):
-        from .fsdp import reshard
-
-        reshard(root)
+    for module in fsdp_modules(root):
+        module.reshard()
     return root
 
 
@@ -123,12 +121,11 @@ def load_exact_state(
 
 def rows_from(parts: list[Tensors], key: str, first: int, last: int, rows: int) -> torch.Tensor:
     """Rows first .. last of a tensor that was sharded over len(parts) ranks."""
-    cut = -(-rows // len(parts))
     found = []
     for i, part in enumerate(parts):
-        a, b = max(first, i * cut), min(last, (i + 1) * cut)
-        if a < b or i == len(parts) - 1 and not found:  # at least an empty piece, of the right shape
-            found.append(part[key][max(a - i * cut, 0) : max(b - i * cut, 0)])
+        start, end = cut(rows, len(parts), i)
+        if max(first, start) < min(last, end) or i == len(parts) - 1 and not found:  # at least none, of the right shape
+            found.append(part[key][max(first - start, 0) : max(last - start, 0)])
     return torch.cat(found)
 
 

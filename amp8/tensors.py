@@ -1,11 +1,41 @@
-"""Helpers on tensors of any kind."""
+"""Helpers on tensors of any kind, sharded ones too."""
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import scaling
+
+if TYPE_CHECKING:
+    from .linear import FP8Linear
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: its rows of a DTensor from fully_shard, else the whole tensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def linear_of(parameter: torch.Tensor) -> "FP8Linear | None":
+    """The converted layer that a parameter is the weight of, or None. Under fully_shard the attribute is on this rank's
+    rows, because torch drops the attributes of a DTensor parameter when the model is moved."""
+    return getattr(local(parameter), "amp8_linear", None)
+
+
+def cut(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    """(first, last) row of one shard of a tensor, cut as torch.chunk cuts. The last shards may have fewer, or none."""
+    most = -(-rows // shards)
+    first = min(shard * most, rows)
+    return first, min(first + most, rows)
+
+
+def own_rows(parameter: torch.Tensor) -> tuple[int, int, int] | None:
+    """(first, last, all) rows that this rank has of a parameter under fully_shard, else None."""
+    if not hasattr(parameter, "_local_tensor"):
+        return None
+    mesh, rows = parameter.device_mesh, parameter.shape[0]  # pyrefly: ignore[missing-attribute]
+    return *cut(rows, mesh.size(-1), mesh.get_local_rank(-1)), rows
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

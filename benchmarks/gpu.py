@@ -96,7 +96,7 @@ def seconds(function):
 
 def optimizer_step(level, rehearse):
     import amp8
-    from amp8.phase import Phase
+    from amp8.gradients import Phase
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

@@ -102,7 +102,8 @@ class MSAMP(GradientsElsewhere, Backend):
 
     def gradients(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
         """The FP8 gradients, which amp8 keeps outside `.grad`."""
-        layers = [layer for layer in map(import_amp8("amp8.comm").linear_of, parameters.values()) if layer is not None]
+        linear_of = import_amp8("amp8.tensors").linear_of
+        layers = [layer for layer in map(linear_of, parameters.values()) if layer is not None]
         return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
     def levels(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from torch import nn
 import amp8
 from amp8 import optimizer as module
 from amp8 import rounding, scaling
-from amp8.phase import Phase
+from amp8.gradients import Phase
 
 
 def net():
