@@ -24,7 +24,7 @@ from faithful.config import settings
 from faithful.errors import Refused, SkippedAlone
 from faithful.evidence.batch import FirstBatch
 from faithful.evidence.communication import OneStep
-from faithful.evidence.evidence import Evidence, notes, refuse_what_would_not_train
+from faithful.evidence.evidence import Evidence
 from faithful.evidence.record import Record, described, now, of_arguments
 from faithful.launch import launcher, process, rank_sync
 from faithful.launch.machine import Memory
@@ -34,7 +34,7 @@ from faithful.saving import saving, whole_weights
 from faithful.scripts import trainer
 from faithful.tensors.names import perturb
 from faithful.training import clipping, loaders
-from faithful.training.model import PreparedModel, convert, trains
+from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
 from faithful.training.steps import Passes, Steps
 
@@ -76,7 +76,6 @@ class Accelerator(accelerate.Accelerator):
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
         self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
-        self.first_batch: FirstBatch | None = None  # of the first model
         self.memory = Memory(self.device)
         self.peak: int | None = None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
@@ -129,7 +128,9 @@ class Accelerator(accelerate.Accelerator):
         args = self.strategy.real(self, args)
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
-        dtypes.before_prepare(self, filter(trains, args))
+        if line := dtypes.before_prepare(self.strategy, filter(trains, args)):
+            self.put_in_fp32 = True
+            self.note(line)
         if self.plan.rehearsal and any(cpu_matmul.of(model) for model in args if isinstance(model, nn.Module)):
             cpu_matmul.start()
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
@@ -142,15 +143,16 @@ class Accelerator(accelerate.Accelerator):
             self.preparing = False
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
-                layers, skipped = converted.get(at, (None, []))
-                self.models.append(PreparedModel(module, layers, skipped))
+                self.models.append(PreparedModel(module, converted.get(at)))
                 whole_weights.saved_whole(self, module)
                 if at in converted and self.strategy.exchanges_in_passes:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
-        self.first_batch = self.first_batch or (FirstBatch(self.evidence[0].model) if self.evidence else None)
+        first = next((model for model in self.models if model.evidence), None)
+        if first and self.record.seen["samples_per_step"] is None and not any(m.first_batch for m in self.models):
+            first.first_batch = FirstBatch(first.model)
         self.validated = False
         return prepared if len(args) > 1 else prepared[0]
 
@@ -167,7 +169,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepared_parameters(self) -> set[int]:
         """The ids of the parameters of all models that are prepared for training."""
-        return set().union(*(model.parameters for model in self.models if not model.evaluation))
+        return prepared_parameters(self.models)
 
     def free_memory(self, *objects: Any) -> Any:
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
@@ -176,8 +178,6 @@ class Accelerator(accelerate.Accelerator):
         self.models, self.epochs, self.validated = [], [], False
         self.norms.clear()
         self.steps.losses.clear()
-        if self.record.seen["samples_per_step"] is None:
-            self.first_batch = None
         return super().free_memory(*objects)
 
     def prepare_model(
@@ -196,7 +196,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader.worker_init_fn = functools.partial(launcher.init_loader_worker, data_loader.worker_init_fn)
-        loaders.refuse_indices_without_batches(self, data_loader)
+        if self.num_processes > 1 and not self.dispatch_batches:
+            loaders.refuse_indices_without_batches(data_loader)
         self.epochs.append(loaders.Epoch())
         return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
 
@@ -228,10 +229,10 @@ class Accelerator(accelerate.Accelerator):
         if self.validated:
             return
         self.validated = True
-        refuse_what_would_not_train(self)
+        refuse_untrained(self.strategy, self.models, self._optimizers)
         for evidence in self.evidence:
             evidence.record["optimizer_owns_all"] = not evidence.left_out()
-        for line in notes(self):
+        for line in notes(self.models, self.strategy.schedulers(self._schedulers)):
             self.note(line)
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
@@ -248,8 +249,7 @@ class Accelerator(accelerate.Accelerator):
 
     def note(self, line: str) -> None:
         """Prints a note for the user and keeps it in the record."""
-        self.record.notes.append(line)
-        self.print(f"note: {line}", flush=True)
+        self.record.note(line)
 
     def explain(self, error: str) -> Refused | None:
         """A Refused, if a library's error means that the script needs what the config has not; else None."""
@@ -259,7 +259,8 @@ class Accelerator(accelerate.Accelerator):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         self.never_accumulates = False
         self.stop_if_agreed()
-        with super().accumulate(*models), self.communication.counted(self):
+        first = next(iter(self.evidence), None)
+        with super().accumulate(*models), self.communication.counted(first, self.gradient_state):
             yield
         before, self.computed = self.computed, (self.forward_passes.count, self.backward_passes)
         # Only a process that has computed nothing since the last micro-batch asks the others.
@@ -337,8 +338,9 @@ class Accelerator(accelerate.Accelerator):
             process.handle_signals(self)
 
     def samples_per_step(self) -> int | None:
-        if self.record.seen["samples_per_step"] is None and self.first_batch:
-            samples, hashes = self.first_batch.result(self.plan)
+        first = next(filter(None, [model.first_batch for model in self.models]), None)
+        if self.record.seen["samples_per_step"] is None and first:
+            samples, hashes = first.result(self.plan)
             self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
         return self.record.seen["samples_per_step"]
 
@@ -364,7 +366,7 @@ class Accelerator(accelerate.Accelerator):
         """Writes a checkpoint to `output_dir`, complete or not at all, and returns its path. With `async_save` it is
         written while training goes on. If that fails, training goes on too, and the process exits with an error."""
         others = {name: (value, None) for name, value in kwargs.items()}
-        arguments.without_effect(self, "save_state", safe_serialization=(safe_serialization, True), **others)
+        arguments.without_effect(self.record, "save_state", safe_serialization=(safe_serialization, True), **others)
         return saving.save_state(self, output_dir)
 
     def load_state(
@@ -372,7 +374,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
         others = {name: (value, {"strict": True}.get(name)) for name, value in kwargs.items()}
-        arguments.without_effect(self, "load_state", load_kwargs=(load_kwargs or None, None), **others)
+        arguments.without_effect(self.record, "load_state", load_kwargs=(load_kwargs or None, None), **others)
         saving.load_state(self, input_dir)
 
     def newest_checkpoint(self) -> Path | None:

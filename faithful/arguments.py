@@ -25,7 +25,7 @@ from accelerate.utils import (
 from faithful import backends, strategies
 from faithful.config import settings
 from faithful.errors import Refused
-from faithful.evidence.record import default_folder
+from faithful.evidence.record import Record, default_folder
 from faithful.plan import Plan, resolve, says_precision, timeout
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def contradictions(plan: Plan, script: dict[str, Any]) -> Iterator[tuple[str, st
         yield "gradient_accumulation_steps", both, "say it in one place"
 
 
-def without_effect(accelerator: "Accelerator", method: str, **given: tuple[Any, Any]) -> None:
+def without_effect(record: Record, method: str, **given: tuple[Any, Any]) -> None:
     """Notes once, or refuses, each argument of one of Accelerate's methods that this class has no use for and that is
     not at its default. given: {name: (value, default)}."""
     for name, (value, default) in given.items():
@@ -203,7 +203,7 @@ def without_effect(accelerator: "Accelerator", method: str, **given: tuple[Any, 
         said = f"{method}({name}={value!r})"[:200]
         if name not in NEEDLESS:
             raise Refused(f"{said}: it has no effect here, leave it out{CURES.get(name, '')}")
-        accelerator.record.note(f"{method} {name}", f"{said} has no effect: {NEEDLESS[name]}")
+        record.note_once(f"{method} {name}", f"{said} has no effect: {NEEDLESS[name]}")
 
 
 def own_accumulation(script: dict[str, Any]) -> int | None:

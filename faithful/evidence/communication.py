@@ -2,18 +2,17 @@
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import GradientState
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from faithful.evidence.evidence import Evidence
 from faithful.tensors.names import size
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 # Ring algorithm: each of N processes sends 2(N-1)/N of a tensor in an all-reduce, and (N-1)/N of the full size in an
 # all-gather, a reduce-scatter or an all-to-all.
@@ -24,27 +23,26 @@ FACTORS = {"allreduce_": 2, "allreduce_coalesced_": 2, "all_reduce": 2,
 
 
 class OneStep:
-    """Counts the bytes of one optimizer step of an Accelerator: the second one, because the first allocates."""
+    """Counts the bytes of one optimizer step of a model: the second one, because the first allocates."""
 
     def __init__(self) -> None:
         self.counting: BytesSent | None = None  # of the step's micro-batches so far
 
     @contextlib.contextmanager
-    def counted(self, accelerator: "Accelerator") -> Iterator[None]:
-        """Around a micro-batch. When a step is counted, its bytes are in the record of the first model's evidence."""
-        if self.counting is None and due(accelerator):
+    def counted(self, evidence: Evidence | None, state: GradientState) -> Iterator[None]:
+        """Around a micro-batch. When a step is counted, its bytes are in the record of the model's evidence."""
+        if self.counting is None and evidence and due(evidence):
             self.counting = BytesSent()
         with self.counting or contextlib.nullcontext():
             yield
-        if self.counting is not None and accelerator.sync_gradients:
-            accelerator.evidence[0].record["wire_bytes_per_step"] = round(self.counting.sent)
+        if self.counting is not None and evidence and state.sync_gradients:
+            evidence.record["wire_bytes_per_step"] = round(self.counting.sent)
             self.counting = None
 
 
-def due(accelerator: "Accelerator") -> bool:
+def due(evidence: Evidence) -> bool:
     """Whether to count the next step. A dispatch mode, which counts, would switch compiled blocks off."""
-    evidence = accelerator.evidence[0] if accelerator.evidence and not accelerator.plan.compile else None
-    return evidence is not None and evidence.complete and evidence.record["wire_bytes_per_step"] is None
+    return not evidence.plan.compile and evidence.complete and evidence.record["wire_bytes_per_step"] is None
 
 
 class BytesSent(TorchDispatchMode):

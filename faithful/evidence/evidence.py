@@ -5,8 +5,8 @@ when gradients and optimizer state exist. It raises Refused if the run is not wh
 entry `evidence` of run.json, with counts over the whole model.
 """
 
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,25 @@ from torch.utils.hooks import RemovableHandle
 
 from faithful.backends import cpu_matmul
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_fp8, kind, linear_names, refuse_unknown
+from faithful.backends.linear import in_fp8, kind, linear_names
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
 from faithful.tensors.names import elements, fingerprint, parameters_of, plain_names, size, unwrapped
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Layers:
     """A model before its conversion: its class, its Linear layers, a hash of its weights, what optimizers own of it.
-    owned: ids of the parameters of the optimizers that are known so far."""
+    owned: ids of the parameters of the optimizers that are known so far. `skipped`: [(name, reason)] of Linear layers
+    that stay in high precision."""
 
     def __init__(self, backend: Backend, model: nn.Module, owned: set[int]) -> None:
         self.model, self.names = type(model).__name__, linear_names(model)
         self.owned = {name for name, parameter in model.named_parameters() if id(parameter) in owned}
         self.linear = len(self.names) + converted(backend, model)[0]  # TE's blocks contain Linear layers too
         self.initial_weights = fingerprint(model)
+        self.skipped: list[tuple[str, str]] = []
 
 
 class Calls:
@@ -70,17 +69,16 @@ class Evidence:
 
     def __init__(
         self,
-        accelerator: "Accelerator",
+        strategy: Strategy,
+        backend: Backend,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         layers: Layers,
-        skipped: list[tuple[str, str]],
     ) -> None:
-        self.accelerator, self.model, self.optimizers = accelerator, model, optimizers
-        self.plan, self.strategy, self.backend = accelerator.plan, accelerator.strategy, accelerator.backend
-        plan = self.plan
+        self.strategy, self.backend, self.model, self.optimizers = strategy, backend, model, optimizers
+        self.plan = plan = strategy.plan
         self.parameters = dict(parameters_of(model))
-        self.counted = self.strategy.counted(self.parameters, accelerator)
+        self.counted = self.strategy.counted(self.parameters)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.sharded = self.strategy.sharded(trainable)
         self.stepped: set[int] = set()  # ids of optimizers
@@ -92,7 +90,7 @@ class Evidence:
             "linear_total": layers.linear,
             "linear_converted": linear,
             "linear_names": layers.names,
-            "linear_skipped": [{"name": name, "reason": reason} for name, reason in skipped],
+            "linear_skipped": [{"name": name, "reason": reason} for name, reason in layers.skipped],
             "layernorm_converted": norms,
             "share_converted": share_in_fp8(self.strategy, self.backend, model),
             "large_not_converted": large_outside(self.strategy, self.backend, model),
@@ -105,7 +103,7 @@ class Evidence:
             "eval_precision": self.backend.eval_precision,
             "initial_weights": layers.initial_weights,
         }
-        self.refuse_what_is_not_there(layers, skipped)
+        self.refuse_what_is_not_there(layers)
         self.hook: RemovableHandle | None = None
         self.calls: Calls | None = None
         if plan.precision == "fp8":
@@ -118,13 +116,8 @@ class Evidence:
             if first_linear is not None:
                 self.hook = first_linear.register_forward_hook(self.see_output)
 
-    def refuse_what_is_not_there(self, layers: Layers, skipped: list[tuple[str, str]]) -> None:
-        plan, record = self.plan, self.record
-        kinds = (*self.strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
-        kind, processes = self.accelerator.distributed_type, self.accelerator.num_processes
-        if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
-            mismatch = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
-            raise Refused(f"{mismatch}: start it with accelerate launch, and let Accelerator() come first")
+    def refuse_what_is_not_there(self, layers: Layers) -> None:
+        plan, record, skipped = self.plan, self.record, layers.skipped
         if plan.precision == "fp8" and not record["linear_converted"]:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
             raise Refused(
@@ -298,62 +291,13 @@ def some(words: list[str]) -> str:
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
-def refuse_what_would_not_train(accelerator: "Accelerator") -> None:
-    """Raises Refused for what shows when all is prepared: that some of it would not train as script and config ask."""
-    refuse_unprepared(accelerator)
-    layers = [model.layers for model in accelerator.models if model.layers]
-    refuse_unknown(accelerator.plan.skip, [name for each in layers for name in each.names])
-    refuse_unaveraged(accelerator)
-    refuse_lost(accelerator)
-
-
-def refuse_unprepared(accelerator: "Accelerator") -> None:
-    """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
-    process, or under DDP with a prepared model; both without FP8."""
-    right = accelerator.strategy.replicates and (accelerator.models or accelerator.num_processes == 1)
-    if not accelerator.evidence and (accelerator.plan.level or not right):
-        raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
-
-
-def refuse_unaveraged(accelerator: "Accelerator") -> None:
-    """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
-    if accelerator.num_processes == 1:
-        return
-    strategy, prepared = accelerator.strategy, accelerator.prepared_parameters()
-    strangers = sum(len(strategy.not_averaged(optimizer, prepared)) for optimizer in accelerator._optimizers)
-    if strangers:
-        raise Refused(
-            f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
-            "change them in its own way. Prepare their model, too"
-        )
-
-
-def refuse_lost(accelerator: "Accelerator") -> None:
-    """Raises Refused if an optimizer lost parameters in the conversion of their model."""
-    for evidence in accelerator.evidence:
-        if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:
-            raise Refused(
-                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
-                "model and its optimizer to one call of accelerator.prepare"
-            )
-
-
-def notes(accelerator: "Accelerator") -> Iterator[str]:
-    """Yields notes about the prepared objects, one line each."""
-    if not accelerator.evidence:
-        yield "no prepared optimizer updates a prepared model: steps are neither checked nor counted"
-    for prepared in accelerator.models:
-        if prepared.evidence and (names := prepared.evidence.left_out()):
-            yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
-        elif prepared.layers and not prepared.evidence and accelerator.evidence:
-            yield f"{type(prepared.model).__name__} was prepared, but no prepared optimizer updates it"
-    processes = accelerator.num_processes
-    per_process = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
-    if processes > 1 and per_process and accelerator.strategy.schedulers(accelerator):
-        yield (
-            f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
-            "schedule counted in optimizer steps ends that much earlier"
-        )
+def refuse_other_launch(strategy: Strategy, kind: DistributedType, processes: int) -> None:
+    """Raises Refused unless Accelerate distributes the run as planned. kind, processes: what it says."""
+    plan = strategy.plan
+    kinds = (*strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
+    if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
+        mismatch = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
+        raise Refused(f"{mismatch}: start it with accelerate launch, and let Accelerator() come first")
 
 
 def converted(backend: Backend, model: nn.Module) -> tuple[int, int]:

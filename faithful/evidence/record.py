@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.state import PartialState
 from torch.distributed.tensor import DTensor
 
 from faithful import plan
@@ -76,7 +77,12 @@ class Record:
         """The folder as the script names it, while that name still leads there."""
         return self.name if self.name.absolute() == self.folder else self.folder
 
-    def note(self, kind: str, line: str) -> None:
+    def note(self, line: str) -> None:
+        """Prints a note, once on each machine, and keeps it."""
+        self.notes.append(line)
+        PartialState().print(f"note: {line}", flush=True)
+
+    def note_once(self, kind: str, line: str) -> None:
         """Prints and keeps a note, on the main process. Only one of each kind."""
         if self.main and kind not in self.said:
             self.said.add(kind)
@@ -90,7 +96,7 @@ class Record:
             yield
         except OSError as problem:
             why = problem.strerror or problem
-            self.note(name, f"{self.shown / name} cannot be written ({why}): the run goes on without it")
+            self.note_once(name, f"{self.shown / name} cannot be written ({why}): the run goes on without it")
 
     def claim(self) -> None:
         """Locks the folder against other runs, if it exists."""
@@ -136,7 +142,9 @@ class Record:
         rows, damaged = readers.rows_of(self.metrics_file)
         if damaged:
             lines = "a line that is" if damaged == 1 else f"{damaged} lines that are"
-            self.note("damaged rows", f"{self.shown}/metrics.jsonl has {lines} damaged, as after a crash: left out")
+            self.note_once(
+                "damaged rows", f"{self.shown}/metrics.jsonl has {lines} damaged, as after a crash: left out"
+            )
         lines = [line for line, row in rows if stays(row, step)]
         write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
         self.early.clear()
@@ -163,7 +171,7 @@ class Record:
         for path in files:
             os.replace(path, aside / path.name)
         status = "was killed" if status == "running" else f"is {status}"
-        self.note(
+        self.note_once(
             "earlier",
             f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/; "
             "to go on with it, load a checkpoint before the first step",
@@ -178,7 +186,7 @@ class Record:
         if not self.main:
             return
         if left:
-            self.note(
+            self.note_once(
                 "left out",
                 f"metrics.jsonl leaves out {', '.join(left)}: JSON has no such values, or they are "
                 "large. Trackers get them as they are",

@@ -18,7 +18,7 @@ from faithful.errors import Refused
 from faithful.tensors.names import HALVES
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from faithful.strategies.base import Strategy
 
 
 def dtypes_of(parameters: Iterable[torch.Tensor]) -> list[torch.dtype]:
@@ -37,10 +37,10 @@ def names_of(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(dict.fromkeys(str(dtype)[6:] for dtype in dtypes))
 
 
-def before_prepare(accelerator: "Accelerator", models: Iterable[nn.Module]) -> None:
-    """Puts what would train in 16 bit into fp32, with a note. Raises Refused if the config cannot train it as it is and
-    the launch says to keep it."""
-    plan, models = accelerator.plan, list(models)
+def before_prepare(strategy: "Strategy", models: Iterable[nn.Module]) -> str | None:
+    """Puts what would train in 16 bit into fp32. Returns a note of it, or None. Raises Refused if the config cannot
+    train it as it is and the launch says to keep it."""
+    plan, models = strategy.plan, list(models)
     trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
     if plan.precision != "fp32" and torch.float64 in dtypes_of(trained):
         raise Refused(
@@ -49,8 +49,8 @@ def before_prepare(accelerator: "Accelerator", models: Iterable[nn.Module]) -> N
         )
     found = [(model, in_16_bit(model.parameters())) for model in models]
     parameters = [parameter for _, of_model in found for parameter in of_model]
-    if not parameters or accelerator.strategy.keeps_masters:
-        return
+    if not parameters or strategy.keeps_masters:
+        return None
     if settings.keeps_dtype():
         if plan.precision != "fp32":
             raise Refused(
@@ -58,13 +58,12 @@ def before_prepare(accelerator: "Accelerator", models: Iterable[nn.Module]) -> N
                 f"{names_of(dtypes_of(parameters))}, which {plan.precision} needs in fp32: leave it out, or use an "
                 "fp32 config"
             )
-        return
+        return None
     before = names_of(dtypes_of(parameters))
     more = sum(map(in_fp32, parameters))
-    if plan.precision == "fp32" or not accelerator.strategy.fully_shards:  # FSDP2's computes with 16-bit weights
+    if plan.precision == "fp32" or not strategy.fully_shards:  # FSDP2's computes with 16-bit weights
         more += sum(buffers_in_fp32(model, set(map(id, of_model))) for model, of_model in found)
-    accelerator.put_in_fp32 = True
-    accelerator.note(
+    return (
         f"{len(parameters)} trainable parameters in {before} are put into fp32, which takes {more:,} bytes more: in 16 "
         f"bit most small steps are lost. {settings.KEEP}=1 and an fp32 config train them as they are"
     )
@@ -90,28 +89,28 @@ def buffers_in_fp32(model: nn.Module, changed: set[int]) -> int:
     return sum(in_fp32(buffer) for buffer in buffers if buffer.dtype in HALVES)
 
 
-def thawed(accelerator: "Accelerator", model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+def thawed(strategy: "Strategy", model: nn.Module, parameters: Iterable[nn.Parameter]) -> str | None:
     """Called when `parameters` of a prepared model begin to train: those in 16 bit as in `before_prepare`, where plain
     torch trains them. Raises Refused where a strategy has fixed their dtype."""
-    strategy, parameters = accelerator.strategy, in_16_bit(parameters)
+    parameters = in_16_bit(parameters)
     if not parameters or strategy.keeps_masters or settings.keeps_dtype():
-        return
+        return None
     if not strategy.replicates:
         raise Refused(
             f"the script trains {len(parameters)} parameters in {names_of(dtypes_of(parameters))} that were frozen in "
-            f"prepare(), and {accelerator.plan.strategy} cannot put them into fp32 any more: let them require a "
+            f"prepare(), and {strategy.plan.strategy} cannot put them into fp32 any more: let them require a "
             "gradient before prepare(), or load the model in fp32"
         )
     before = names_of(dtypes_of(parameters))
     more = sum(map(in_fp32, parameters)) + buffers_in_fp32(model, set(map(id, parameters)))
-    accelerator.note(
+    return (
         f"{len(parameters)} parameters in {before} are trained from now on, and put into fp32, which takes {more:,} "
         "bytes more"
     )
 
 
 def refuse_cast(
-    accelerator: "Accelerator", parameters: Sequence[nn.Parameter], before: list[torch.dtype]
+    strategy: "Strategy", parameters: Sequence[nn.Parameter], before: list[torch.dtype]
 ) -> list[torch.dtype]:
     """Raises Refused if the script has changed the dtype of a prepared model's parameters, unless it has plain torch's
     effect. before: their dtypes when they were prepared. Returns their dtypes."""
@@ -120,7 +119,7 @@ def refuse_cast(
         return now
     changed = [p for p, dtype in zip(parameters, before, strict=True) if p.dtype != dtype]
     changed = [parameter for parameter in changed if not hasattr(parameter, "amp8_linear")]  # amp8 looks after its own
-    strategy, plan = accelerator.strategy, accelerator.plan
+    plan = strategy.plan
     trained = [parameter for parameter in changed if parameter.requires_grad]
     as_in_torch = not in_16_bit(trained) or settings.keeps_dtype()
     if not changed:

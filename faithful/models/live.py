@@ -7,6 +7,7 @@ have to keep them in step with the model. This module says when, `Strategy` says
 tests/models/test_live.py has the table.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +16,15 @@ from torch import nn
 from faithful.models import dtypes
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from faithful.strategies.base import Strategy
 
 
 class Live:
-    """One prepared model that is trained, as its script sees it. model: what `prepare` returned."""
+    """One prepared model that is trained, as its script sees it. model: what `prepare` returned. note: prints and keeps
+    a line."""
 
-    def __init__(self, accelerator: "Accelerator", model: nn.Module) -> None:
-        self.accelerator, self.model = accelerator, model
+    def __init__(self, strategy: "Strategy", model: nn.Module, note: Callable[[str], None]) -> None:
+        self.strategy, self.model, self.note = strategy, model, note
         self.parameters = list(model.parameters())
         self.trainable = self.requires_grad()
         self.dtypes: list[torch.dtype] = []
@@ -35,7 +37,8 @@ class Live:
 
     def takes_part(self, parameters: list[nn.Parameter]) -> None:
         """Some parameters are trained from now on."""
-        dtypes.thawed(self.accelerator, self.model, parameters)
+        if line := dtypes.thawed(self.strategy, self.model, parameters):
+            self.note(line)
         self.dtypes = dtypes.dtypes_of(self.parameters)
 
     def before_forward(self, *_: object) -> None:
@@ -47,12 +50,12 @@ class Live:
         if (now := self.requires_grad()) != self.trainable:
             before, self.trainable = self.trainable, now
             self.takes_part([p for p, was in zip(self.parameters, before, strict=True) if p.requires_grad and not was])
-            self.accelerator.strategy.requires_grad_changed(self.accelerator, self.model)
+            self.strategy.requires_grad_changed(self.model)
 
     def refuse_cast(self) -> None:
-        self.dtypes = dtypes.refuse_cast(self.accelerator, self.parameters, self.dtypes)
+        self.dtypes = dtypes.refuse_cast(self.strategy, self.parameters, self.dtypes)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an update: the script may have written to parameters and gradients."""
         self.refuse_cast()
-        self.accelerator.strategy.take_written(self.accelerator, self.model, optimizer)
+        self.strategy.take_written(self.model, optimizer)

@@ -65,6 +65,7 @@ class Strategy:
     same_batch = False  # whether all processes compute the same batch
     exchanges_in_passes = False  # whether processes exchange in each pass, so that all need the same number of them
     keeps_masters = False  # whether the optimizer updates fp32 copies of the weights, whatever dtype the model has
+    model_keeps_run = True  # whether a prepared model keeps its Accelerator: a script may drop that, and train on
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
     any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
 
@@ -130,20 +131,16 @@ class Strategy:
     def free(self, accelerator: "Accelerator") -> None:
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
 
-    def held_by_model(self, accelerator: "Accelerator") -> "Accelerator":
-        """What hooks of a model hold as their Accelerator: it, as a script may drop it and train on."""
-        return accelerator
-
     def dropped(self, accelerator: "Accelerator") -> None:
         """Called when the script has dropped its Accelerator, and with it the optimizer."""
 
     # ---- steps ----
 
-    def requires_grad_changed(self, accelerator: "Accelerator", model: nn.Module) -> None:
+    def requires_grad_changed(self, model: nn.Module) -> None:
         """Called before a training forward pass of a prepared model, if the script has changed `requires_grad` of its
         parameters since the one before."""
 
-    def take_written(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Called before each update, before the norm of the gradients is computed. Takes what the script has written
         into the parameters and `.grad`, where the optimizer updates other tensors."""
 
@@ -153,9 +150,9 @@ class Strategy:
         """Clips the gradients, and returns their norm before. The gradients are in `.grad`, and unscaled."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def schedulers(self, accelerator: "Accelerator") -> list["AcceleratedScheduler"]:
-        """The prepared schedulers that Accelerate steps, once for each process."""
-        return accelerator._schedulers
+    def schedulers(self, prepared: list["AcceleratedScheduler"]) -> list["AcceleratedScheduler"]:
+        """Those of the prepared schedulers that Accelerate steps itself."""
+        return prepared
 
     # ---- what is held ----
 
@@ -188,7 +185,7 @@ class Strategy:
         """The words of the summary line for a sharded model. record: the evidence, counted."""
         return ", sharded"
 
-    def counted(self, parameters: dict[str, nn.Parameter], accelerator: "Accelerator") -> dict[str, nn.Parameter]:
+    def counted(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The {name: parameter} that this process counts. One process counts a parameter that several hold whole."""
         return parameters
 

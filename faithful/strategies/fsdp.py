@@ -121,7 +121,7 @@ class FSDP(Strategy):
                 prepared[at] = other
         return tuple(prepared)
 
-    def take_written(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
         reshard(model)
 

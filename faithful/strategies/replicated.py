@@ -39,7 +39,7 @@ class DDP(Strategy):
     def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model.averaged = trainable(model)  # pyrefly: ignore[bad-argument-type]
 
-    def requires_grad_changed(self, accelerator: "Accelerator", model: nn.Module) -> None:
+    def requires_grad_changed(self, model: nn.Module) -> None:
         """DDP averages the gradients of the parameters that were trainable when it was built, and waits for all of
         them. A model that is frozen altogether, as a discriminator is in a generator's step, keeps what it has."""
         now = trainable(model)

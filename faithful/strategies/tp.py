@@ -63,9 +63,8 @@ class TensorParallel(Strategy):
     def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         return set()  # all compute the same batch, and so the same gradients
 
-    def counted(self, parameters: dict[str, nn.Parameter], accelerator: "Accelerator") -> dict[str, nn.Parameter]:
-        mesh = accelerator.torch_device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
-        if mesh.get_local_rank() == 0:
+    def counted(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        if all(p.device_mesh.get_local_rank() == 0 for p in parameters.values() if isinstance(p, DTensor)):
             return parameters
         return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
 

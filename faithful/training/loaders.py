@@ -12,7 +12,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -21,9 +21,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from faithful.errors import OutOfSharedMemory, Refused
 from faithful.tensors.serialization import pack, unpack
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 Prepared = DataLoaderShard | DataLoaderDispatcher
 States = dict[str, torch.Tensor]  # of random generators
@@ -81,11 +78,9 @@ class Epoch:
         return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
 
 
-def refuse_indices_without_batches(accelerator: "Accelerator", loader: DataLoader) -> None:
-    """Raises Refused where Accelerate would shard the batch sampler of a loader that has none."""
-    if accelerator.num_processes == 1 or type(loader) is not DataLoader or accelerator.dispatch_batches:
-        return
-    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+def refuse_indices_without_batches(loader: DataLoader) -> None:
+    """Raises Refused for a loader without a batch sampler, where Accelerate would shard it."""
+    if type(loader) is DataLoader and loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
         raise Refused(
             "a loader has batch_size=None and a data set with indices, which Accelerate does not share out: give it a "
             "batch size or a batch_sampler, or make the data set an IterableDataset"

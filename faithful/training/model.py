@@ -1,40 +1,40 @@
-"""One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`."""
+"""One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`. And
+what is refused or noted of all of them together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from accelerate.state import PartialState
 from torch import nn
 
-from faithful.backends.linear import in_fp8
-from faithful.evidence.evidence import Evidence, Layers
+from faithful.backends.linear import in_fp8, refuse_unknown
+from faithful.errors import Refused
+from faithful.evidence.batch import FirstBatch
+from faithful.evidence.evidence import Evidence, Layers, refuse_other_launch
 from faithful.models import dtypes
 from faithful.models.blocks import compile_blocks
 from faithful.models.live import Live
-from faithful.strategies.base import parameter_ids
+from faithful.strategies.base import Strategy, parameter_ids
 from faithful.tensors.names import unwrapped
 
 if TYPE_CHECKING:
+    from accelerate.scheduler import AcceleratedScheduler
+
     from faithful.accelerator import Accelerator
 
 
 class PreparedModel:
-    """`model` is what `prepare` returned. `layers`: it before its conversion, and `skipped`: [(name, reason)] of Linear
-    layers that stay in high precision; both for models with trainable parameters. `evidence` begins with the first
-    prepared optimizer that updates the model, and stays None for frozen models. `evaluation`: prepared by
-    `prepare_model(model, evaluation_mode=True)`."""
+    """`model` is what `prepare` returned. `layers`: it before its conversion, for models with trainable parameters.
+    `evidence` begins with the first prepared optimizer that updates the model, and stays None for frozen models.
+    `evaluation`: prepared by `prepare_model(model, evaluation_mode=True)`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Layers | None = None,
-        skipped: Iterable[tuple[str, str]] = (),
-        evaluation: bool = False,
-    ) -> None:
-        self.model, self.layers, self.skipped, self.evaluation = model, layers, list(skipped), evaluation
+    def __init__(self, model: nn.Module, layers: Layers | None = None, evaluation: bool = False) -> None:
+        self.model, self.layers, self.evaluation = model, layers, evaluation
         self.optimizers: list[torch.optim.Optimizer] = []
         self.evidence: Evidence | None = None
         self.live: Live | None = None  # with `evidence`
+        self.first_batch: FirstBatch | None = None  # of the first model of a run
         self.parameters = set(map(id, model.parameters()))
         self.dtypes = dtypes.dtypes_of(model.parameters())
 
@@ -50,12 +50,14 @@ class PreparedModel:
         if self.evidence:
             backend.another_optimizer(self.model, optimizer)
         elif self.layers:
-            dtypes.refuse_cast(accelerator, list(self.model.parameters()), self.dtypes)
+            dtypes.refuse_cast(strategy, list(self.model.parameters()), self.dtypes)
             strategy.after_prepare(accelerator, self.model, optimizer)
-            self.skipped += backend.after_prepare(accelerator, self.model, optimizer)
+            self.layers.skipped += backend.after_prepare(accelerator, self.model, optimizer)
             self.parameters = set(map(id, self.model.parameters()))
-            self.evidence = Evidence(accelerator, self.model, self.optimizers, self.layers, self.skipped)
-            self.live = Live(strategy.held_by_model(accelerator), self.model)
+            refuse_other_launch(strategy, accelerator.distributed_type, accelerator.num_processes)
+            self.evidence = Evidence(strategy, backend, self.model, self.optimizers, self.layers)
+            keeps = accelerator if strategy.model_keeps_run else accelerator.record
+            self.live = Live(strategy, self.model, keeps.note)
 
 
 def trains(argument: object) -> TypeGuard[nn.Module]:
@@ -65,16 +67,76 @@ def trains(argument: object) -> TypeGuard[nn.Module]:
     return any(parameter.requires_grad for parameter in argument.parameters())
 
 
-def convert(
-    accelerator: "Accelerator", model: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> tuple[Layers, list[tuple[str, str]]]:
-    """Converts a model in place as planned. Returns (its Layers before conversion, [(name, reason)] skipped)."""
+def convert(accelerator: "Accelerator", model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Layers:
+    """Converts a model in place as planned. Returns its Layers before the conversion."""
     plan, strategy, backend = accelerator.plan, accelerator.strategy, accelerator.backend
     of_model = set(map(id, model.parameters()))
     optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
     strategy.before_prepare(accelerator, model, optimizer)
-    skipped = backend.convert(accelerator, model, optimizer)
+    layers.skipped += backend.convert(accelerator, model, optimizer)
     if plan.compile:
         compile_blocks(model, in_fp8 if backend.eager_in_eval else None)
-    return layers, skipped
+    return layers
+
+
+def prepared_parameters(models: "Iterable[PreparedModel]") -> set[int]:
+    """The ids of the parameters of all of them that are prepared for training."""
+    return set().union(*(model.parameters for model in models if not model.evaluation))
+
+
+def refuse_untrained(strategy: Strategy, models: list[PreparedModel], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raises Refused for what shows when all is prepared: that some of it would not train as script and config ask."""
+    refuse_unprepared(strategy, models)
+    refuse_unknown(strategy.plan.skip, [name for model in models if model.layers for name in model.layers.names])
+    refuse_unaveraged(strategy, models, optimizers)
+    refuse_lost(models)
+
+
+def refuse_unprepared(strategy: Strategy, models: list[PreparedModel]) -> None:
+    """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
+    process, or under DDP with a prepared model; both without FP8."""
+    right = strategy.replicates and (models or PartialState().num_processes == 1)
+    if not any(model.evidence for model in models) and (strategy.plan.level or not right):
+        raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
+
+
+def refuse_unaveraged(strategy: Strategy, models: list[PreparedModel], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
+    if PartialState().num_processes == 1:
+        return
+    prepared = prepared_parameters(models)
+    strangers = sum(len(strategy.not_averaged(optimizer, prepared)) for optimizer in optimizers)
+    if strangers:
+        raise Refused(
+            f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
+            "change them in its own way. Prepare their model, too"
+        )
+
+
+def refuse_lost(models: list[PreparedModel]) -> None:
+    """Raises Refused if an optimizer lost parameters in the conversion of their model."""
+    for evidence in [model.evidence for model in models if model.evidence]:
+        if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:
+            raise Refused(
+                f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
+                "model and its optimizer to one call of accelerator.prepare"
+            )
+
+
+def notes(models: list[PreparedModel], schedulers: "list[AcceleratedScheduler]") -> Iterator[str]:
+    """Yields notes about the prepared objects, one line each. schedulers: those that Accelerate steps itself."""
+    trained = any(model.evidence for model in models)
+    if not trained:
+        yield "no prepared optimizer updates a prepared model: steps are neither checked nor counted"
+    for prepared in models:
+        if prepared.evidence and (names := prepared.evidence.left_out()):
+            yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
+        elif prepared.layers and not prepared.evidence and trained:
+            yield f"{type(prepared.model).__name__} was prepared, but no prepared optimizer updates it"
+    processes = PartialState().num_processes
+    if processes > 1 and any(each.step_with_optimizer and not each.split_batches for each in schedulers):
+        yield (
+            f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
+            "schedule counted in optimizer steps ends that much earlier"
+        )

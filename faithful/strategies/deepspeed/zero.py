@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -82,6 +81,7 @@ class ZeRO(GradientsElsewhere, Strategy):
     gradients_counted_whole = True  # by hooks, before the engine partitions and frees them
     gradients_elsewhere = "DeepSpeed's gradients"
     any_number_of_processes = True
+    model_keeps_run = False  # Python's collector does not see the hooks by which the engine holds itself and the model
 
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
@@ -222,7 +222,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         if zero.dtype == torch.float16:
             accelerator.scaler = Scaler(zero)
 
-    def take_written(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         held = zero_of(optimizer).held
         held.take_gradients()
         held.give_back()
@@ -231,10 +231,6 @@ class ZeRO(GradientsElsewhere, Strategy):
     def free(self, accelerator: "Accelerator") -> None:
         # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
         accelerator.scaler = None
-
-    def held_by_model(self, accelerator: "Accelerator") -> "Accelerator":
-        """Weakly: Python's collector does not see the hooks by which DeepSpeed's engine holds itself and the model."""
-        return weakref.proxy(accelerator)
 
     def dropped(self, accelerator: "Accelerator") -> None:
         """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
@@ -270,9 +266,9 @@ class ZeRO(GradientsElsewhere, Strategy):
         zero.held.take_gradients()
         return gradient_norm(zero)
 
-    def schedulers(self, accelerator: "Accelerator") -> list["AcceleratedScheduler"]:
+    def schedulers(self, prepared: list["AcceleratedScheduler"]) -> list["AcceleratedScheduler"]:
         # DeepSpeed's engine steps those of its own once.
-        return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
+        return [s for s in prepared if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
 
     def torch_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The torch optimizer inside DeepSpeed's optimizer inside Accelerate's. It updates the flat masters."""
