@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from faithful import arguments, backends, ending, patches, strategies
 from faithful.backends import cpu_matmul
-from faithful.checkpoint import checkpoints
+from faithful.checkpoint import weight_files
 from faithful.config import settings
 from faithful.errors import Refused, SkippedAlone
 from faithful.evidence.batch import FirstBatch
@@ -31,6 +31,7 @@ from faithful.launch.machine import Memory
 from faithful.models import dtypes
 from faithful.plan import describe
 from faithful.saving import saving, whole_weights
+from faithful.saving.state import RunState
 from faithful.scripts import trainer
 from faithful.tensors.names import perturb
 from faithful.training import clipping, loaders
@@ -69,13 +70,13 @@ class Accelerator(accelerate.Accelerator):
             cpu_matmul.start()
         self.strategy.started(self)
         self.backend.started(self)
-        clipping.instead_of_torch(self, lambda: Accelerator.current)  # pyrefly: ignore[bad-argument-type]
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
         self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
-        self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
+        self.steps, self.communication = Steps(self.num_processes), OneStep()
+        self.norms = clipping.Norms(self.strategy, self.backend)
         self.memory = Memory(self.device)
         self.peak: int | None = None
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
@@ -85,19 +86,19 @@ class Accelerator(accelerate.Accelerator):
         self.forward_passes, self.backward_passes = Passes(), 0
         self.computed = 0, 0  # both at the last micro-batch
         self.resumed = self.stopping = self.closed = False
-        self.saving: checkpoints.Save | None = None  # that may still be going on
-        self.newest: tuple[int, Path] | None = None  # step and path of the last checkpoint that it saved or loaded
+        self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
         for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
             self.note(line)
+        clipping.instead_of_torch(self)
         ending.remember(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: a copy has no record of its own."""
-        return self.__dict__ | {"number": None, "saving": None}
+        return self.__dict__ | {"number": None}
 
     def __del__(self, leave: Callable[["Accelerator"], None] = ending.keep_for_exit) -> None:
         leave(self)
@@ -144,7 +145,8 @@ class Accelerator(accelerate.Accelerator):
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
                 self.models.append(PreparedModel(module, converted.get(at)))
-                whole_weights.saved_whole(self, module)
+                if self.backend.codes or not self.strategy.replicates:
+                    whole_weights.saved_whole(self.models[-1], self.get_state_dict)
                 if at in converted and self.strategy.exchanges_in_passes:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
         for optimizer in self._optimizers:
@@ -237,7 +239,7 @@ class Accelerator(accelerate.Accelerator):
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
-        saving.wait_for_save(self)  # opening deletes checkpoints that are not complete
+        self.checkpoints.wait()  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
         if (leading := self.leading()) is not None:
             self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(leading))
@@ -283,11 +285,16 @@ class Accelerator(accelerate.Accelerator):
             self.backend.after_backward(evidence.model)
 
     def clip_grad_norm_(self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
-        return clipping.clip(self, clipping.as_list(parameters), max_norm, norm_type)
+        """Clips, and returns the norm over all processes before. `before_update` checks that it is finite."""
+        parameters, elsewhere = clipping.as_list(parameters), self.norms.elsewhere
+        if elsewhere is None:
+            self.unscale_gradients()
+        self.norms.refuse_by_other(norm_type)
+        norm = (elsewhere or self.strategy).clip_grad_norm_(self, parameters, max_norm, norm_type)
+        return self.norms.keep(parameters, norm)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        clipping.refuse_by_value(self)
+        self.norms.refuse_by_value()
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
@@ -316,7 +323,7 @@ class Accelerator(accelerate.Accelerator):
         for model in self.models:
             if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
-        self.steps.check(self.norms.of(self, optimizer), self.scaler, self.newest_checkpoint)
+        self.steps.check(self.norms.of(optimizer), self.scaler, self.newest_checkpoint)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:
                 evidence.before_first_update(optimizer)
@@ -334,7 +341,7 @@ class Accelerator(accelerate.Accelerator):
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
-            saving.poll_save(self)
+            self.checkpoints.poll()
             process.handle_signals(self)
 
     def samples_per_step(self) -> int | None:
@@ -367,7 +374,18 @@ class Accelerator(accelerate.Accelerator):
         written while training goes on. If that fails, training goes on too, and the process exits with an error."""
         others = {name: (value, None) for name, value in kwargs.items()}
         arguments.without_effect(self.record, "save_state", safe_serialization=(safe_serialization, True), **others)
-        return saving.save_state(self, output_dir)
+        state, folder = self.run_state(), self.checkpoints.next_folder(self.steps.taken, output_dir)
+        together, behind = saving.all_save(state), saving.behind_training(self.async_save)
+        if together or self.is_main_process:
+            scripts = self._save_model_state_pre_hook.values()
+            weights = [self.get_state_dict(model) for model in self._models] if scripts else []
+            hooks = [functools.partial(hook, self._models, weights) for hook in scripts]
+            self.checkpoints.save(state, folder, together, hooks, behind)
+        return str(folder)
+
+    def run_state(self) -> RunState:
+        held = self.models, self._optimizers, self._schedulers, self._custom_objects, self.scaler, self.epochs
+        return RunState(self.strategy, self.backend, *held, self.steps, self.step, self.stopping)
 
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -375,17 +393,25 @@ class Accelerator(accelerate.Accelerator):
         """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
         others = {name: (value, {"strict": True}.get(name)) for name, value in kwargs.items()}
         arguments.without_effect(self.record, "load_state", load_kwargs=(load_kwargs or None, None), **others)
-        saving.load_state(self, input_dir)
+        if input_dir is None and not self.named_folder:
+            raise Refused(
+                "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
+                "folder of the run to go on with"
+            )
+        folder = self.checkpoints.find(input_dir)
+        self.resumed = True
+        if folder is not None:
+            for hook in self._load_model_state_pre_hook.values():
+                hook(list(self._models), str(folder))
+            self.step = self.checkpoints.load(self.run_state(), folder, self._models)
 
     def newest_checkpoint(self) -> Path | None:
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
-        saving.wait_for_save(self)
-        with contextlib.suppress(OSError):
-            return next(iter(checkpoints.list_checkpoints(saving.default_folder(self))), None)
+        return self.checkpoints.newest_complete()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        return whole_weights.state_dict(self, model, functools.partial(super().get_state_dict, model, unwrap))
+        return whole_weights.state_dict(self.strategy, model, functools.partial(super().get_state_dict, model, unwrap))
 
     def save_model(
         self,
@@ -396,7 +422,18 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
         self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
-        saving.save_model(self, model, Path(save_directory), max_shard_size, safe_serialization)
+        folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node
+        if not saving.can_save(model, folder, self.record):
+            return
+        if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model)):
+            pieces = saving.each_once(model, pieces)
+            weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
+            return
+        offloaded = saving.is_offloaded(model)
+        weights = weight_files.offloaded_weights(model) if offloaded else self.get_state_dict(model)
+        if self.is_local_main_process if each_node and weights else self.is_main_process:  # 0 has those of shards
+            tensors = {name: tensor for name, tensor in weights.items() if torch.is_tensor(tensor)}
+            weight_files.write_weights(saving.each_once(model, tensors), folder, max_shard_size, safe_serialization)
 
     # ---- the record ----
 

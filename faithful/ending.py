@@ -14,7 +14,6 @@ from faithful.checkpoint import checkpoints
 from faithful.errors import Stopped
 from faithful.evidence.record import errors_left, leave_error, now
 from faithful.launch import launcher, process, rank_sync
-from faithful.saving import saving
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 # For each Accelerator of this process, the oldest first, what returns it, or what is left of it.
 made: list[Callable[[], "Accelerator | None"]] = []
 KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_folder", "named_folder", "resumed",
-        "stopping", "closed", "saving", "newest", "record", "steps", "memory", "peak", "put_in_fp32")  # fmt: skip
+        "stopping", "closed", "checkpoints", "record", "steps", "memory", "peak", "put_in_fp32")  # fmt: skip
 
 
 class Newest:
@@ -64,9 +63,11 @@ def keep_for_exit(
 def stop(accelerator: "Accelerator") -> NoReturn:
     """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
     steps = accelerator.steps
-    saving.wait_for_save(accelerator)
+    accelerator.checkpoints.wait()
     folder = Path(accelerator.project_dir, f"checkpoint-{steps.taken}")
-    written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoints.MANIFEST).exists()
+    written = (
+        accelerator.checkpoints.newest == (steps.taken, folder.resolve()) and (folder / checkpoints.MANIFEST).exists()
+    )
     [written] = broadcast_object_list([written])
     accelerator.stopping = True
     if not written:
@@ -91,7 +92,7 @@ def how_to_go_on(accelerator: "Accelerator") -> str:
 def finish(accelerator: "Accelerator") -> None:
     """Closes the record when the script calls `end_training`, while the processes can still communicate."""
     record, steps = accelerator.record, accelerator.steps
-    saving.wait_for_save(accelerator)
+    accelerator.checkpoints.wait()
     if not accelerator.closed and record.opened and record.status == "running":
         accelerator.closed, record.status = True, "finished"
         if record.failed_saves:
@@ -114,7 +115,7 @@ def close(accelerator: "Accelerator", error: str | None, code: int) -> int:
     """Writes the final record, however the process ends, also of the Accelerators that the script made before."""
     if accelerator.made_by != os.getpid():  # of the process that has forked this one
         return code
-    saving.wait_for_save(accelerator, None if error is None else launcher.GRACE)
+    accelerator.checkpoints.wait(None if error is None else launcher.GRACE)
     rank_sync.tell("ended")
     record, stopped = accelerator.record, accelerator.record.status == "preempted"
     lost = error is not None and error.startswith((process.ENDED, process.SILENT))
