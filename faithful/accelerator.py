@@ -5,8 +5,10 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 """
 
 import contextlib
+import copy
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,14 +45,12 @@ trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
-    current = ending.Newest()  # faithful/launch/process.py closes its record at exit
     async_save = True  # see saving/saving.py
-    number: int | None  # its place in ending.made; None: a copy
 
     # ---- the launch ----
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        process.install_hooks(Accelerator)  # before anything that is refused, or waits for other processes
+        process.install_hooks(ending.newest)  # before anything that is refused, or waits for other processes
         with patches.kept_for(id(self)):
             self.launch(args, kwargs)
 
@@ -58,8 +58,8 @@ class Accelerator(accelerate.Accelerator):
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         trainer.allow_bf16()
-        script, self.made_by = arguments.keyword_arguments(args, kwargs), os.getpid()
-        self.plan = arguments.plan_for(script, Accelerator.current)
+        script = arguments.keyword_arguments(args, kwargs)
+        self.plan = arguments.plan_for(script, [run.record for run in ending.made])
         self.strategy, self.backend = strategies.get_strategy(self.plan), backends.get_backend(self.plan)
         merged = arguments.with_config(self.plan, script)
         folder, recorded = self.project_folder(merged)
@@ -72,45 +72,45 @@ class Accelerator(accelerate.Accelerator):
         self.backend.started(self)
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
-        self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
         self.steps, self.communication = Steps(self.num_processes), OneStep()
         self.norms = clipping.Norms(self.strategy, self.backend)
-        self.memory = Memory(self.device)
-        self.peak: int | None = None
+        memory = Memory(self.device)
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
         self.validated = False  # at all that is prepared, see `validate_prepared`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
         self.forward_passes, self.backward_passes = Passes(), 0
         self.computed = 0, 0  # both at the last micro-batch
-        self.resumed = self.stopping = self.closed = False
+        self.resumed = False
         self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
+        self.run = ending.Run(self.strategy, self.record, self.steps, self.checkpoints, memory)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
-        for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
+        for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
         clipping.instead_of_torch(self)
-        ending.remember(self)
+        ending.made.append(self.run)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: a copy has no record of its own."""
-        return self.__dict__ | {"number": None}
+        return self.__dict__ | {"run": copy.copy(self.run)}
 
-    def __del__(self, leave: Callable[["Accelerator"], None] = ending.keep_for_exit) -> None:
-        leave(self)
-
-    @property
-    def previous(self) -> "Accelerator | None":
-        """The Accelerator that this process has made before this one, or None."""
-        return ending.newest(self.number or 0)
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Lets go of what it holds. Its `run` stays, and closes the record at exit."""
+        if at_exit() or vars(self).get("run") not in ending.made:  # modules are gone; it was refused, or is a copy
+            return
+        self.steps.losses.clear()
+        self.strategy.dropped(self)
+        if id(self) in patches.users:
+            patches.users ^= {id(self), id(self.run)}
 
     def project_folder(self, merged: dict[str, Any]) -> tuple[str | Path, str | Path]:
         """Returns (project folder, folder of the record)."""
-        named, folder, recorded = arguments.project(self.plan, merged, Accelerator.current)
+        named, folder, recorded = arguments.project(self.plan, merged, [run.record for run in ending.made])
         self.named_folder = bool(named or settings.default_project_dir())
         self.default_folder = None if named else str(Path(folder).absolute())
         return folder, recorded
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
         if line := dtypes.before_prepare(self.strategy, filter(trains, args)):
-            self.put_in_fp32 = True
+            self.run.put_in_fp32 = True
             self.note(line)
         if self.plan.rehearsal and any(cpu_matmul.of(model) for model in args if isinstance(model, nn.Module)):
             cpu_matmul.start()
@@ -152,6 +152,7 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
+                self.run.evidence = self.freed + [evidence.record for evidence in self.evidence]
         first = next((model for model in self.models if model.evidence), None)
         if first and self.record.seen["samples_per_step"] is None and not any(m.first_batch for m in self.models):
             first.first_batch = FirstBatch(first.model)
@@ -176,6 +177,7 @@ class Accelerator(accelerate.Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
         self.freed += [evidence.record for evidence in self.evidence if evidence.complete]
+        self.run.evidence = self.freed
         self.strategy.free(self)
         self.models, self.epochs, self.validated = [], [], False
         self.norms.clear()
@@ -243,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
         self.record.open(self.resumed, self.steps.taken)
         if (leading := self.leading()) is not None:
             self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(leading))
-        self.write_record()
+        self.run.write()
 
     def leading(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps are those of the run: the first one of the first model, or None."""
@@ -252,10 +254,6 @@ class Accelerator(accelerate.Accelerator):
     def note(self, line: str) -> None:
         """Prints a note for the user and keeps it in the record."""
         self.record.note(line)
-
-    def explain(self, error: str) -> Refused | None:
-        """A Refused, if a library's error means that the script needs what the config has not; else None."""
-        return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -323,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
         for model in self.models:
             if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
-        self.steps.check(self.norms.of(optimizer), self.scaler, self.newest_checkpoint)
+        self.steps.check(self.norms.of(optimizer), self.scaler, self.checkpoints.newest_complete)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:
                 evidence.before_first_update(optimizer)
@@ -342,7 +340,7 @@ class Accelerator(accelerate.Accelerator):
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
             self.checkpoints.poll()
-            process.handle_signals(self)
+            process.handle_signals(self.note)
 
     def samples_per_step(self) -> int | None:
         first = next(filter(None, [model.first_batch for model in self.models]), None)
@@ -357,13 +355,13 @@ class Accelerator(accelerate.Accelerator):
         data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
-                ending.stop(self)
+                self.run.stop(self.save_state)
             self.steps.pause()
         return data
 
     def stop_if_agreed(self) -> None:
         if self.steps.stopping and self.between_steps:
-            ending.stop(self)
+            self.run.stop(self.save_state)
 
     # ---- saving ----
 
@@ -384,8 +382,9 @@ class Accelerator(accelerate.Accelerator):
         return str(folder)
 
     def run_state(self) -> RunState:
+        """What a checkpoint of the run holds, as it is now."""
         held = self.models, self._optimizers, self._schedulers, self._custom_objects, self.scaler, self.epochs
-        return RunState(self.strategy, self.backend, *held, self.steps, self.step, self.stopping)
+        return RunState(self.strategy, self.backend, *held, self.steps, self.step, self.run.stopping)
 
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -405,10 +404,6 @@ class Accelerator(accelerate.Accelerator):
                 hook(list(self._models), str(folder))
             self.step = self.checkpoints.load(self.run_state(), folder, self._models)
 
-    def newest_checkpoint(self) -> Path | None:
-        """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
-        return self.checkpoints.newest_complete()
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
         return whole_weights.state_dict(self.strategy, model, functools.partial(super().get_state_dict, model, unwrap))
@@ -421,7 +416,7 @@ class Accelerator(accelerate.Accelerator):
         safe_serialization: bool = True,
     ) -> None:
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
-        self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
+        self.run.peak = self.run.peak or self.run.memory.peak()  # training's: saving gathers and copies the weights
         folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node
         if not saving.can_save(model, folder, self.record):
             return
@@ -443,33 +438,20 @@ class Accelerator(accelerate.Accelerator):
         """May be called by the main process alone, as in Accelerate: it is no place to open the record."""
         self.record.arguments = of_arguments(config)
         if self.record.opened:
-            self.write_record()
+            self.run.write()
         super().init_trackers(project_name, config, init_kwargs or {})
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Logs to the trackers and to metrics.jsonl. May be called by one process, before the first step too."""
         super().log(values, step=step, log_kwargs=log_kwargs)
         self.record.log(values, step, self.steps.taken, self.device)
-        self.peak = self.memory.peak()
-        if self.closed:
-            self.write_record(now())  # with the values that it logs after the end
+        self.run.peak = self.run.memory.peak()
+        if self.run.closed:
+            self.run.write(now())  # with the values that it logs after the end
         self.steps.pause()
-
-    def write_record(self, finished: str | None = None) -> None:
-        if self.record.main:
-            evidence = self.freed + [evidence.record for evidence in self.evidence]
-            self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self) -> None:
         """Closes the record, while the processes can still communicate."""
-        ending.finish(self)
+        self.run.finish()
         super().end_training()
         patches.release(id(self))
-
-    def how_to_go_on(self) -> str:
-        return ending.how_to_go_on(self)
-
-    def close(self, error: str | None, code: int) -> int:
-        """Writes the final record, however the process ends. error: one line, or None. code: the exit code so far.
-        Returns the exit code."""
-        return ending.close(self, error, code)

@@ -63,13 +63,13 @@ class Checkpoints:
         return self.__dict__ | {"going_on": None}
 
     @property
-    def project_dir(self) -> Path:
-        return Path(cast(str, self.project.project_dir or self.default))
+    def project_dir(self) -> str:
+        return cast(str, self.project.project_dir or self.default)
 
     @property
     def folder(self) -> Path:
         """The folder of checkpoints that the script saves without a path."""
-        return self.project_dir / "checkpoints" if self.project.automatic_checkpoint_naming else self.project_dir
+        return Path(self.project_dir, "checkpoints" if self.project.automatic_checkpoint_naming else "")
 
     def next_folder(self, step: int, output_dir: Path | str | None) -> Path:
         """The folder of the next checkpoint. output_dir: the script's, or None."""
