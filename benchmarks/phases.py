@@ -65,7 +65,7 @@ def inside(file, root, layers, width, folder):
         os.environ["FAITHFUL_ASYNC_SAVE"] = behind
         with phase(name):
             accelerator.save_state(f"{folder}/checkpoint")
-            accelerator.newest_checkpoint()  # waits until it is written
+            accelerator.checkpoints.wait()  # waits until it is written
     with phase("load_state"):
         accelerator.load_state(f"{folder}/checkpoint")
     with phase("save_model"):

@@ -36,7 +36,6 @@ def inside(file, layers, width, rounds, folder):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     from faithful import Accelerator
-    from faithful.saving import saving
 
     class Block(torch.nn.Linear):
         pass
@@ -58,7 +57,7 @@ def inside(file, layers, width, rounds, folder):
         os.environ["FAITHFUL_ASYNC_SAVE"] = str(int(way == "ours"))
         if way.startswith("ours"):
             accelerator.save_state(path)
-            return lambda: saving.wait_for_save(accelerator)
+            return accelerator.checkpoints.wait
         if way == "accelerate":
             accelerate.Accelerator.save_state(accelerator, path)
         elif way == "dcp.save":

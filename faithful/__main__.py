@@ -59,9 +59,9 @@ def take_its_place() -> None:
 
 
 if __name__ == "__main__":
-    from faithful.accelerator import Accelerator
+    from faithful import ending
 
-    process.install_hooks(Accelerator)
+    process.install_hooks(ending.newest)
     try:
         main(sys.argv[1:])
     except SystemExit as left:

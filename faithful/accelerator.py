@@ -5,8 +5,10 @@ precision backend has a module of its own (faithful/strategies, faithful/backend
 """
 
 import contextlib
+import copy
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from faithful import arguments, backends, ending, patches, strategies
 from faithful.backends import cpu_matmul
-from faithful.checkpoint import checkpoints
+from faithful.checkpoint import weight_files
 from faithful.config import settings
 from faithful.errors import Refused, SkippedAlone
 from faithful.evidence.batch import FirstBatch
@@ -31,17 +33,11 @@ from faithful.launch.machine import Memory
 from faithful.models import dtypes
 from faithful.plan import describe
 from faithful.saving import saving, whole_weights
+from faithful.saving.state import RunState
 from faithful.scripts import trainer
 from faithful.tensors.names import perturb
 from faithful.training import clipping, loaders
-from faithful.training.model import (
-    PreparedModel,
-    convert,
-    notes,
-    prepared_parameters,
-    refuse_what_would_not_train,
-    trains,
-)
+from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
 from faithful.training.steps import Passes, Steps
 
@@ -49,14 +45,12 @@ trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
-    current = ending.Newest()  # faithful/launch/process.py closes its record at exit
     async_save = True  # see saving/saving.py
-    number: int | None  # its place in ending.made; None: a copy
 
     # ---- the launch ----
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        process.install_hooks(Accelerator)  # before anything that is refused, or waits for other processes
+        process.install_hooks(ending.newest)  # before anything that is refused, or waits for other processes
         with patches.kept_for(id(self)):
             self.launch(args, kwargs)
 
@@ -64,8 +58,8 @@ class Accelerator(accelerate.Accelerator):
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
         trainer.allow_bf16()
-        script, self.made_by = arguments.keyword_arguments(args, kwargs), os.getpid()
-        self.plan = arguments.plan_for(script, Accelerator.current)
+        script = arguments.keyword_arguments(args, kwargs)
+        self.plan = arguments.plan_for(script, [run.record for run in ending.made])
         self.strategy, self.backend = strategies.get_strategy(self.plan), backends.get_backend(self.plan)
         merged = arguments.with_config(self.plan, script)
         folder, recorded = self.project_folder(merged)
@@ -76,47 +70,47 @@ class Accelerator(accelerate.Accelerator):
             cpu_matmul.start()
         self.strategy.started(self)
         self.backend.started(self)
-        clipping.instead_of_torch(self, lambda: Accelerator.current)  # pyrefly: ignore[bad-argument-type]
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
-        self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
-        self.steps, self.norms, self.communication = Steps(self.num_processes), clipping.Norms(), OneStep()
-        self.memory = Memory(self.device)
-        self.peak: int | None = None
+        self.steps, self.communication = Steps(self.num_processes), OneStep()
+        self.norms = clipping.Norms(self.strategy, self.backend)
+        memory = Memory(self.device)
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
         self.validated = False  # at all that is prepared, see `validate_prepared`
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
         self.forward_passes, self.backward_passes = Passes(), 0
         self.computed = 0, 0  # both at the last micro-batch
-        self.resumed = self.stopping = self.closed = False
-        self.saving: checkpoints.Save | None = None  # that may still be going on
-        self.newest: tuple[int, Path] | None = None  # step and path of the last checkpoint that it saved or loaded
+        self.resumed = False
+        self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
+        self.run = ending.Run(self.strategy, self.record, self.steps, self.checkpoints, memory)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
-        for line in (*arguments.notes(self.plan, script), *filter(None, [self.memory.note])):
+        for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
-        ending.remember(self)
+        clipping.instead_of_torch(self)
+        ending.made.append(self.run)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: a copy has no record of its own."""
-        return self.__dict__ | {"number": None, "saving": None}
+        return self.__dict__ | {"run": copy.copy(self.run)}
 
-    def __del__(self, leave: Callable[["Accelerator"], None] = ending.keep_for_exit) -> None:
-        leave(self)
-
-    @property
-    def previous(self) -> "Accelerator | None":
-        """The Accelerator that this process has made before this one, or None."""
-        return ending.newest(self.number or 0)
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Lets go of what it holds. Its `run` stays, and closes the record at exit."""
+        if at_exit() or vars(self).get("run") not in ending.made:  # modules are gone; it was refused, or is a copy
+            return
+        self.steps.losses.clear()
+        self.strategy.dropped(self)
+        if id(self) in patches.users:
+            patches.users ^= {id(self), id(self.run)}
 
     def project_folder(self, merged: dict[str, Any]) -> tuple[str | Path, str | Path]:
         """Returns (project folder, folder of the record)."""
-        named, folder, recorded = arguments.project(self.plan, merged, Accelerator.current)
+        named, folder, recorded = arguments.project(self.plan, merged, [run.record for run in ending.made])
         self.named_folder = bool(named or settings.default_project_dir())
         self.default_folder = None if named else str(Path(folder).absolute())
         return folder, recorded
@@ -136,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
         if line := dtypes.train_in_fp32(self.strategy, filter(trains, args)):
-            self.put_in_fp32 = True
+            self.run.put_in_fp32 = True
             self.note(line)
         if self.plan.rehearsal and any(cpu_matmul.of(model) for model in args if isinstance(model, nn.Module)):
             cpu_matmul.start()
@@ -151,12 +145,14 @@ class Accelerator(accelerate.Accelerator):
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
                 self.models.append(PreparedModel(module, converted.get(at)))
-                whole_weights.saved_whole(self, module)
+                if self.backend.codes or not self.strategy.replicates:
+                    whole_weights.saved_whole(self.models[-1], self.get_state_dict)
                 if at in converted and self.strategy.exchanges_in_passes:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
                 model.attach_optimizer(self, optimizer)
+                self.run.evidence = self.freed + [evidence.record for evidence in self.evidence]
         first = next((model for model in self.models if model.evidence), None)
         if first and self.record.seen["samples_per_step"] is None and not any(m.first_batch for m in self.models):
             first.first_batch = FirstBatch(first.model)
@@ -181,6 +177,7 @@ class Accelerator(accelerate.Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
         self.freed += [evidence.record for evidence in self.evidence if evidence.complete]
+        self.run.evidence = self.freed
         self.strategy.free(self)
         self.models, self.epochs, self.validated = [], [], False
         self.norms.clear()
@@ -236,7 +233,7 @@ class Accelerator(accelerate.Accelerator):
         if self.validated:
             return
         self.validated = True
-        refuse_what_would_not_train(self.strategy, self.models, self._optimizers)
+        refuse_untrained(self.strategy, self.models, self._optimizers)
         for evidence in self.evidence:
             evidence.record["optimizer_owns_all"] = not evidence.left_out()
         for line in notes(self.models, self.strategy.schedulers(self._schedulers)):
@@ -244,11 +241,11 @@ class Accelerator(accelerate.Accelerator):
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
-        saving.wait_for_save(self)  # opening deletes checkpoints that are not complete
+        self.checkpoints.wait()  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
         if (leading := self.leading()) is not None:
             self.record.seen["optimizer"] = described(self.strategy.torch_optimizer(leading))
-        self.write_record()
+        self.run.write()
 
     def leading(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps are those of the run: the first one of the first model, or None."""
@@ -257,10 +254,6 @@ class Accelerator(accelerate.Accelerator):
     def note(self, line: str) -> None:
         """Prints a note for the user and keeps it in the record."""
         self.record.note(line)
-
-    def explain(self, error: str) -> Refused | None:
-        """A Refused, if a library's error means that the script needs what the config has not; else None."""
-        return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -290,11 +283,16 @@ class Accelerator(accelerate.Accelerator):
             self.backend.after_backward(evidence.model)
 
     def clip_grad_norm_(self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clips, and returns the norm over all processes. `before_update` checks that it is finite."""
-        return clipping.clip(self, clipping.as_list(parameters), max_norm, norm_type)
+        """Clips, and returns the norm over all processes before. `before_update` checks that it is finite."""
+        parameters, elsewhere = clipping.as_list(parameters), self.norms.elsewhere
+        if elsewhere is None:
+            self.unscale_gradients()
+        self.norms.refuse_by_other(norm_type)
+        norm = (elsewhere or self.strategy).clip_grad_norm_(self, parameters, max_norm, norm_type)
+        return self.norms.keep(parameters, norm)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        clipping.refuse_by_value(self)
+        self.norms.refuse_by_value()
         self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
@@ -323,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
         for model in self.models:
             if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
-        self.steps.check(self.norms.of(self, optimizer), self.scaler, self.newest_checkpoint)
+        self.steps.check(self.norms.of(optimizer), self.scaler, self.checkpoints.newest_complete)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:
                 evidence.before_first_update(optimizer)
@@ -341,8 +339,8 @@ class Accelerator(accelerate.Accelerator):
             if self.steps.loss_is_of_all:
                 self.record.point(self.steps.taken, self.steps.loss)
             self.between_steps = True
-            saving.poll_save(self)
-            process.handle_signals(self)
+            self.checkpoints.poll()
+            process.handle_signals(self.note)
 
     def samples_per_step(self) -> int | None:
         first = next(filter(None, [model.first_batch for model in self.models]), None)
@@ -357,13 +355,13 @@ class Accelerator(accelerate.Accelerator):
         data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
-                ending.stop(self)
+                self.run.stop(self.save_state)
             self.steps.pause()
         return data
 
     def stop_if_agreed(self) -> None:
         if self.steps.stopping and self.between_steps:
-            ending.stop(self)
+            self.run.stop(self.save_state)
 
     # ---- saving ----
 
@@ -374,7 +372,19 @@ class Accelerator(accelerate.Accelerator):
         written while training goes on. If that fails, training goes on too, and the process exits with an error."""
         others = {name: (value, None) for name, value in kwargs.items()}
         arguments.without_effect(self.record, "save_state", safe_serialization=(safe_serialization, True), **others)
-        return saving.save_state(self, output_dir)
+        state, folder = self.run_state(), self.checkpoints.next_folder(self.steps.taken, output_dir)
+        together, behind = saving.all_save(state), saving.behind_training(self.async_save)
+        if together or self.is_main_process:
+            scripts = self._save_model_state_pre_hook.values()
+            weights = [self.get_state_dict(model) for model in self._models] if scripts else []
+            hooks = [functools.partial(hook, self._models, weights) for hook in scripts]
+            self.checkpoints.save(state, folder, together, hooks, behind)
+        return str(folder)
+
+    def run_state(self) -> RunState:
+        """What a checkpoint of the run holds, as it is now."""
+        held = self.models, self._optimizers, self._schedulers, self._custom_objects, self.scaler, self.epochs
+        return RunState(self.strategy, self.backend, *held, self.steps, self.step, self.run.stopping)
 
     def load_state(
         self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -382,17 +392,21 @@ class Accelerator(accelerate.Accelerator):
         """Loads the checkpoint `input_dir`, or by default the newest complete one of the project folder."""
         others = {name: (value, {"strict": True}.get(name)) for name, value in kwargs.items()}
         arguments.without_effect(self.record, "load_state", load_kwargs=(load_kwargs or None, None), **others)
-        saving.load_state(self, input_dir)
-
-    def newest_checkpoint(self) -> Path | None:
-        """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
-        saving.wait_for_save(self)
-        with contextlib.suppress(OSError):
-            return next(iter(checkpoints.list_checkpoints(saving.default_folder(self))), None)
+        if input_dir is None and not self.named_folder:
+            raise Refused(
+                "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
+                "folder of the run to go on with"
+            )
+        folder = self.checkpoints.find(input_dir)
+        self.resumed = True
+        if folder is not None:
+            for hook in self._load_model_state_pre_hook.values():
+                hook(list(self._models), str(folder))
+            self.step = self.checkpoints.load(self.run_state(), folder, self._models)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        return whole_weights.state_dict(self, model, functools.partial(super().get_state_dict, model, unwrap))
+        return whole_weights.state_dict(self.strategy, model, functools.partial(super().get_state_dict, model, unwrap))
 
     def save_model(
         self,
@@ -402,8 +416,19 @@ class Accelerator(accelerate.Accelerator):
         safe_serialization: bool = True,
     ) -> None:
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
-        self.peak = self.peak or self.memory.peak()  # training's peak: saving gathers and copies the weights
-        saving.save_model(self, model, Path(save_directory), max_shard_size, safe_serialization)
+        self.run.peak = self.run.peak or self.run.memory.peak()  # training's: saving gathers and copies the weights
+        folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node
+        if not saving.can_save(model, folder, self.record):
+            return
+        if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model)):
+            pieces = saving.each_once(model, pieces)
+            weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
+            return
+        offloaded = saving.is_offloaded(model)
+        weights = weight_files.offloaded_weights(model) if offloaded else self.get_state_dict(model)
+        if self.is_local_main_process if each_node and weights else self.is_main_process:  # 0 has those of shards
+            tensors = {name: tensor for name, tensor in weights.items() if torch.is_tensor(tensor)}
+            weight_files.write_weights(saving.each_once(model, tensors), folder, max_shard_size, safe_serialization)
 
     # ---- the record ----
 
@@ -413,33 +438,20 @@ class Accelerator(accelerate.Accelerator):
         """May be called by the main process alone, as in Accelerate: it is no place to open the record."""
         self.record.arguments = of_arguments(config)
         if self.record.opened:
-            self.write_record()
+            self.run.write()
         super().init_trackers(project_name, config, init_kwargs or {})
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Logs to the trackers and to metrics.jsonl. May be called by one process, before the first step too."""
         super().log(values, step=step, log_kwargs=log_kwargs)
         self.record.log(values, step, self.steps.taken, self.device)
-        self.peak = self.memory.peak()
-        if self.closed:
-            self.write_record(now())  # with the values that it logs after the end
+        self.run.peak = self.run.memory.peak()
+        if self.run.closed:
+            self.run.write(now())  # with the values that it logs after the end
         self.steps.pause()
-
-    def write_record(self, finished: str | None = None) -> None:
-        if self.record.main:
-            evidence = self.freed + [evidence.record for evidence in self.evidence]
-            self.record.write(self.steps, evidence, self.peak or self.memory.peak(), finished)
 
     def end_training(self) -> None:
         """Closes the record, while the processes can still communicate."""
-        ending.finish(self)
+        self.run.finish()
         super().end_training()
         patches.release(id(self))
-
-    def how_to_go_on(self) -> str:
-        return ending.how_to_go_on(self)
-
-    def close(self, error: str | None, code: int) -> int:
-        """Writes the final record, however the process ends. error: one line, or None. code: the exit code so far.
-        Returns the exit code."""
-        return ending.close(self, error, code)

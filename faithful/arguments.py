@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.accelerator import Accelerator as Original
 from accelerate.state import AcceleratorState, PartialState
@@ -27,9 +27,6 @@ from faithful.config import settings
 from faithful.errors import Refused
 from faithful.evidence.record import Record, default_folder
 from faithful.plan import Plan, resolve, says_precision, timeout
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
     "safe_serialization": "a checkpoint is safetensors and JSON, never a pickle (save_model writes one)",
@@ -60,9 +57,9 @@ def precision(script: dict[str, Any]) -> str | None:
     return None if passed is None or says_precision() else str(passed)
 
 
-def plan_for(script: dict[str, Any], before: "Accelerator | None") -> Plan:
-    """The Plan of this process. before: the Accelerator that this script has created before, or None."""
-    return before.plan if before and AcceleratorState._shared_state else resolve(precision(script))
+def plan_for(script: dict[str, Any], earlier: list[Record]) -> Plan:
+    """The Plan of this process. earlier: the records of the Accelerators that this script has created before."""
+    return earlier[-1].plan if earlier and AcceleratorState._shared_state else resolve(precision(script))
 
 
 def notes(plan: Plan, script: dict[str, Any]) -> Iterator[str]:
@@ -142,14 +139,11 @@ def refuse_missing_trackers(asked: Any) -> None:
 
 
 def project(
-    plan: Plan, merged: dict[str, Any], before: "Accelerator | None"
+    plan: Plan, merged: dict[str, Any], earlier: list[Record]
 ) -> tuple[str | Path | None, str | Path, str | Path]:
     """Returns (the script's project folder or None, its default, folder of the record). A run without one gets a new
-    folder. before: the Accelerator that this script has created before, or None. The records of all are in different
-    folders. The script's ProjectConfiguration stays as it is, because the script may give it to several."""
-    earlier = []
-    while before:
-        earlier, before = [before.record, *earlier], before.previous
+    folder. earlier: the records of the Accelerators that this script has created before. The records of all are in
+    different folders. The script's ProjectConfiguration stays as it is, because the script may give it to several."""
     configuration = merged.get("project_config")
     named = (configuration and configuration.project_dir) or merged.get("project_dir")
     folder = named or settings.default_project_dir()

@@ -1,146 +1,134 @@
 """How a run ends: stopped by a signal, finished by the script, or with an error. The record says which."""
 
 import os
-import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
+from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from faithful import backends, patches, strategies
-from faithful.checkpoint import checkpoints
-from faithful.errors import Stopped
-from faithful.evidence.record import errors_left, leave_error, now
+from faithful.checkpoint.checkpoints import MANIFEST
+from faithful.errors import Refused, Stopped
+from faithful.evidence.record import Record, errors_left, leave_error, now
 from faithful.launch import launcher, process, rank_sync
-from faithful.saving import saving
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
-
-# For each Accelerator of this process, the oldest first, what returns it, or what is left of it.
-made: list[Callable[[], "Accelerator | None"]] = []
-KEPT = ("number", "made_by", "plan", "state", "project_configuration", "default_folder", "named_folder", "resumed",
-        "stopping", "closed", "saving", "newest", "record", "steps", "memory", "peak", "put_in_fp32")  # fmt: skip
+from faithful.launch.machine import Memory
+from faithful.models import dtypes
+from faithful.saving.saving import Checkpoints
+from faithful.strategies.base import Strategy
+from faithful.training.steps import Steps
 
 
-class Newest:
-    """A class attribute: the newest Accelerator of this process, or None."""
+class Run:
+    """What the end of an Accelerator's run needs. It stays where the script drops the Accelerator, so it holds no
+    model, optimizer or loader. evidence: the record of each model's."""
 
-    def __get__(self, *_: object) -> "Accelerator | None":
-        return newest(len(made))
+    def __init__(
+        self, strategy: Strategy, record: Record, steps: Steps, checkpoints: Checkpoints, memory: Memory
+    ) -> None:
+        self.strategy, self.record, self.steps = strategy, record, steps
+        self.checkpoints, self.memory = checkpoints, memory
+        self.evidence: list[dict[str, Any]] = []
+        self.peak: int | None = None
+        self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
+        self.stopping = self.closed = False
+        self.made_by, self.previous = os.getpid(), newest()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"previous": None}
 
-def newest(before: int) -> "Accelerator | None":
-    """The newest of the first `before` Accelerators of this process, or None."""
-    return next((run for get in made[:before][::-1] if (run := get()) is not None), None)
+    def explain(self, error: str) -> Refused | None:
+        """A Refused, if a library's error means that the script needs what the config has not; else None."""
+        return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
 
+    def stop(self, save_state: Callable[[Path], object]) -> NoReturn:
+        """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
+        step, checkpoints = self.steps.taken, self.checkpoints
+        checkpoints.wait()
+        folder = Path(checkpoints.project_dir, f"checkpoint-{step}")
+        written = checkpoints.newest == (step, folder.resolve()) and (folder / MANIFEST).exists()
+        [written] = broadcast_object_list([written])
+        self.stopping = True
+        if not written:
+            save_state(folder)
+        self.record.status = "preempted"
+        signal = "Ctrl-C" if process.interrupted else "SIGTERM"
+        PartialState().print(f"{signal}: stopped after step {step}; {self.how_to_go_on()}", flush=True)
+        raise KeyboardInterrupt if process.interrupted else Stopped
 
-def remember(accelerator: "Accelerator") -> None:
-    """Takes note of an Accelerator, without keeping it alive: it holds models, optimizers and loaders."""
-    accelerator.number = len(made)
-    made.append(weakref.ref(accelerator))
+    def how_to_go_on(self) -> str:
+        """A sentence for the user: what was saved, and how to resume it."""
+        complete = self.checkpoints.newest_complete()
+        if complete is None:
+            return "no checkpoint was saved"
+        return (
+            f"saved {complete}. To go on: the same command with --output_dir {self.checkpoints.project_dir} "
+            "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())"
+        )
 
+    def finish(self) -> None:
+        """Closes the record when the script calls `end_training`, while the processes can still communicate."""
+        record, steps = self.record, self.steps
+        self.checkpoints.wait()
+        if not self.closed and record.opened and record.status == "running":
+            self.closed, record.status = True, "finished"
+            if record.failed_saves:
+                record.status, record.error = "failed", record.not_saved()
+            together = rank_sync.all_ranks_called("end_training", needed=True)
+            mine = [(steps.loss, self.peak or self.memory.peak())]
+            everyone = gather_object(mine) if together else mine
+            losses = [loss for loss, _ in everyone if loss is not None]
+            steps.loss = sum(losses) / len(losses) if losses else None
+            if record.plan.device != "cpu":
+                self.peak = max(peak for _, peak in everyone)
+            self.write_last()
+            record.release()
+            if together:
+                PartialState().wait_for_everyone()  # no process may exit while another still receives from it
+        process.restore_signals()  # there is no step any more to stop after
 
-def keep_for_exit(
-    accelerator: "Accelerator",
-    at_exit: Callable[[], bool] = sys.is_finalizing,  # which modules do not have any more then
-) -> None:
-    """Keeps of an Accelerator that the script has dropped what writes its record at exit."""
-    if at_exit() or "record" not in vars(accelerator) or accelerator.number is None:
-        return  # refused, a copy, or the end of the process
-    left = type(accelerator).__new__(type(accelerator))
-    left.__dict__ |= {name: vars(accelerator)[name] for name in KEPT if name in vars(accelerator)}
-    left.strategy, left.backend = strategies.get_strategy(left.plan), backends.get_backend(left.plan)
-    left.freed, left.models = accelerator.freed + [evidence.record for evidence in accelerator.evidence], []
-    left.steps.losses.clear()
-    made[accelerator.number] = lambda: left
-    accelerator.strategy.dropped(accelerator)
-    if id(accelerator) in patches.users:
-        patches.users ^= {id(accelerator), id(left)}
-
-
-def stop(accelerator: "Accelerator") -> NoReturn:
-    """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
-    steps = accelerator.steps
-    saving.wait_for_save(accelerator)
-    folder = Path(accelerator.project_dir, f"checkpoint-{steps.taken}")
-    written = accelerator.newest == (steps.taken, folder.resolve()) and (folder / checkpoints.MANIFEST).exists()
-    [written] = broadcast_object_list([written])
-    accelerator.stopping = True
-    if not written:
-        accelerator.save_state(folder)
-    accelerator.record.status = "preempted"
-    signal = "Ctrl-C" if process.interrupted else "SIGTERM"
-    accelerator.print(f"{signal}: stopped after step {steps.taken}; {how_to_go_on(accelerator)}", flush=True)
-    raise KeyboardInterrupt if process.interrupted else Stopped
-
-
-def how_to_go_on(accelerator: "Accelerator") -> str:
-    """A sentence for the user: what was saved, and how to resume it."""
-    newest = accelerator.newest_checkpoint()
-    if newest is None:
-        return "no checkpoint was saved"
-    return (
-        f"saved {newest}. To go on: the same command with --output_dir {accelerator.project_dir} "
-        "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())"
-    )
-
-
-def finish(accelerator: "Accelerator") -> None:
-    """Closes the record when the script calls `end_training`, while the processes can still communicate."""
-    record, steps = accelerator.record, accelerator.steps
-    saving.wait_for_save(accelerator)
-    if not accelerator.closed and record.opened and record.status == "running":
-        accelerator.closed, record.status = True, "finished"
-        if record.failed_saves:
-            record.status, record.error = "failed", record.not_saved()
-        together = rank_sync.all_ranks_called("end_training", needed=True)
-        mine = [(steps.loss, accelerator.peak or accelerator.memory.peak())]
-        everyone = gather_object(mine) if together else mine
-        losses = [loss for loss, _ in everyone if loss is not None]
-        steps.loss = sum(losses) / len(losses) if losses else None
-        if accelerator.plan.device != "cpu":
-            accelerator.peak = max(peak for _, peak in everyone)
-        write_last(accelerator)
-        record.release()
-        if together:
-            accelerator.wait_for_everyone()  # no process may exit while another still receives from it
-    process.restore_signals()  # there is no step any more to stop after
-
-
-def close(accelerator: "Accelerator", error: str | None, code: int) -> int:
-    """Writes the final record, however the process ends, also of the Accelerators that the script made before."""
-    if accelerator.made_by != os.getpid():  # of the process that has forked this one
+    def close(self, error: str | None, code: int) -> int:
+        """Writes the final record, however the process ends, also of the runs before. error: one line, or None. code:
+        the exit code so far. Returns the exit code."""
+        if self.made_by != os.getpid():  # of the process that has forked this one
+            return code
+        self.checkpoints.wait(None if error is None else launcher.GRACE)
+        rank_sync.tell("ended")
+        record, stopped = self.record, self.record.status == "preempted"
+        lost = error is not None and error.startswith((process.ENDED, process.SILENT))
+        none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
+        if not self.closed and error is None and record.opened:
+            self.closed = True
+            record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
+            self.write_last()
+        elif not self.closed and error is not None and (record.opened or not none_to_write):
+            if not record.main and not lost:
+                leave_error(record.folder, PartialState().process_index, error)
+            error = (lost and errors_left(record.folder)) or error
+            self.closed, record.status, record.error = True, "failed", error
+            with record.writing("run.json"):
+                record.folder.mkdir(parents=True, exist_ok=True)
+            self.write_last()
+        if record.failed_saves and not code:
+            PartialState().print(f"error: {record.not_saved()}", flush=True)
+            code = 1
+        if stopped:
+            code = 130 if process.interrupted else 143
+        if self.previous:
+            code = self.previous.close(error, code) or code
         return code
-    saving.wait_for_save(accelerator, None if error is None else launcher.GRACE)
-    rank_sync.tell("ended")
-    record, stopped = accelerator.record, accelerator.record.status == "preempted"
-    lost = error is not None and error.startswith((process.ENDED, process.SILENT))
-    none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
-    if not accelerator.closed and error is None and record.opened:
-        accelerator.closed = True
-        record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
-        write_last(accelerator)
-    elif not accelerator.closed and error is not None and (record.opened or not none_to_write):
-        if not record.main and not lost:
-            leave_error(record.folder, accelerator.process_index, error)
-        error = (lost and errors_left(record.folder)) or error
-        accelerator.closed, record.status, record.error = True, "failed", error
-        with record.writing("run.json"):
-            record.folder.mkdir(parents=True, exist_ok=True)
-        write_last(accelerator)
-    if record.failed_saves and not code:
-        accelerator.print(f"error: {record.not_saved()}", flush=True)
-        code = 1
-    if stopped:
-        code = 130 if process.interrupted else 143
-    if accelerator.previous:
-        code = close(accelerator.previous, error, code) or code
-    return code
+
+    def write(self, finished: str | None = None) -> None:
+        if self.record.main:
+            self.record.write(self.steps, self.evidence, self.peak or self.memory.peak(), finished)
+
+    def write_last(self) -> None:
+        self.write(now())
+        PartialState().print(f"{self.record.status}: {self.record.shown}", flush=True)
 
 
-def write_last(accelerator: "Accelerator") -> None:
-    accelerator.write_record(now())
-    accelerator.print(f"{accelerator.record.status}: {accelerator.record.shown}", flush=True)
+made: list[Run] = []  # of each Accelerator of this process, the oldest first
+
+
+def newest() -> Run | None:
+    return made[-1] if made else None

@@ -122,13 +122,13 @@ def free_port():
 
 def as_a_script(main):
     """Runs `main` like Python runs a script, to the end of the process."""
-    from faithful.accelerator import Accelerator
+    from faithful import ending
 
     try:
         main()
-        code = process.exit_code_of(None, Accelerator.current)
+        code = process.exit_code_of(None, ending.newest())
     except BaseException as problem:
-        code = process.exit_code_of(problem, Accelerator.current)
+        code = process.exit_code_of(problem, ending.newest())
     os._exit(code)
 
 

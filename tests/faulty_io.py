@@ -75,9 +75,7 @@ class Script:
 
     def save(self):
         self.accelerator.save_state()
-        from faithful.saving import saving
-
-        saving.wait_for_save(self.accelerator)
+        self.accelerator.checkpoints.wait()
 
     def resume(self):
         self.accelerator.load_state()
@@ -222,7 +220,7 @@ class Campaign:
             "operations": self.shim.operations().decode().splitlines() if number < 0 else None,
             "failed": self.shim.failed().decode() if rank == of else "",
             "failed_saves": accelerator.record.failed_saves if accelerator else 0,
-            "newest": accelerator.newest[0] if accelerator and accelerator.newest else None,
+            "newest": accelerator.checkpoints.newest[0] if accelerator and accelerator.checkpoints.newest else None,
             "step": accelerator.steps.taken if accelerator else None,
         }
 

@@ -13,14 +13,14 @@ from torch import nn
 from faithful.errors import Refused
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from faithful.strategies.base import Strategy
 
 PICKLES = ("*.bin", "*.pkl", "*.pt", "pytorch_model*/")
 
 
-def load(accelerator: "Accelerator", folder: Path) -> None:
-    """Loads the weights of all prepared models. Every rank calls it. Notes the files that are not read."""
-    models = accelerator._models
+def load(strategy: "Strategy", codes: bool, models: list[nn.Module], folder: Path) -> str:
+    """Loads the weights of all prepared models, as Accelerate lists them. codes: whether weights are codes. Every rank
+    calls it. Returns a note of the files that are not read."""
     files = [folder / ("model.safetensors" if i == 0 else f"model_{i}.safetensors") for i in range(len(models))]
     pickles = sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
     if missing := [file.name for file in files if not file.is_file()]:
@@ -29,8 +29,7 @@ def load(accelerator: "Accelerator", folder: Path) -> None:
             "pickles, which are not read here: save the weights with Accelerate's save_model, and load them "
             "into the model before accelerator.prepare"
         )
-    plan = accelerator.plan
-    strategy, codes = accelerator.strategy, accelerator.backend.codes
+    plan = strategy.plan
     if not (strategy.replicates or (strategy.fully_shards and not codes)):
         how = f"load {files[0].name} there (safetensors.torch.load_model)"
         raise Refused(
@@ -38,15 +37,16 @@ def load(accelerator: "Accelerator", folder: Path) -> None:
             f"only before accelerator.prepare: {how}"
         )
     for model, file in zip(models, files, strict=True):
-        into(accelerator, model, file)
-    accelerator.note(
+        into(model, file, strategy.replicates)
+    return (
         f"{folder} was written by Accelerate: its weights are loaded. Not read, because they are pickles: "
         f"{', '.join(pickles)}. Optimizers, schedulers, data and random numbers begin anew"
     )
 
 
-def into(accelerator: "Accelerator", model: nn.Module, file: Path) -> None:
-    if accelerator.strategy.replicates:
+def into(model: nn.Module, file: Path, whole: bool) -> None:
+    """whole: whether each process holds the whole model."""
+    if whole:
         missing, unexpected = load_model(model, file, strict=False)
     else:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

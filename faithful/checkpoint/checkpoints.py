@@ -23,19 +23,17 @@ import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
+from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from faithful.disk import names, readers, tensor_files
 from faithful.disk.replacing import sync, write_json
 from faithful.errors import Refused
 from faithful.launch import launcher
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 Entry = dict[str, Any]  # of a manifest: ENTRY
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
@@ -102,8 +100,9 @@ class Save:
     thread: threading.Thread | None
     step: int | None  # of the run; None if the main process alone saves
 
-    def __init__(self, accelerator: "Accelerator", folder: Path, alone: bool, keep: int | None = None) -> None:
-        self.rank, self.main, self.alone = accelerator.process_index, accelerator.is_main_process, alone
+    def __init__(self, folder: Path, alone: bool, keep: int | None = None) -> None:
+        process = PartialState()
+        self.rank, self.main, self.alone = process.process_index, process.is_main_process, alone
         self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
         linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
         folder = folder if linked else folder.resolve()
@@ -125,7 +124,7 @@ class Save:
         told = self.together("make the checkpoint's folder", [str(mark), socket.gethostname()])
         if len({machine for _, machine in told}) > 1:
             if not self.main and not sees(Path(told[0][0])):
-                self.keeper = self.rank - accelerator.local_process_index
+                self.keeper = self.rank - process.local_process_index
                 if self.rank == self.keeper:
                     self.make_folder()
             self.together("make the checkpoint's folder on each disk")
@@ -371,18 +370,18 @@ def files_of_ranks(folder: Path) -> dict[int, Path]:
     return {rank: folder / ranks[rank] for rank in sorted(ranks)}
 
 
-def find(accelerator: "Accelerator", wanted: Path | str | None, output_dir: Path | str) -> Path | None:
+def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
     """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
     in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged, or
     every one in output_dir that was complete once."""
-    damaged = None  # the newest one, and why
+    process, damaged = PartialState(), None  # the newest one, and why
     folders = candidates(output_dir) if wanted is None else [Path(wanted)]
     [folders] = broadcast_object_list([folders])
     for folder in folders:
-        here = accelerator.process_index, accelerator.num_processes
+        here = process.process_index, process.num_processes
         reason = None if is_accelerates(folder) else unsound(folder, *here)
         launcher.wait_for_all("verify the checkpoint")
-        if reason and accelerator.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        if reason and process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             reason += f" on {socket.gethostname()}"
         told = gather_object([(reason, (folder / MANIFEST).exists())])
         reasons = [reason for reason, _ in told if reason]
@@ -395,7 +394,7 @@ def find(accelerator: "Accelerator", wanted: Path | str | None, output_dir: Path
             )
         if any(complete for _, complete in told):  # the others were never complete, as after a kill
             damaged = damaged or f"{folder}: {reasons[0]}"
-        accelerator.print(f"skipping {folder}: {reasons[0]}")
+        process.print(f"skipping {folder}: {reasons[0]}")
     if damaged:
         raise Refused(f"no checkpoint can be resumed, {damaged}: move it elsewhere to start at step 0")
     return None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -120,11 +119,6 @@ class Evidence:
 
     def refuse_what_is_not_there(self, layers: Layers) -> None:
         plan, record, skipped = self.plan, self.record, layers.skipped
-        kinds = (*self.strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
-        kind, processes = PartialState().distributed_type, PartialState().num_processes
-        if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
-            mismatch = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
-            raise Refused(f"{mismatch}: start it with accelerate launch, and let Accelerator() come first")
         if plan.precision == "fp8" and not record["linear_converted"]:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
             raise Refused(
@@ -296,6 +290,15 @@ class Evidence:
 def some(words: list[str]) -> str:
     """The first three words, and the number of the others."""
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
+
+
+def refuse_other_launch(strategy: Strategy, kind: DistributedType, processes: int) -> None:
+    """Raises Refused unless Accelerate distributes the run as planned. kind, processes: what it says."""
+    plan = strategy.plan
+    kinds = (*strategy.distributed_types, *(("NO",) if plan.num_processes == 1 else ()))  # DDP of one process
+    if kind not in [DistributedType[name] for name in kinds] or processes != plan.num_processes:
+        mismatch = f"asked for {plan.strategy} x{plan.num_processes}, Accelerate runs {kind.value} x{processes}"
+        raise Refused(f"{mismatch}: start it with accelerate launch, and let Accelerator() come first")
 
 
 def summed(parts: list[Any]) -> Any:

@@ -29,10 +29,11 @@ from faithful.errors import OutOfSharedMemory, Refused
 from faithful.launch import launcher, printing
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from faithful.ending import Run
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]  # a sys.excepthook
 Printer = Callable[[BaseException], object]
+Newest = Callable[[], "Run | None"]  # the run of the newest Accelerator
 
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted: float | None = None  # when Ctrl-C came
@@ -53,9 +54,9 @@ def told_to_stop() -> bool:
     return stop_asked
 
 
-def install_hooks(accelerators: "type[Accelerator]") -> None:
+def install_hooks(newest: Newest) -> None:
     """Installs what ends a process well, once in each process. The first Accelerator() calls it, so that a program
-    which makes none ends as if this package were not imported. accelerators: the class, whose `current` is closed."""
+    which makes none ends as if this package were not imported. newest: returns the run whose record is closed."""
     global guarded, ended
     if guarded == os.getpid():
         return
@@ -63,15 +64,15 @@ def install_hooks(accelerators: "type[Accelerator]") -> None:
     printing.survive()
     launcher.end_with_the_launcher()
     hook = sys.excepthook
-    sys.excepthook = functools.partial(excepthook, accelerators, hook)
+    sys.excepthook = functools.partial(excepthook, newest, hook)
     names = [] if interactive() else [(sys, "exit"), (builtins, "exit"), (builtins, "quit")]
     exits = [(where, name, getattr(where, name)) for where, name in names if hasattr(where, name)]
     for where, name, _ in exits:
         setattr(where, name, exit_and_note)
     if multiprocessing.parent_process() is None:
-        atexit.register(at_exit, accelerators, main_frame())
+        atexit.register(at_exit, newest, main_frame())
     else:  # its children end with os._exit, after these
-        multiprocessing.util.Finalize(None, at_exit, (accelerators, None), exitpriority=0)
+        multiprocessing.util.Finalize(None, at_exit, (newest, None), exitpriority=0)
 
     def undo() -> None:
         """Makes a forked child a process of its own: it neither closes the record nor waits for a checkpoint."""
@@ -121,7 +122,7 @@ def problem_at_exit(script: FrameType | None) -> BaseException | None:
     return left or Unseen()
 
 
-def at_exit(accelerators: "type[Accelerator]", script: FrameType | None) -> None:
+def at_exit(newest: Newest, script: FrameType | None) -> None:
     """Closes the record at Python's exit."""
     if os.getpid() != guarded:  # a child that the script has forked
         return
@@ -129,7 +130,7 @@ def at_exit(accelerators: "type[Accelerator]", script: FrameType | None) -> None
     if ended:  # sys.excepthook has closed it
         return
     problem = problem_at_exit(script)
-    code = exit_code_of(problem, accelerators.current, print_error=None)
+    code = exit_code_of(problem, newest(), print_error=None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # A thread of gloo may still hold tensors of the last collective. It needs Python's lock to release them, and if
         # it asks for the lock once Python shuts down, the process aborts.
@@ -139,7 +140,7 @@ def at_exit(accelerators: "type[Accelerator]", script: FrameType | None) -> None
 
 
 def excepthook(
-    accelerators: "type[Accelerator]",
+    newest: Newest,
     before: Hook,
     kind: type[BaseException],
     problem: BaseException,
@@ -150,7 +151,7 @@ def excepthook(
         return before(kind, problem, trace)
     if issubclass(kind, KeyboardInterrupt):
         ignore_ctrl_c()
-    code = exit_code_of(problem, accelerators.current, lambda problem: print_with_rank(before, kind, problem, trace))
+    code = exit_code_of(problem, newest(), lambda problem: print_with_rank(before, kind, problem, trace))
     if several_processes():
         # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
         with contextlib.suppress(BaseException):
@@ -184,9 +185,9 @@ def exit_and_note(status: Any = None) -> NoReturn:
     raise SystemExit(status)
 
 
-def handle_signals(run: "Accelerator") -> None:
+def handle_signals(note: Callable[[str], None]) -> None:
     """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
-    handlers stay."""
+    handlers stay. note: prints and keeps a line."""
     if threading.current_thread() is not threading.main_thread():
         return  # Python allows handlers in the main thread only
     for number, default, ours in HANDLED:
@@ -196,7 +197,7 @@ def handle_signals(run: "Accelerator") -> None:
         elif now is not ours and number not in scripts_handlers:
             scripts_handlers.add(number)
             if callable(now) or number == signal.SIGTERM:  # shells ignore Ctrl-C for programs in the background
-                run.note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
+                note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
 
 
 def restore_signals() -> None:
@@ -232,7 +233,7 @@ HANDLED = (
 
 def exit_code_of(
     problem: BaseException | None,
-    run: "Accelerator | None",
+    run: "Run | None",
     print_error: Printer | None = traceback.print_exception,
 ) -> int:
     """What a process does last, with the functions below: says why it ends, closes the record, returns the exit code.
@@ -254,7 +255,7 @@ def ignore_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def report_end(problem: BaseException | None, run: "Accelerator | None", print_error: Printer | None) -> int:
+def report_end(problem: BaseException | None, run: "Run | None", print_error: Printer | None) -> int:
     problem = as_refusal(problem, run)
     error, code = outcome(problem, run)
     print_error_line(problem, error, run, print_error)
@@ -265,7 +266,7 @@ def report_end(problem: BaseException | None, run: "Accelerator | None", print_e
     return code
 
 
-def as_refusal(problem: BaseException | None, run: "Accelerator | None") -> BaseException | None:
+def as_refusal(problem: BaseException | None, run: "Run | None") -> BaseException | None:
     """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
     does not have, for example whole weights in fp32."""
     if run is None or isinstance(problem, Refused | SystemExit):
@@ -276,7 +277,7 @@ def as_refusal(problem: BaseException | None, run: "Accelerator | None") -> Base
     return run.explain(str(problem)) or problem
 
 
-def outcome(problem: BaseException | None, run: "Accelerator | None") -> tuple[str | None, int]:
+def outcome(problem: BaseException | None, run: "Run | None") -> tuple[str | None, int]:
     """(what the record says of `problem`, or None; the exit code)."""
     stopped = run is not None and run.stopping  # with a checkpoint
     if problem is None:
@@ -297,7 +298,7 @@ def outcome(problem: BaseException | None, run: "Accelerator | None") -> tuple[s
 
 
 def print_error_line(
-    problem: BaseException | None, error: str | None, run: "Accelerator | None", print_error: Printer | None
+    problem: BaseException | None, error: str | None, run: "Run | None", print_error: Printer | None
 ) -> None:
     """Prints why this process ends, if the script has not asked for it. error: what the record says."""
     if problem is None or isinstance(problem, SystemExit):
@@ -328,7 +329,7 @@ def end_the_line_of_a_bar() -> None:
         print(file=sys.stderr, flush=True)
 
 
-def close_record(run: "Accelerator | None", error: str | None, code: int) -> int:
+def close_record(run: "Run | None", error: str | None, code: int) -> int:
     """Closes the record of `run`, if there is one. Returns the exit code: another one if checkpoints were not written,
     or the record cannot be."""
     global ended

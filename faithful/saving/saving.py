@@ -5,73 +5,43 @@ checkpoint.py has the files of a checkpoint, state.py its content, weight_files.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import psutil
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import ProjectConfiguration
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 from torch import nn
 
-from faithful.checkpoint import accelerate_format, checkpoints, weight_files
+from faithful.checkpoint import accelerate_format, checkpoints
 from faithful.errors import Refused
+from faithful.evidence.record import Record
 from faithful.launch import launcher, machine, rank_sync
-from faithful.saving import state, whole_weights
+from faithful.saving.state import RunState, host_copy
 from faithful.tensors.names import parameters_of
 
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
-
-def save_state(accelerator: "Accelerator", output_dir: Path | str | None) -> str:
-    steps, project = accelerator.steps, accelerator.project_configuration
-    folder = checkpoint_folder(accelerator, output_dir)
-    in_parts = not accelerator.strategy.replicates or accelerator.backend.in_parts
-    together = accelerator.stopping or rank_sync.all_ranks_called(f"save_state/{steps.taken}", needed=in_parts)
+def all_save(state: RunState) -> bool:
+    """Whether all processes save, or the main one alone. Raises Refused if it cannot."""
+    in_parts = not state.strategy.replicates or state.backend.in_parts
+    together = state.stopping or rank_sync.all_ranks_called(f"save_state/{state.steps.taken}", needed=in_parts)
     if in_parts and not together:
         raise Refused(
             "the main process alone calls save_state, but each process holds a part of the run: call it on all of them"
         )
-    if not together and not accelerator.is_main_process:
-        return str(folder)
-    hooks = accelerator._save_model_state_pre_hook.values()
-    weights = [accelerator.get_state_dict(model) for model in accelerator._models] if hooks else []
-    wait_for_save(accelerator)
-    if not together:
-        accelerator.note("the main process alone calls save_state: the others' random states are in no checkpoint")
-    save = checkpoints.Save(accelerator, folder, not together, project.total_limit)
-    try:
-        parts, values = state.state_dict(accelerator, alone=not together, keeps=save.rank == save.keeper)
-    except BaseException:  # of an object that the script has registered, say
-        save.give_up()
-        raise
-    try:
-        for hook in hooks:
-            hook(accelerator._models, weights, str(save.temporary))
-    except (OSError, SafetensorError) as problem:
-        save.error = save.error or str(problem)
-    save.step = steps.taken if together else None
-    accelerator.saving = save
-    if saves_behind_training(accelerator) and room_for_a_copy(parts):
-        save.behind(state.host_copy(parts), values)
-    else:
-        with launcher.saving_may_outlive_launcher():
-            save.write(parts, values)
-        wait_for_save(accelerator)
-    project.iteration += 1
-    steps.pause()
-    return str(folder)
+    return together
 
 
-def saves_behind_training(accelerator: "Accelerator") -> bool:
-    """Whether to write while training goes on: FAITHFUL_ASYNC_SAVE (1 or 0), or as the class says. The last checkpoint
-    of a run that was told to stop is written at once."""
-    choice = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(accelerator.async_save)))
+def behind_training(asked: bool) -> bool:
+    """Whether to write while training goes on: FAITHFUL_ASYNC_SAVE (1 or 0), or as the class asks."""
+    choice = os.environ.get("FAITHFUL_ASYNC_SAVE", str(int(asked)))
     if choice not in ("0", "1"):
         raise Refused(f"FAITHFUL_ASYNC_SAVE={choice}: set 1 to save while training goes on, or 0 to wait")
-    return choice == "1" and not accelerator.stopping
+    return choice == "1"
 
 
 def room_for_a_copy(parts: dict[str, torch.Tensor]) -> bool:
@@ -81,79 +51,123 @@ def room_for_a_copy(parts: dict[str, torch.Tensor]) -> bool:
     return psutil.virtual_memory().available > 2 * size * processes
 
 
-def wait_for_save(accelerator: "Accelerator", seconds: float | None = None) -> None:
-    """Waits until the checkpoint that is being written is complete, and tells the user if it could not be."""
-    if accelerator.saving is not None:
-        accelerator.saving.wait(seconds)
-        poll_save(accelerator)
+class Checkpoints:
+    """The checkpoints of a run, one after the other. default: the project folder of a script that names none."""
 
+    def __init__(self, record: Record, project: ProjectConfiguration, default: str | None) -> None:
+        self.record, self.project, self.default = record, project, default
+        self.going_on: checkpoints.Save | None = None  # that may still be written
+        self.newest: tuple[int, Path] | None = None  # step and path of the last one that was saved or loaded
 
-def poll_save(accelerator: "Accelerator") -> None:
-    """Takes note of how writing a checkpoint ended, if it has ended."""
-    save = accelerator.saving
-    if save is None or not save.finished():
-        return
-    accelerator.saving = None
-    machine.trim_memory()  # of the copies
-    if save.error:
-        accelerator.record.failed_saves += 1
-        accelerator.print(f"warning: {save.folder} could not be written ({save.error}); training goes on", flush=True)
-    elif save.step is not None:
-        accelerator.newest = save.step, save.folder
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"going_on": None}
 
+    @property
+    def project_dir(self) -> str:
+        return cast(str, self.project.project_dir or self.default)
 
-def default_folder(accelerator: "Accelerator") -> Path:
-    """The folder of checkpoints that the script saves without a path."""
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    return Path(accelerator.project_dir, "checkpoints") if automatic else Path(accelerator.project_dir)
+    @property
+    def folder(self) -> Path:
+        """The folder of checkpoints that the script saves without a path."""
+        return Path(self.project_dir, "checkpoints" if self.project.automatic_checkpoint_naming else "")
 
+    def next_folder(self, step: int, output_dir: Path | str | None) -> Path:
+        """The folder of the next checkpoint. output_dir: the script's, or None."""
+        if not self.project.automatic_checkpoint_naming:
+            return self.folder / f"checkpoint-{step}" if output_dir is None else Path(output_dir)
+        folder = self.folder / f"checkpoint_{self.project.iteration}"
+        if folder.exists():  # as in Accelerate, which raises ValueError
+            raise Refused(
+                f"{folder} exists, of an earlier run perhaps: resume it, choose another project_dir, or set "
+                "project_configuration.iteration to the number to start with"
+            )
+        return folder
 
-def checkpoint_folder(accelerator: "Accelerator", output_dir: Path | str | None) -> Path:
-    """The folder of the next checkpoint. output_dir: the script's, or None."""
-    project, folder = accelerator.project_configuration, default_folder(accelerator)
-    if not project.automatic_checkpoint_naming:
-        return folder / f"checkpoint-{accelerator.steps.taken}" if output_dir is None else Path(output_dir)
-    folder = folder / f"checkpoint_{project.iteration}"
-    if folder.exists():  # as in Accelerate, which raises ValueError
-        raise Refused(
-            f"{folder} exists, of an earlier run perhaps: resume it, choose another project_dir, or set "
-            "project_configuration.iteration to the number to start with"
-        )
-    return folder
+    def newest_complete(self) -> Path | None:
+        """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
+        self.wait()
+        with contextlib.suppress(OSError):
+            return next(iter(checkpoints.list_checkpoints(self.folder)), None)
 
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until the checkpoint that is being written is complete, and tells the user if it could not be."""
+        if self.going_on is not None:
+            self.going_on.wait(seconds)
+            self.poll()
 
-def load_state(accelerator: "Accelerator", input_dir: Path | str | None) -> None:
-    if input_dir is None and not accelerator.named_folder:
-        raise Refused(
-            "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
-            "folder of the run to go on with"
-        )
-    accelerator.record.claim()
-    wait_for_save(accelerator)
-    with readable(default_folder(accelerator) if input_dir is None else input_dir):
-        folder = checkpoints.find(accelerator, input_dir, default_folder(accelerator))
-    accelerator.resumed = True
-    if folder is None:
-        accelerator.print(f"no checkpoint in {default_folder(accelerator)}: starting at step 0")
-        return
-    for hook in accelerator._load_model_state_pre_hook.values():
-        hook(list(accelerator._models), str(folder))
-    processes = accelerator.num_processes
-    if checkpoints.is_accelerates(folder):
-        accelerate_format.load(accelerator, folder)
-        saved_by = processes
-    else:
-        with readable(folder):
-            saved_by = state.load_state_dict(accelerator, folder)
-    if accelerator.project_configuration.automatic_checkpoint_naming:
-        accelerator.project_configuration.iteration = (checkpoints.number(folder) or 0) + 1
-    accelerator.newest = accelerator.steps.taken, folder.resolve()
-    accelerator.print(f"resumed from {folder} at step {accelerator.steps.taken}")
-    if saved_by != processes:
-        accelerator.print(
-            f"{saved_by} processes saved it, {processes} go on: from the same weights and optimizer "
-            "state, with other batches and random numbers"
-        )
+    def poll(self) -> None:
+        """Takes note of how writing a checkpoint ended, if it has ended."""
+        save = self.going_on
+        if save is None or not save.finished():
+            return
+        self.going_on = None
+        machine.trim_memory()  # of the copies
+        if save.error:
+            self.record.failed_saves += 1
+            said = f"warning: {save.folder} could not be written ({save.error}); training goes on"
+            PartialState().print(said, flush=True)
+        elif save.step is not None:
+            self.newest = save.step, save.folder
+
+    def save(
+        self, state: RunState, folder: Path, together: bool, hooks: Iterable[Callable[[str], Any]], behind: bool
+    ) -> None:
+        """Writes `state` to `folder`. together: whether all processes do. hooks: the script's, called with the folder.
+        behind: whether training may go on meanwhile, unless it is told to stop."""
+        self.wait()
+        if not together:
+            self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
+        save = checkpoints.Save(folder, not together, self.project.total_limit)
+        try:
+            parts, values = state.state_dict(alone=not together, keeps=save.rank == save.keeper)
+        except BaseException:  # of an object that the script has registered, say
+            save.give_up()
+            raise
+        try:
+            for hook in hooks:
+                hook(str(save.temporary))
+        except (OSError, SafetensorError) as problem:
+            save.error = save.error or str(problem)
+        save.step = state.steps.taken if together else None
+        self.going_on = save
+        if behind and not state.stopping and room_for_a_copy(parts):
+            save.behind(host_copy(parts), values)
+        else:
+            with launcher.saving_may_outlive_launcher():
+                save.write(parts, values)
+            self.wait()
+        self.project.iteration += 1
+        state.steps.pause()
+
+    def find(self, input_dir: Path | str | None) -> Path | None:
+        """The checkpoint to resume from: see checkpoints.find."""
+        self.record.claim()
+        self.wait()
+        with readable(self.folder if input_dir is None else input_dir):
+            found = checkpoints.find(input_dir, self.folder)
+        if found is None:
+            PartialState().print(f"no checkpoint in {self.folder}: starting at step 0")
+        return found
+
+    def load(self, state: RunState, folder: Path, models: list[nn.Module]) -> int:
+        """Loads what `find` has found. models: as Accelerate lists them. Returns the number of the micro-batch."""
+        process, micro = PartialState(), state.micro
+        saved_by = process.num_processes
+        if checkpoints.is_accelerates(folder):
+            self.record.note(accelerate_format.load(state.strategy, state.backend.codes, models, folder))
+        else:
+            with readable(folder):
+                saved_by, micro = state.load(folder, self.record.note)
+        if self.project.automatic_checkpoint_naming:
+            self.project.iteration = (checkpoints.number(folder) or 0) + 1
+        self.newest = state.steps.taken, folder.resolve()
+        process.print(f"resumed from {folder} at step {state.steps.taken}")
+        if saved_by != process.num_processes:
+            process.print(
+                f"{saved_by} processes saved it, {process.num_processes} go on: from the same weights and optimizer "
+                "state, with other batches and random numbers"
+            )
+        return micro
 
 
 @contextlib.contextmanager
@@ -166,30 +180,26 @@ def readable(folder: Path | str) -> Iterator[None]:
         raise Refused(f"{error.filename or folder} cannot be read ({why}): take another checkpoint") from None
 
 
-def save_model(
-    accelerator: "Accelerator", model: nn.Module, folder: Path, max_shard_size: int | str, safe_serialization: bool
-) -> None:
-    offloaded = any(map(has_offloaded_params, model.modules()))
-    if not offloaded and (empty := sum(parameter.is_meta for parameter in model.parameters())):
+def can_save(model: nn.Module, folder: Path, record: Record) -> bool:
+    """Whether there is a place for the model's weights: Accelerate warns of a file, too, and goes on. Raises Refused if
+    it has none."""
+    if not is_offloaded(model) and (empty := sum(parameter.is_meta for parameter in model.parameters())):
         raise Refused(
             f"save_model: {empty} parameters are on the meta device, so they have no values: load the "
             "model's weights before"
         )
-    if folder.is_file():  # Accelerate says so, too, and goes on
-        if accelerator.is_main_process:
-            accelerator.record.failed_saves += 1
-            accelerator.print(f"warning: {folder} is a file, save_model writes to a folder: nothing was saved")
-        return
+    if folder.is_file() and record.main:
+        record.failed_saves += 1
+        PartialState().print(f"warning: {folder} is a file, save_model writes to a folder: nothing was saved")
+    return not folder.is_file()
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    return any(map(has_offloaded_params, model.modules()))
+
+
+def each_once(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """`tensors`, {name: value}, without the second names of parameters that modules share."""
     first_names = {name for name, _ in parameters_of(model)}
     twice = {name for name, _ in parameters_of(model, remove_duplicate=False)} - first_names
-    each_node = accelerator.project_configuration.save_on_each_node
-    if safe_serialization and not each_node and (pieces := whole_weights.pieces(accelerator, model)):
-        pieces = {name: piece for name, piece in pieces.items() if name not in twice}
-        weight_files.stream_weights(pieces, folder, max_shard_size, accelerator.is_main_process)
-        return
-    weights = weight_files.offloaded_weights(model) if offloaded else accelerator.get_state_dict(model)
-    each_node = each_node and weights  # only process 0 has those of shards
-    if not (accelerator.is_local_main_process if each_node else accelerator.is_main_process):
-        return
-    tensors = {n: weight for n, weight in weights.items() if n not in twice and torch.is_tensor(weight)}
-    weight_files.write_weights(tensors, folder, max_shard_size, safe_serialization)
+    return {name: value for name, value in tensors.items() if name not in twice}

@@ -7,12 +7,14 @@ state, its place in the data. The rest is stored once. Tensors are stored as saf
 
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import gather_object
 
 from faithful.checkpoint import checkpoints, tensor_keys
@@ -23,48 +25,130 @@ from faithful.tensors.serialization import pack, unpack
 from faithful.training import loaders
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
+
+    from faithful.backends.base import Backend
     from faithful.strategies.base import Strategy
     from faithful.training.model import PreparedModel
+    from faithful.training.steps import Steps
 
 WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
-def state_dict(accelerator: "Accelerator", alone: bool, keeps: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main one.
-    keeps: whether this rank stores what all ranks have alike, see checkpoint.Save."""
-    plan = accelerator.plan
-    strategy, backend = accelerator.strategy, accelerator.backend
-    parts, loaders_state = loaders.state_dict(accelerator.epochs, accelerator.stopping)
-    parts |= random_state()
-    models = accelerator.models
-    stored = models if keeps or holds_own_parts(accelerator) else []  # the others hold the same: copies for nothing
-    for index, prepared in enumerate(stored):
-        for optimizer in prepared.optimizers or [None]:
-            held = backend.tensors(strategy, prepared.model, optimizer)
-            parts |= {tensor_keys.of_model(index) + name: tensor for name, tensor in held.items()}
-    tensors, scaler = {}, accelerator.scaler  # tensors: those in the JSON values
-    groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in accelerator._optimizers]
-    rest = [rest_of(strategy, optimizer, models) for optimizer in accelerator._optimizers]
-    registered = [each.state_dict() for each in accelerator._custom_objects]
-    state = {
-        "format": checkpoints.FORMAT,
-        "plan": {key: getattr(plan, key) for key in PLANNED},
-        "steps": {"taken": accelerator.steps.taken, "tried": accelerator.steps.tried, "micro": accelerator.step},
-        "replicas": plan.replicas,
-        "models": len(models),
-        "moments": [dtypes_of_moments(parts, index) for index in range(len(models))],
-        "groups": pack(groups, tensors, "groups"),
-        "optimizers": pack(rest, tensors, "optimizers"),
-        "schedulers": pack([scheduler.state_dict() for scheduler in accelerator._schedulers], tensors, "schedulers"),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "loaders": loaders_state,
-        "alone": alone,
-        "registered": pack(registered, tensors, "registered"),
-        "cuts": strategy.tp_dims(models[0].model) if models else {},
-    }
-    return parts | (tensors if keeps else {}), state
+@dataclass(frozen=True)
+class RunState:
+    """All that a checkpoint holds of a run but random states: what is prepared, and what the script has registered.
+    micro: the number of the micro-batch. stopping: whether it is the last one of a run that was told to stop."""
+
+    strategy: "Strategy"
+    backend: "Backend"
+    models: "list[PreparedModel]"
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: "list[AcceleratedScheduler]"
+    registered: list[Any]
+    scaler: torch.amp.GradScaler | None
+    epochs: list[loaders.Epoch]
+    steps: "Steps"
+    micro: int
+    stopping: bool
+
+    @property
+    def parts_differ(self) -> bool:
+        """Whether ranks hold different tensors: shards, or FP8 histories."""
+        sharded = any(self.strategy.sharded(prepared.model.parameters()) for prepared in self.models)
+        return sharded or (self.backend.codes and PartialState().num_processes > 1)
+
+    def state_dict(self, alone: bool, keeps: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main
+        one. keeps: whether this rank stores what all ranks have alike, see checkpoint.Save."""
+        strategy, plan, models = self.strategy, self.strategy.plan, self.models
+        parts, loaders_state = loaders.state_dict(self.epochs, self.stopping)
+        parts |= random_state()
+        stored = models if keeps or self.parts_differ else []  # the others hold the same: copies for nothing
+        for index, prepared in enumerate(stored):
+            for optimizer in prepared.optimizers or [None]:
+                held = self.backend.tensors(strategy, prepared.model, optimizer)
+                parts |= {tensor_keys.of_model(index) + name: tensor for name, tensor in held.items()}
+        tensors = {}  # those in the JSON values
+        groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in self.optimizers]
+        rest = [rest_of(strategy, optimizer, models) for optimizer in self.optimizers]
+        registered = [each.state_dict() for each in self.registered]
+        state = {
+            "format": checkpoints.FORMAT,
+            "plan": {key: getattr(plan, key) for key in PLANNED},
+            "steps": {"taken": self.steps.taken, "tried": self.steps.tried, "micro": self.micro},
+            "replicas": plan.replicas,
+            "models": len(models),
+            "moments": [dtypes_of_moments(parts, index) for index in range(len(models))],
+            "groups": pack(groups, tensors, "groups"),
+            "optimizers": pack(rest, tensors, "optimizers"),
+            "schedulers": pack([scheduler.state_dict() for scheduler in self.schedulers], tensors, "schedulers"),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "loaders": loaders_state,
+            "alone": alone,
+            "registered": pack(registered, tensors, "registered"),
+            "cuts": strategy.tp_dims(models[0].model) if models else {},
+        }
+        return parts | (tensors if keeps else {}), state
+
+    def load(self, folder: Path, note: Callable[[str], None]) -> tuple[int, int]:
+        """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns (the number of
+        processes that saved it, that of the micro-batch). note: prints and keeps a line."""
+        strategy, backend, plan, rank = self.strategy, self.backend, self.strategy.plan, PartialState().process_index
+        state = checkpoints.read_state(folder)
+        saved_by = state["plan"]["num_processes"]
+        any_number = strategy.any_number_of_processes and backend.any_number_of_processes
+        fixed = [key for key in PLANNED if key != "num_processes" or not any_number]
+        differs = [
+            f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
+            for key in fixed
+            if state["plan"][key] != getattr(plan, key)
+        ]
+        if differs:
+            raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
+        keeper = state["keeper"]  # who stored, on this disk, what all processes had alike
+        writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
+        mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
+        names = ("registered", "groups", "schedulers", "optimizers")
+        registered, groups, schedulers, optimizers = read_values(folder, state, first, names)
+        numbers = {
+            "models": (len(self.models), state["models"]),
+            "optimizers": (len(self.optimizers), len(groups)),
+            "schedulers": (len(self.schedulers), len(schedulers)),
+            "registered objects": (len(self.registered), len(registered)),
+        }
+        if more := compare_numbers(folder, numbers):
+            note(more)
+        if saved_by == plan.num_processes:
+            refuse_other_moments(folder, state, mine if self.parts_differ else first)
+        for target, value in zip(self.registered, registered, strict=True):
+            target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
+        for index, prepared in enumerate(self.models):
+            saved = checkpoints.tensors_of(folder, writer if self.parts_differ else keeper, tensor_keys.of_model(index))
+            if saved_by != plan.num_processes:
+                others = range(saved_by // state["replicas"])
+                saved = [checkpoints.tensors_of(folder, other, tensor_keys.of_model(index)) for other in others]
+            for optimizer in prepared.optimizers or [None]:
+                backend.restore(strategy, prepared.model, optimizer, saved)
+        inner = [strategy.torch_optimizer(optimizer) for optimizer in self.optimizers]
+        for optimizer, saved in zip(inner, optimizers, strict=False):
+            restore_rest(optimizer, saved)
+        for optimizer, saved in zip(inner, groups, strict=False):
+            for group, values in zip(optimizer.param_groups, saved, strict=True):
+                group.update(values)
+        for scheduler, saved in zip(self.schedulers, schedulers, strict=False):
+            scheduler.load_state_dict(saved)
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.steps.taken, self.steps.tried = state["steps"]["taken"], state["steps"]["tried"]
+        if rank < saved_by:
+            loaders.load_state_dict(self.epochs, mine, state["loaders"])
+        if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
+            set_random_state(mine)
+        if name := not_finite(self.models):
+            note(f"{folder}: the weight {name} holds values that are not finite, as they were saved")
+        return saved_by, state["steps"]["micro"]
 
 
 def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -124,87 +208,21 @@ def read_values(
         raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
 
 
-def name_not_finite(accelerator: "Accelerator", folder: Path) -> None:
-    """Notes the first weight that is NaN or infinite: the next step would stop, or with FP8 might not."""
+def not_finite(models: "list[PreparedModel]") -> str | None:
+    """The name of the first weight, on any rank, that is NaN or infinite, or None: the next step would stop, or with
+    FP8 might not."""
     found = []
-    for prepared in accelerator.models:
+    for prepared in models:
         shards = {name: local(parameter.detach()) for name, parameter in parameters_of(prepared.model)}
         shards = {name: shard for name, shard in shards.items() if shard.dtype in WITH_NAN and not shard.is_meta}
         flags = [shard.isfinite().all().cpu() for shard in shards.values()]
         found += [name for name, finite in zip(shards, flags, strict=True) if not finite]
-    told = [name for name in gather_object([found[0] if found else None]) if name]
-    if told:
-        accelerator.note(f"{folder}: the weight {told[0]} holds values that are not finite, as they were saved")
+    return next(filter(None, gather_object([found[0] if found else None])), None)
 
 
-def load_state_dict(accelerator: "Accelerator", folder: Path) -> int:
-    """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns the number of processes
-    that saved it."""
-    plan, rank = accelerator.plan, accelerator.process_index
-    strategy, backend = accelerator.strategy, accelerator.backend
-    state = checkpoints.read_state(folder)
-    saved_by = state["plan"]["num_processes"]
-    any_number = strategy.any_number_of_processes and backend.any_number_of_processes
-    fixed = [key for key in PLANNED if key != "num_processes" or not any_number]
-    differs = [
-        f"{key} {state['plan'][key]} -> {getattr(plan, key)}"
-        for key in fixed
-        if state["plan"][key] != getattr(plan, key)
-    ]
-    if differs:
-        raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-    keeper = state["keeper"]  # who stored, on this disk, what all processes had alike
-    writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
-    mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
-    models = accelerator.models
-    names = ("registered", "groups", "schedulers", "optimizers")
-    registered, groups, schedulers, optimizers = read_values(folder, state, first, names)
-    compare_numbers(
-        accelerator,
-        folder,
-        {
-            "models": (len(models), state["models"]),
-            "optimizers": (len(accelerator._optimizers), len(groups)),
-            "schedulers": (len(accelerator._schedulers), len(schedulers)),
-            "registered objects": (len(accelerator._custom_objects), len(registered)),
-        },
-    )
-    if saved_by == plan.num_processes:
-        refuse_other_moments(folder, state, mine if holds_own_parts(accelerator) else first)
-    for target, value in zip(accelerator._custom_objects, registered, strict=True):
-        target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
-    for index, prepared in enumerate(models):
-        saved = checkpoints.tensors_of(
-            folder, writer if holds_own_parts(accelerator) else keeper, tensor_keys.of_model(index)
-        )
-        if saved_by != plan.num_processes:
-            others = range(saved_by // state["replicas"])
-            saved = [checkpoints.tensors_of(folder, other, tensor_keys.of_model(index)) for other in others]
-        for optimizer in prepared.optimizers or [None]:
-            backend.restore(strategy, prepared.model, optimizer, saved)
-    inner = [strategy.torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
-    for optimizer, saved in zip(inner, optimizers, strict=False):
-        restore_rest(optimizer, saved)
-    for optimizer, saved in zip(inner, groups, strict=False):
-        for group, values in zip(optimizer.param_groups, saved, strict=True):
-            group.update(values)
-    for scheduler, saved in zip(accelerator._schedulers, schedulers, strict=False):
-        scheduler.load_state_dict(saved)
-    if accelerator.scaler is not None and state["scaler"]:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    steps = state["steps"]
-    accelerator.steps.taken, accelerator.steps.tried, accelerator.step = steps["taken"], steps["tried"], steps["micro"]
-    if rank < saved_by:
-        loaders.load_state_dict(accelerator.epochs, mine, state["loaders"])
-    if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
-        set_random_state(mine)
-    name_not_finite(accelerator, folder)
-    return saved_by
-
-
-def compare_numbers(accelerator: "Accelerator", folder: Path, numbers: dict[str, tuple[int, int]]) -> None:
-    """Raises Refused if the checkpoint lacks what the script has prepared. Notes what it holds in addition: a script
-    that evaluates needs no optimizer. numbers: {what: (number in the script, number in the checkpoint)}"""
+def compare_numbers(folder: Path, numbers: dict[str, tuple[int, int]]) -> str | None:
+    """Raises Refused if the checkpoint lacks what the script has prepared. Returns a note of what it holds in addition,
+    or None: a script that evaluates needs no optimizer. numbers: {what: (number in the script, in the checkpoint)}"""
     lacks = [
         f"{saved} {what}, the script has {here}"
         for what, (here, saved) in numbers.items()
@@ -213,8 +231,7 @@ def compare_numbers(accelerator: "Accelerator", folder: Path, numbers: dict[str,
     if lacks:
         raise Refused(f"{folder} holds {'; '.join(lacks)}: resume with the script as it was")
     more = [f"{saved - here} {what}" for what, (here, saved) in numbers.items() if saved > here]
-    if more:
-        accelerator.note(f"{folder} also holds {', '.join(more)} that the script has not prepared: not loaded")
+    return f"{folder} also holds {', '.join(more)} that the script has not prepared: not loaded" if more else None
 
 
 def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
@@ -224,12 +241,6 @@ def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, An
         parameter = parameters[int(at)]
         on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
         optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **on_device}
-
-
-def holds_own_parts(accelerator: "Accelerator") -> bool:
-    """Whether ranks hold different tensors: shards, or FP8 histories."""
-    sharded = any(accelerator.strategy.sharded(each.model.parameters()) for each in accelerator.models)
-    return sharded or (accelerator.backend.codes and accelerator.num_processes > 1)
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import nn
@@ -22,25 +22,24 @@ from faithful.models.averages import WholeTensors
 from faithful.tensors.names import parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from faithful.strategies.base import Strategy
+    from faithful.training.model import PreparedModel
 
 
-def state_dict(
-    accelerator: "Accelerator", model: nn.Module, accelerates: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+def state_dict(strategy: "Strategy", model: nn.Module, accelerates: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way."""
-    need_all(accelerator, model)
-    whole = accelerator.strategy.full_state(accelerator, model)
+    need_all(strategy, model)
+    whole = strategy.full_state(model)
     whole = dict(plain_names((accelerates() if whole is None else whole).items()))
-    if accelerator.plan.precision != "fp8":
+    if strategy.plan.precision != "fp8":
         return whole
     return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
 
 
-def need_all(accelerator: "Accelerator", model: nn.Module) -> None:
+def need_all(strategy: "Strategy", model: nn.Module) -> None:
     """Raises Refused if the main process alone asks for weights that are sharded."""
-    if accelerator.strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True):
+    if strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True):
         raise Refused(
             "the main process alone asks for the weights, but each process holds a part of them: call "
             "get_state_dict or save_model on all of them"
@@ -52,47 +51,38 @@ def of_fp8(name: str) -> bool:
     return ".fp8_" in f".{name}" or name.endswith("_extra_state")
 
 
-def pieces(accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
+def pieces(strategy: "Strategy", model: nn.Module) -> Pieces | None:
     """As `state_dict`, for one tensor after the other: see Strategy.pieces. None where that is not to be used."""
-    if not accelerator.strategy.sharded(model.parameters()):
+    if not strategy.sharded(model.parameters()):
         return None
-    need_all(accelerator, model)
-    pieces = accelerator.strategy.pieces(accelerator, model)
-    if pieces is None or accelerator.plan.precision != "fp8":
+    need_all(strategy, model)
+    pieces = strategy.pieces(model)
+    if pieces is None or strategy.plan.precision != "fp8":
         return pieces
     return {name: piece for name, piece in pieces.items() if not of_fp8(name)}
 
 
-def saved_whole(accelerator: "Accelerator", model: nn.Module) -> None:
-    """Makes `save_pretrained` of a prepared model, and of its parts, write whole weights."""
-    if accelerator.strategy.replicates and not accelerator.backend.codes:
-        return
-    for module in unwrapped(model).modules():
+def saved_whole(prepared: "PreparedModel", get_state_dict: Callable[[nn.Module], dict[str, Any]]) -> None:
+    """Makes `save_pretrained` of a prepared model, and of its parts, write whole weights, as long as its Accelerator
+    holds both. get_state_dict: the Accelerator's method."""
+    for module in unwrapped(prepared.model).modules():
         if callable(getattr(type(module), "save_pretrained", None)):
             # a copy of the module gets its own
             module.save_pretrained = MethodType(save_pretrained, module)  # pyrefly: ignore[bad-argument-type]
-            prepared_parts[module] = ref(accelerator), ref(model)
+            prepared_parts[module] = ref(prepared), WeakMethod(get_state_dict)
 
 
-# of each module with save_pretrained, and the prepared model
-prepared_parts: "WeakKeyDictionary[nn.Module, tuple[ref[Accelerator], ref[nn.Module]]]" = WeakKeyDictionary()
+# of each module with save_pretrained
+prepared_parts: "WeakKeyDictionary[nn.Module, tuple[ref[PreparedModel], WeakMethod[Any]]]" = WeakKeyDictionary()
 hold_whole: list[nn.Module] = []  # prepared models whose save_pretrained is running, with whole weights in them
-
-
-def preparer(module: nn.Module) -> "tuple[Accelerator, nn.Module] | tuple[None, None]":
-    """(Accelerator, prepared model) of a module of the model, or (None, None) for a copy of it."""
-    held = prepared_parts.get(module)
-    run, model = (held[0](), held[1]()) if held else (None, None)
-    if run is None or model is None or not any(model is prepared.model for prepared in run.models):
-        return None, None
-    return run, model
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Every process calls it where weights are sharded. There the main process alone writes. A model's may call that of
     its part."""
-    run, prepared = preparer(self)
-    if run is None or prepared is None or any(prepared is model for model in hold_whole):
+    held = prepared_parts.get(self)  # None: a copy of the module
+    prepared, get_state_dict = (held[0](), held[1]()) if held else (None, None)
+    if prepared is None or get_state_dict is None or any(prepared.model is model for model in hold_whole):
         return type(self).save_pretrained(self, *args, **kwargs)
     if kwargs.get("state_dict") is not None:
         if not kwargs["state_dict"]:  # what get_state_dict returns on the other processes: these write nothing
@@ -101,10 +91,10 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs |= {"state_dict": self.state_dict(), "is_main_process": False}  # peft computes with weights here
         with WholeTensors("save_pretrained"):
             return type(self).save_pretrained(self, *args, **kwargs)
-    weights = run.get_state_dict(prepared)
+    weights = get_state_dict(prepared.model)
     if not weights:
         return None
-    with inside(prepared, weights):
+    with inside(prepared.model, weights):
         return type(self).save_pretrained(self, *args, **kwargs)
 
 

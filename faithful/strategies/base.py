@@ -233,11 +233,11 @@ class Strategy:
         if optimizer is not None:
             load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
 
-    def full_state(self, accelerator: "Accelerator", model: nn.Module) -> dict[str, torch.Tensor] | None:
+    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
         return None
 
-    def pieces(self, accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
+    def pieces(self, model: nn.Module) -> Pieces | None:
         """{name: (a tensor of its shape and dtype, function that returns the whole tensor on process 0)}, of parameters
         and persistent buffers, for `save_model` of a model that no process holds whole. Every rank calls the functions,
         in one order. None if `full_state`, or Accelerate's `get_state_dict`, is to be used."""

@@ -10,6 +10,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -144,7 +145,7 @@ class FSDP(Strategy):
         names = plan.wrap_classes or ([] if plan.wrap_policy == "NO_WRAP" else block_names(model))
         return f", sharded by {', '.join(names)}" if names else ", sharded as one piece"
 
-    def pieces(self, accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
+    def pieces(self, model: nn.Module) -> Pieces | None:
         reshard(model)
         pieces = {}
         for at, module in model.named_modules():  # one after the other: an MS-AMP layer decodes its shard for it
@@ -153,12 +154,12 @@ class FSDP(Strategy):
                     return None  # torchao's weights that are gathered in FP8 know themselves what they are whole
                 if torch.is_tensor(tensor):
                     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    pieces[name] = like, functools.partial(self.whole, accelerator.device, module, at, name)
+                    pieces[name] = like, functools.partial(self.whole, module, at, name)
         return dict(plain_names(pieces.items()))
 
-    def whole(self, device: torch.device, module: nn.Module, at: str, name: str) -> torch.Tensor:
+    def whole(self, module: nn.Module, at: str, name: str) -> torch.Tensor:
         """The whole tensor of this name that the module saves, which is called `at`."""
-        tensor = saved_by(module, at)[name]
+        tensor, device = saved_by(module, at)[name], PartialState().device
         # pyrefly: ignore[missing-attribute]
         return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -68,7 +68,7 @@ class TensorParallel(Strategy):
             return parameters
         return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
 
-    def full_state(self, accelerator: "Accelerator", model: nn.Module) -> dict[str, torch.Tensor]:
+    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -5,15 +5,17 @@ torch would clip a part of them, or none. Under tensor parallel torch fails on a
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from faithful import patches
+from faithful.backends.base import Backend
 from faithful.errors import Refused
-from faithful.strategies.base import GradientsElsewhere
+from faithful.strategies.base import GradientsElsewhere, Strategy
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -21,39 +23,22 @@ if TYPE_CHECKING:
 Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
 
 
-def gradient_keeper(accelerator: "Accelerator") -> GradientsElsewhere | None:
-    """The run's backend or strategy if it keeps gradients outside `.grad`, else None."""
-    both = accelerator.backend, accelerator.strategy
-    return next((keeper for keeper in both if isinstance(keeper, GradientsElsewhere)), None)
-
-
-def clip(accelerator: "Accelerator", parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Clips the gradients of parameters, and returns their norm over all processes before."""
-    elsewhere = gradient_keeper(accelerator)
-    if elsewhere is None:
-        accelerator.unscale_gradients()
-    elif norm_type != 2:
-        raise Refused(
-            f"clip_grad_norm_(norm_type={norm_type}): {elsewhere.gradients_elsewhere} are clipped by their "
-            "2-norm, leave norm_type out"
-        )
-    norm = (elsewhere or accelerator.strategy).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
-    norm = whole_norm(norm)
-    accelerator.norms.keep(parameters, norm)
-    return norm
-
-
 class Norms:
     """The norms of the gradients that a script has clipped. Each step needs to know that all gradients of its optimizer
-    are finite, whatever was clipped: those of another model alone, a part of them, or none."""
+    are finite, whatever was clipped: those of another model alone, a part of them, or none. `elsewhere`: the backend or
+    strategy if it keeps gradients outside `.grad`, else None."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy, backend: Backend) -> None:
+        self.strategy, both = strategy, (backend, strategy)
+        self.elsewhere = next((keeper for keeper in both if isinstance(keeper, GradientsElsewhere)), None)
         # {id of a parameter: (parameter, version of its gradient, norm of the call)}
         self.clipped: dict[int, tuple[torch.Tensor, tuple[int, int] | None, torch.Tensor]] = {}
 
-    def keep(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
-        """Remembers that these parameters were clipped together."""
+    def keep(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
+        """Remembers that these parameters were clipped together. Returns their norm over all processes."""
+        norm = whole_norm(norm)
         self.clipped |= {id(p): (p, version(p.grad), norm) for p in parameters}
+        return norm
 
     def clear(self) -> None:
         """Forgets all norms, because gradients change."""
@@ -66,19 +51,35 @@ class Norms:
         parameter, before, norm = found
         return norm if before == version(parameter.grad) else None
 
-    def of(self, accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    def of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The norm over all gradients of a prepared optimizer. Clipping calls may have computed it, or a
         part of it, if no gradient has changed since; theirs may include gradients of others."""
-        norm_of = {key: self.unchanged(key) for key in accelerator.strategy.parameter_ids(optimizer)}
+        norm_of = {key: self.unchanged(key) for key in self.strategy.parameter_ids(optimizer)}
         norms = list({id(norm): norm for norm in norm_of.values() if norm is not None}.values())
         if None not in norm_of.values() and len(norms) == 1:
             return norms[0]
-        if elsewhere := gradient_keeper(accelerator):
-            return elsewhere.norm_of(optimizer)
+        if self.elsewhere:
+            return self.elsewhere.norm_of(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         rest = [parameter for parameter in parameters if norm_of[id(parameter)] is None]
         norms += [whole_norm(total_norm(gradients)) for gradients in by_kind(rest)]
         return norms[0] if len(norms) == 1 else combined(norms)
+
+    def refuse_by_value(self) -> None:
+        """Raises Refused where gradients cannot be clipped by value."""
+        if self.elsewhere:
+            raise Refused(
+                f"clip_grad_value_: {self.elsewhere.gradients_elsewhere} cannot be clipped by value, use "
+                "accelerator.clip_grad_norm_"
+            )
+
+    def refuse_by_other(self, norm_type: float) -> None:
+        """Raises Refused where gradients can be clipped by their 2-norm alone, and this is another."""
+        if self.elsewhere and norm_type != 2:
+            raise Refused(
+                f"clip_grad_norm_(norm_type={norm_type}): {self.elsewhere.gradients_elsewhere} are clipped by their "
+                "2-norm, leave norm_type out"
+            )
 
 
 def combined(norms: list[torch.Tensor]) -> torch.Tensor:
@@ -107,21 +108,17 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def refuse_by_value(accelerator: "Accelerator") -> None:
-    """Raises Refused where gradients cannot be clipped by value."""
-    if elsewhere := gradient_keeper(accelerator):
-        raise Refused(
-            f"clip_grad_value_: {elsewhere.gradients_elsewhere} cannot be clipped by value, use "
-            "accelerator.clip_grad_norm_"
-        )
+newest: "weakref.ref[Accelerator] | None" = None  # of this process, while the script holds it
 
 
-def instead_of_torch(accelerator: "Accelerator", current: Callable[[], "Accelerator"]) -> None:
-    """Makes torch's clipping functions call those of current(), the newest Accelerator, for parameters of its models.
+def instead_of_torch(accelerator: "Accelerator") -> None:
+    """Makes torch's clipping functions call those of the newest Accelerator, for parameters of its models.
 
     A script may have imported them under any name, so the function inside torch's `no_grad` wrapper is replaced.
     """
-    if not gradient_keeper(accelerator) and not accelerator.strategy.mixes_dtensors:
+    global newest
+    newest = weakref.ref(accelerator)
+    if not accelerator.norms.elsewhere and not accelerator.strategy.mixes_dtensors:
         return
     for function, ours in (
         (torch.nn.utils.clip_grad_norm_, clip_grad_norm_),
@@ -130,13 +127,12 @@ def instead_of_torch(accelerator: "Accelerator", current: Callable[[], "Accelera
     ):
         [inside] = function.__closure__  # pyrefly: ignore[not-iterable]
         if not isinstance(inside.cell_contents, functools.partial):
-            ours = functools.partial(ours, current, inside.cell_contents)
+            ours = functools.partial(ours, inside.cell_contents)
             row = "clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_ of torch.nn.utils"
             patches.replace(row, ours, inside, "cell_contents")
 
 
 def clip_grad_norm_(
-    current: Callable[[], "Accelerator"],
     torchs: Callable[..., torch.Tensor],
     parameters: Parameters,
     max_norm: float,
@@ -144,38 +140,37 @@ def clip_grad_norm_(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    accelerator, parameters = current(), as_list(parameters)
+    accelerator, parameters = newest() if newest else None, as_list(parameters)
     mixed = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
-    if is_own(accelerator, parameters) or mixed:
+    if accelerator and (mixed or owner(parameters)):
         return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
 
 
-def clip_grads_with_norm_(
-    current: Callable[[], "Accelerator"], torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any
-) -> None:
+def clip_grads_with_norm_(torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any) -> None:
     parameters = as_list(parameters)
-    if is_own(current(), parameters) and (elsewhere := gradient_keeper(current())):
-        raise Refused(
-            f"clip_grads_with_norm_: {elsewhere.gradients_elsewhere} are not in .grad, use accelerator.clip_grad_norm_"
-        )
+    if norms := owner(parameters):
+        elsewhere = cast(GradientsElsewhere, norms.elsewhere).gradients_elsewhere
+        raise Refused(f"clip_grads_with_norm_: {elsewhere} are not in .grad, use accelerator.clip_grad_norm_")
     return torchs(parameters, *args, **kwargs)
 
 
-def clip_grad_value_(
-    current: Callable[[], "Accelerator"], torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any
-) -> None:
-    accelerator, parameters = current(), as_list(parameters)
-    if is_own(accelerator, parameters):
-        refuse_by_value(accelerator)
+def clip_grad_value_(torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any) -> None:
+    parameters = as_list(parameters)
+    if norms := owner(parameters):
+        norms.refuse_by_value()
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     for kind in {isinstance(p.grad, DTensor) for p in trained}:  # torch takes DTensors or tensors, not both in a call
         torchs([p for p in trained if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
 
 
-def is_own(accelerator: "Accelerator", parameters: list[torch.Tensor]) -> bool:
-    prepared = accelerator.prepared_parameters() if gradient_keeper(accelerator) else set()
-    return any(id(parameter) in prepared for parameter in parameters)
+def owner(parameters: list[torch.Tensor]) -> Norms | None:
+    """The norms of the newest Accelerator if it keeps gradients of these parameters outside `.grad`, else None."""
+    accelerator = newest() if newest else None
+    if accelerator is None or not accelerator.norms.elsewhere:
+        return None
+    prepared = accelerator.prepared_parameters()
+    return accelerator.norms if any(id(parameter) in prepared for parameter in parameters) else None
 
 
 def as_list(parameters: Parameters) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from faithful.backends.linear import in_fp8, refuse_unknown
 from faithful.errors import Refused
 from faithful.evidence.batch import FirstBatch
-from faithful.evidence.evidence import Evidence, Layers
+from faithful.evidence.evidence import Evidence, Layers, refuse_other_launch
 from faithful.models import dtypes
 from faithful.models.blocks import compile_blocks
 from faithful.models.live import Live
@@ -54,6 +54,7 @@ class PreparedModel:
             strategy.after_prepare(accelerator, self.model, optimizer)
             self.layers.skipped += backend.after_prepare(accelerator, self.model, optimizer)
             self.parameters = set(map(id, self.model.parameters()))
+            refuse_other_launch(strategy, accelerator.distributed_type, accelerator.num_processes)
             self.evidence = Evidence(strategy, backend, self.model, self.optimizers, self.layers)
             keeps = accelerator if strategy.model_keeps_run else accelerator.record
             self.live = Live(strategy, self.model, keeps.note)
@@ -84,41 +85,22 @@ def prepared_parameters(models: "Iterable[PreparedModel]") -> set[int]:
     return set().union(*(model.parameters for model in models if not model.evaluation))
 
 
-def refuse_what_would_not_train(
-    strategy: Strategy, models: list[PreparedModel], optimizers: list[torch.optim.Optimizer]
-) -> None:
+def refuse_untrained(strategy: Strategy, models: list[PreparedModel], optimizers: list[torch.optim.Optimizer]) -> None:
     """Raises Refused for what shows when all is prepared: that some of it would not train as script and config ask."""
-    refuse_unprepared(strategy, models)
-    refuse_unknown(strategy.plan.skip, [name for model in models if model.layers for name in model.layers.names])
-    refuse_unaveraged(strategy, models, optimizers)
-    refuse_lost(models)
-
-
-def refuse_unprepared(strategy: Strategy, models: list[PreparedModel]) -> None:
-    """Raises Refused where no prepared optimizer updates a prepared model, unless torch alone trains right then: in one
-    process, or under DDP with a prepared model; both without FP8."""
-    right = strategy.replicates and (models or PartialState().num_processes == 1)
-    if not any(model.evidence for model in models) and (strategy.plan.level or not right):
+    trained, processes = [model.evidence for model in models if model.evidence], PartialState().num_processes
+    # torch alone trains right in one process, or under DDP with a prepared model; both without FP8
+    right = strategy.replicates and (models or processes == 1)
+    if not trained and (strategy.plan.level or not right):
         raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
-
-
-def refuse_unaveraged(strategy: Strategy, models: list[PreparedModel], optimizers: list[torch.optim.Optimizer]) -> None:
-    """Raises Refused if processes would train apart: an optimizer has parameters whose gradients are not averaged."""
-    if PartialState().num_processes == 1:
-        return
+    refuse_unknown(strategy.plan.skip, [name for model in models if model.layers for name in model.layers.names])
     prepared = prepared_parameters(models)
-    strangers = sum(len(strategy.not_averaged(optimizer, prepared)) for optimizer in optimizers)
-    if strangers:
+    if processes > 1 and (strangers := sum(len(strategy.not_averaged(each, prepared)) for each in optimizers)):
         raise Refused(
             f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
             "change them in its own way. Prepare their model, too"
         )
-
-
-def refuse_lost(models: list[PreparedModel]) -> None:
-    """Raises Refused if an optimizer lost parameters in the conversion of their model."""
-    for evidence in [model.evidence for model in models if model.evidence]:
-        if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:
+    for evidence in trained:
+        if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:  # in its conversion
             raise Refused(
                 f"{len(lost)} trainable tensors are not in the optimizer any more: {', '.join(lost[:4])}, ... Give the "
                 "model and its optimizer to one call of accelerator.prepare"

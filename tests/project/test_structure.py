@@ -104,6 +104,26 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
     assert list(upward([file])) == ["faithful/models/new.py imports faithful.training.steps"]
 
 
+SEES_ALL = {  # functions outside strategies and backends that take the whole Accelerator, and why
+    "training/model.py convert": "hands it to the strategy's and the backend's interface",
+    "training/model.py attach_optimizer": "hands it to the strategy's and the backend's interface",
+    "training/clipping.py instead_of_torch": "torch's functions call its methods",
+}
+
+
+def test_a_function_takes_what_it_needs_and_not_the_whole_accelerator():
+    found = set()
+    for file in (ROOT / "faithful").rglob("*.py"):
+        name = str(file.relative_to(ROOT / "faithful"))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and not name.startswith(("strategies", "backends")):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                annotated = " ".join(ast.unparse(each.annotation) for each in given if each.annotation)
+                if "Accelerator" in annotated or "accelerator" in [each.arg for each in given]:
+                    found.add(f"{name} {node.name}")
+    assert found == SEES_ALL.keys()
+
+
 def test_rooms_are_small_and_say_what_they_hold():
     for init in (ROOT / "faithful").rglob("*/__init__.py"):
         assert len(list(init.parent.glob("[!_]*.py"))) <= 8, init.parent

@@ -360,17 +360,17 @@ class ZeRO(GradientsElsewhere, Strategy):
         for place, buffer in buffers_by_place(model).items():
             buffer.copy_(parts[place])
 
-    def full_state(self, accelerator: "Accelerator", model: nn.Module) -> dict[str, torch.Tensor]:
+    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """{name: full fp32 tensor} of parameters and buffers, on the CPU of process 0; empty on the others."""
         main, state = dist.get_rank() == 0, {}
         if unwrapped(model) is model:  # not DeepSpeed's
             return {name: tensor.cpu() for name, tensor in model.state_dict().items() if main}
-        for name, (_, whole) in cast(Pieces, self.pieces(accelerator, model)).items():  # one at a time, to save memory
+        for name, (_, whole) in cast(Pieces, self.pieces(model)).items():  # one at a time, to save memory
             tensor = whole()
             state |= {name: tensor.cpu()} if main else {}
         return state
 
-    def pieces(self, accelerator: "Accelerator", model: nn.Module) -> Pieces | None:
+    def pieces(self, model: nn.Module) -> Pieces | None:
         if unwrapped(model) is model:
             return None
 
