@@ -134,7 +134,8 @@ def read(folder: str | Path, seed: int | None = None) -> dict[str, Any]:
     run["seed"] = said if seed is None and COUNT(said) else run["seed"]
     try:
         with believed(folder):
-            return run | {"record": record, "metrics": metrics, "problem": problem(record, metrics)}
+            why = problem(record, metrics)
+        return run | {"record": record, "metrics": metrics, "problem": why and printable(why)}
     except Refused as error:
         return run | {"problem": str(error)}
 
@@ -145,7 +146,7 @@ def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None
         return f"run.json has schema_version {record['schema_version']}, this version reads {SCHEMA}: run it again"
     closed = ("finished",) if "max_steps" in record["args"] else ("finished", "ended")  # not a recipe
     if record["status"] not in closed or record["error"]:
-        return f"{record['status']}: {printable(record['error'] or 'it did not finish')}"
+        return f"{record['status']}: {record['error'] or 'it did not finish'}"
     readers.of_kind("run.json", record, COMPARED)
     evidence, final, seen = record["evidence"] or {}, record["final"], record["seen"]
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
@@ -159,10 +160,10 @@ def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None
     taken = final["step"] if final else seen["loss_curve"][-1][0]
     steps = record["args"].get("max_steps", taken)  # of a script that is not a recipe: all its steps
     if taken != steps:
-        return f"lacks evidence: {taken} of {steps} steps are recorded"
+        return f"lacks evidence: {taken} of {str(steps)[:200]} steps are recorded"
     last = metrics[-1] if metrics else {}
     wrong = [name for name, value in logged(record).items() if last.get(name) != value or not math.isfinite(value)]
-    return f"run.json and metrics.jsonl disagree on {printable(', '.join(wrong)[:200])}" if wrong else None
+    return f"run.json and metrics.jsonl disagree on {', '.join(wrong)[:200]}" if wrong else None
 
 
 def logged(record: dict[str, Any]) -> dict[str, float]:
@@ -215,7 +216,9 @@ def check_alike(runs: Iterable[dict[str, Any]], vary: Collection[str]) -> None:
     lines = lines or differing_starts(runs, vary)  # which would follow from those
     if lines:
         advice = "compare runs made alike, or name what may differ: --vary NAME"
-        raise Refused("\n  ".join(["these runs differ in more than the config:", *lines.values()]) + f"\n{advice}")
+        told = [*lines.values()][:7]
+        more = [f"and {len(lines) - len(told)} more"] if len(lines) > len(told) else []
+        raise Refused("\n  ".join(["these runs differ in more than the config:", *told, *more]) + f"\n{advice}")
 
 
 def differing(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[str, str]:

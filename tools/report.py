@@ -44,7 +44,7 @@ def difference(measure: dict[str, Any]) -> str:
     """`+1.2% (-0.3% to +2.7%)`"""
     if measure.get("relative") is None:
         return "-"
-    ends = measure["interval"]
+    ends = measure.get("interval")
     return percent(measure["relative"]) + (f" ({percent(ends[0])} to {percent(ends[1])})" if ends else "")
 
 
