@@ -10,7 +10,6 @@ of several machines stand beside each other and are judged together: a pair is t
 A finished row is not run again; a killed run has no row. The folders of the runs are in runs/study.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import datetime
@@ -24,21 +23,114 @@ import sys
 import sysconfig
 import threading
 import time
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from harness import ROOT, arguments, device_name
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-from benchmarks.provenance import device_name  # noqa: E402
-from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, DATA, RARE, SEEDS, STARTS, TASKS, WAYS  # noqa: E402
-from shared.args import Refused  # noqa: E402
-from tools import cli, find  # noqa: E402
+from shared.args import Refused
+from tools import cli, find
 
 RESULTS, RUNS = ROOT / "results" / "study", ROOT / "runs" / "study"
 POINTS = 60  # of a loss curve that a row keeps
+
+
+# ------------------------------------------------------------------------------- the plan, as docs/study.md fixes it
+
+BASELINE, CONTROL = "bf16", "control"
+SEEDS = 5
+PICTURE = "words"  # the task that the one picture shows
+RARE = 50  # a token is rare with fewer occurrences in the training text
+
+
+@dataclass
+class Way:
+    """A way to train: config and options. script: in place of the task's recipe. note: what a table says of it."""
+
+    config: str
+    options: tuple = ()
+    script: str | None = None
+    note: str = ""
+
+
+WAYS = {
+    "bf16": Way("single_bf16"),
+    "control": Way("single_bf16", note="bf16 from weights one rounding apart"),
+    "o2": Way("single_fp8_msamp_o2"),
+    "planted": Way("single_fp8_msamp_o2", script="benchmarks/planted/lossy/gpt.py", note="O2 with a planted defect"),
+    "o2_nearest": Way("single_fp8_msamp_o2", script="benchmarks/planted/nearest/gpt.py", note="O2 rounded to nearest"),
+    "fp32": Way("single_fp32"),
+    "ao": Way("single_fp8"),
+    "o1": Way("single_fp8_msamp_o1"),
+    "o3": Way("single_fp8_msamp_o3"),
+    "bf16_pure": Way("single_fp32", ("--dtype", "bfloat16"), note="bf16 weights, AdamW's moments in bf16"),
+    "bf16_stochastic": Way("single_fp32", ("--dtype", "bfloat16", "--optimizer", "adamw_bf16"),
+                           note="bf16 weights, rounded stochastically"),
+    "adamw_8bit": Way("single_bf16", ("--optimizer", "adamw_8bit")),
+    "adafactor": Way("single_bf16", ("--optimizer", "adafactor")),
+    "muon": Way("single_bf16", ("--optimizer", "muon")),
+    "ao_rowwise": Way("single_fp8_ao_rowwise"),
+    "te": Way("single_fp8_te"),
+    "te_current": Way("single_fp8_te_current"),
+    "te_block": Way("single_fp8_te_block"),
+    "fp16": Way("single_fp16"),
+    "te_mxfp8": Way("single_fp8_te_mxfp8", note="needs a Blackwell GPU"),
+}  # fmt: skip
+ABSENT = {
+    "nvfp4": "no config of this project has it",
+    "bitsandbytes": "its 8-bit Adam needs a GPU, and no recipe has it",
+}
+
+
+@dataclass
+class Task:
+    """A training. measure: the main one. margin: two values that differ by less are equal. seconds: of one bf16 run on
+    one core of the machine that planned it, for `left`."""
+
+    question: str
+    recipe: str
+    options: tuple
+    measure: str
+    margin: float
+    seconds: int
+    data: str | None = None  # a name in DATA
+    start: str | None = None  # a name in STARTS: the run that is fine-tuned
+
+
+def language(*options):
+    return ("--eval_steps", "0", "--save_steps", "0", "--logging_steps", "10", *options)
+
+
+SMALL = ("--model", "llama_nano", "--sequence_length", "64", "--per_device_train_batch_size", "8")
+TASKS = {
+    "words": Task(
+        "A vocabulary with rare words", "gpt",
+        language(*SMALL, "--vocab_size", "4096", "--max_steps", "600"), "weights_loss", 0.005, 60, "source"),
+    "accumulation": Task(
+        "32 micro-batches in each step", "gpt",
+        language("--model", "llama_nano", "--sequence_length", "64", "--per_device_train_batch_size", "4",
+                 "--gradient_accumulation_steps", "32", "--max_steps", "60"), "weights_loss", 0.005, 60, "source"),
+    **{
+        f"finetune_{rate}": Task(
+            f"Fine-tuning at a learning rate of {rate}", "gpt",
+            language("--pretrained", *SMALL[2:], "--max_steps", "300", "--warmup_steps", "10", "--learning_rate", rate),
+            "gain", 0.05, 25, "code", "prose")
+        for rate in ("1e-3", "1e-4", "1e-5", "1e-6")
+    },
+    "vit": Task(
+        "Pre-training on photos", "vit",
+        ("--dataset", "photos", "--model", "vit_nano", "--per_device_train_batch_size", "16", "--max_steps", "1000",
+         "--eval_steps", "0", "--save_steps", "0"), "eval_loss", 0.005, 45),
+    "gpt": Task(
+        "A longer pre-training: 4.0M parameters, 3,000 steps", "gpt",
+        language("--model", "llama_tiny", *SMALL[2:], "--max_steps", "3000"), "weights_loss", 0.005, 300, "source"),
+}  # fmt: skip
+# Text of Python's standard library: {name: characters}.
+DATA = {"source": 2_000_000, "code": 300_000}
+STARTS = {"prose": ("single_fp32", "gpt", language(*SMALL, "--dataset", "python_docs", "--max_steps", "3000"))}
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
@@ -109,11 +201,7 @@ def token_losses(model, part):
 
 def measured(task, folder, record):
     """{name: number} of a finished run: what it logged, and what its saved weights give in fp32."""
-    logged = {
-        name: record["final"]["metrics"][name]
-        for name in ("eval_loss", "accuracy")
-        if name in record["final"]["metrics"]
-    }
+    logged = {name: value for name, value in record["final"]["metrics"].items() if name in ("eval_loss", "accuracy")}
     if TASKS[task].recipe != "gpt":
         return logged
     from shared import text
@@ -154,13 +242,8 @@ def row_of(task, way, seed, folder, code, seconds):
     path = folder / "run.json"
     record = json.loads(path.read_text()) if path.exists() else None
     chosen = WAYS[way]
-    command = [
-        "./launch.sh",
-        chosen.config,
-        chosen.script or TASKS[task].recipe,
-        *chosen.options,
-        *options_of(task, seed),
-    ]
+    options = [*chosen.options, *options_of(task, seed)]
+    command = ["./launch.sh", chosen.config, chosen.script or TASKS[task].recipe, *options]
     row = {"task": task, "way": way, "seed": seed, "config": chosen.config, "command": shlex.join(command),
            "perturbed": way == CONTROL, "device": this_device(), "date": datetime.date.today().isoformat(),
            "seconds": round(seconds, 1), "code": code_of_study(), "status": "finished", "error": None}  # fmt: skip
@@ -267,14 +350,8 @@ def run(args):
             return
         chosen, folder = WAYS[way], RUNS / task / f"{way}-seed{seed}"
         options = (*chosen.options, *options_of(task, seed))
-        code, seconds = launch(
-            chosen.config,
-            chosen.script or str(find.recipe(TASKS[task].recipe)),
-            options,
-            folder,
-            args.threads,
-            way == CONTROL,
-        )
+        script = chosen.script or str(find.recipe(TASKS[task].recipe))
+        code, seconds = launch(chosen.config, script, options, folder, args.threads, way == CONTROL)
         with lock:  # datasets and transformers import lazily, which two threads must not do at once
             row = row_of(task, way, seed, folder, code, seconds)
             if row is None:
@@ -305,30 +382,28 @@ def left(rows, device, code, cores=2):
             here = took.get((task, way))
             factor = [sum(took[other, way]) / len(took[other, way]) / TASKS[other].seconds
                       for other in TASKS if (other, way) in took]  # fmt: skip
-            seconds += (
-                sum(here) / len(here) if here else TASKS[task].seconds * (sum(factor) / len(factor) if factor else 2)
-            )
+            usual = TASKS[task].seconds * (sum(factor) / len(factor) if factor else 2)
+            seconds += sum(here) / len(here) if here else usual
         if runs:
             lines.append((task, len(runs), seconds / 3600 / cores, f"python benchmarks/study.py run --tasks {task}"))
     return lines
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("what", choices=("run", "left", "page"))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin no run after so long")
-    parser.add_argument(
-        "--workers", type=int, default=1 if torch.cuda.is_available() else max(1, (os.cpu_count() or 2))
-    )
+    workers = 1 if torch.cuda.is_available() else os.cpu_count() or 2
+    parser.add_argument("--workers", type=int, default=workers, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each run, on a CPU")
     args = parser.parse_args()
     if args.what == "run":
         return run(args)
     if args.what == "page":
-        from benchmarks import study_page
+        import study_page
 
         rows = read_rows()
         return study_page.write(rows, left(rows, this_device(), code_of_study()), RESULTS)

@@ -5,14 +5,13 @@ import json
 import statistics
 from collections import defaultdict
 
+from harness import came_from
 from matplotlib.ticker import MaxNLocator
+from study import ABSENT, BASELINE, CONTROL, PICTURE, SEEDS, TASKS, WAYS, kind_of
 
-from benchmarks.provenance import came_from
-from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, PICTURE, SEEDS, TASKS, WAYS
 from tools import page, paired, report
 
 NO_WAY_OF_ITS_OWN = (BASELINE, CONTROL, "planted")  # not for a reader to choose
-RANK = {"equal": 0, "better": 1, "worse": 2, "unknown": 3}
 
 
 # -------------------------------------------------------------------------------------------------------- the verdicts
@@ -57,16 +56,9 @@ def result_of(rows, kind, task, way):
     if not found and not failed:
         return None
     runs = [run for run, _ in found.values()]
-    result = {
-        "kind": kind,
-        "task": task,
-        "way": way,
-        "config": WAYS[way].config,
-        "options": list(WAYS[way].options),
-        "seeds": list(found),
-        "failed": [{key: row[key] for key in ("seed", "device", "status", "error")} for row in failed],
-        "measures": {},
-    }
+    result = {"kind": kind, "task": task, "way": way, "config": WAYS[way].config, "options": list(WAYS[way].options)}
+    failed = [{key: row[key] for key in ("seed", "device", "status", "error")} for row in failed]
+    result |= {"seeds": list(found), "failed": failed, "measures": {}}
     if not runs:
         return result
     names = [TASKS[task].measure, *(name for name in ("rare_loss", "accuracy") if name in runs[0]["measures"])]
@@ -81,8 +73,6 @@ def result_of(rows, kind, task, way):
 
 
 def results(rows):
-    from benchmarks.study import kind_of
-
     for kind in ("GPU", "CPU"):
         here = [row for row in rows if kind_of(row["device"]) == kind]
         for task in TASKS:
@@ -172,11 +162,7 @@ def rare_table(found):
 
 
 def failures(found):
-    return [
-        [result["way"], result["task"], failed["seed"], failed["error"]]
-        for result in found
-        for failed in result["failed"]
-    ]
+    return [[one["way"], one["task"], failed["seed"], failed["error"]] for one in found for failed in one["failed"]]
 
 
 def seen(found):
@@ -195,11 +181,9 @@ def answer(found):
         ways = [result for result in judged_ways if main_measure(result)["kind"] in kinds]
         ways = [result for result in ways if result["way"] not in NO_WAY_OF_ITS_OWN]
         ways.sort(key=lambda result: result["bytes_per_parameter"])
-        return ", ".join(
-            f"{result['way']} ({result['bytes_per_parameter']:.1f} bytes per parameter, "
-            f"{report.percent(main_measure(result)['relative'])})"
-            for result in ways
-        )
+        sizes = (f"{result['way']} ({result['bytes_per_parameter']:.1f} bytes per parameter" for result in ways)
+        apart = (f"{report.percent(main_measure(result)['relative'])})" for result in ways)
+        return ", ".join(map(", ".join, zip(sizes, apart, strict=True)))
 
     lines = [
         (f"Loss equal to bf16's ({whole:.0f} bytes per parameter) within the margin:", named("equal")),
@@ -313,11 +297,8 @@ def whole_page(report_):
     if rare := rare_table(found):
         parts.append(page.section("Rare words", page.table(*rare)))
     if failures(found):
-        parts.append(
-            page.section(
-                "Refused, or ended with an error", page.table(["way", "task", "seed", "error"], failures(found))
-            )
-        )
+        rows = page.table(["way", "task", "seed", "error"], failures(found))
+        parts.append(page.section("Refused, or ended with an error", rows))
     left = [[line["task"], line["runs"], f"{line['hours']:.1f}", line["command"]] for line in report_["left"]]
     if left:
         heads = ["task", "runs", "hours on two cores", "command"]
@@ -354,10 +335,8 @@ def in_docs(figures):
         heads, rows = rare
         shown = [[f"`{way}`", *cells] for way, *cells in rows if not cells[-1].startswith("equal")]
         equal = ", ".join(f"`{way}`" for way, *cells in rows if cells[-1].startswith("equal"))
-        parts += [
-            f"Rare words, of the task `words`; equal to bf16 within the margin: {equal}.",
-            report.table(heads, shown),
-        ]
+        parts += [f"Rare words, of the task `words`; equal to bf16 within the margin: {equal}."]
+        parts += [report.table(heads, shown)]
     if failed := failures(found):
         rows = [[f"`{way}`", f"`{task}`", str(seed), error] for way, task, seed, error in failed]
         parts += ["Refused, or ended with an error:", report.table(["way", "task", "seed", "error"], rows)]

@@ -6,11 +6,13 @@ import re
 import shutil
 
 import pytest
+import study
+import study_page
+import study_tensors
 import torch
 from conftest import CONFIGS, ROOT
+from study import ABSENT, BASELINE, CONTROL, TASKS, WAYS
 
-from benchmarks import study, study_page, study_plan, study_tensors
-from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, TASKS, WAYS
 from tools import advise, find
 from tools import study as of_study
 
@@ -50,7 +52,7 @@ def test_the_protocol_is_the_plan():
         steps = int(find.option(task.options, "max_steps"))
         assert f"{steps:,} of" in line and f"{100 * task.margin:g}%" in line, name
     assert "bitsandbytes" in ABSENT and "nvfp4" in ABSENT and "NVFP4" in ways and "bitsandbytes" in ways
-    assert f"fewer than {study_plan.RARE} occurrences" in tasks and study_plan.SEEDS == 5
+    assert f"fewer than {study.RARE} occurrences" in tasks and study.SEEDS == 5
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -187,7 +189,7 @@ def test_one_run_from_its_launch_to_its_row(monkeypatch, tmp_path):
     """A real launch of each script, two steps, with the measures computed from the saved weights."""
     short = ("--model", "llama_nano", "--sequence_length", "32", "--vocab_size", "300", "--max_steps", "2",
              "--eval_steps", "0", "--save_steps", "0")  # fmt: skip
-    task = study_plan.Task("?", "gpt", short, "weights_loss", 0.005, 1, "tiny")
+    task = study.Task("?", "gpt", short, "weights_loss", 0.005, 1, "tiny")
     monkeypatch.setitem(TASKS, "words", task)
     monkeypatch.setitem(study.DATA, "tiny", 30_000)
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results")
