@@ -1,12 +1,9 @@
-"""What MS-AMP's levels hold and send, as amp8 has them: memory, formats, and gradients in FP8. No accuracy: study.py.
+"""What MS-AMP's levels hold and send, as amp8 has them: formats, bytes, and gradients in FP8. No accuracy: study.py.
 
-    OMP_NUM_THREADS=2 python benchmarks/amp8_levels.py memory
     OMP_NUM_THREADS=1 python benchmarks/amp8_levels.py table comm fsdp
 
 Each part writes results/amp8_PART.json.
 
-memory  the peak of resident memory (VmHWM) of training a ViT-huge for two steps, batch 1, less the resident memory
-        before the model was built. Each level has a process of its own; bf16, with fp32 AdamW, needs 12 GB.
 table   dtypes and bytes of the 48 converted layers of a ViT-small on two gloo ranks, counted on live tensors. gemm: the
         formats of the operands of their products, found from the values: e4m3 if e4m3 can hold all of them exactly,
         times a power of two, else e5m2 if that can, else their dtype (without FP8 hardware codes are multiplied as
@@ -20,11 +17,9 @@ fsdp    O1 and O2 under fully_shard beside FSDP2's own fp32 and bf16, per rank, 
         collectives, counted where torch.distributed is called; the error of the mean gradient.
 """
 
-import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 
@@ -50,7 +45,6 @@ LEVELS = ("O1", "O2", "O3")
 CORRELATIONS = (0.0, 0.5, 0.9, 1.0)
 SHAPES = [(384, 512), (512, 384), (128, 128)]
 LIMITS = {
-    "memory": {"O1": 0.75, "O2": 0.50},
     "comm": {"error_at_0.9": 0.03, "of_bf16_hook": 0.55, "of_fp32_ddp": 0.28},
     "fsdp": {"bytes_over_6_by_shards": 1.1, "wire_of_fp32": 0.30, "error": 0.036},
 }
@@ -88,56 +82,6 @@ def received(stored, values, rank):
         port = torch.zeros(value.shape[1:], requires_grad=True)
         port.grad = value[rank].clone()
         gradient.receive(port)
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-def resident(key):
-    """VmHWM or VmRSS of this process in bytes."""
-    line = next(line for line in open("/proc/self/status") if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
-def huge(level):
-    """Trains the ViT-huge, and returns the row of a level."""
-    import timm
-
-    before = resident("VmRSS")
-    torch.manual_seed(0)
-    model = timm.models.VisionTransformer(patch_size=16, embed_dim=1280, depth=32, num_heads=16, num_classes=1000)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if level != "bf16":
-        model, optimizer = amp8.initialize(model, optimizer, level)
-    x = torch.randn(1, 3, 224, 224)
-    for _ in range(2):  # the second has all optimizer state in place
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(x), torch.tensor([3]))
-        loss.backward()
-        norm = amp8.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        size = 16.0 if level == "bf16" else amp8.report(model, optimizer)["bytes_per_parameter"]["all"]["total"]
-        optimizer.zero_grad()
-    if not torch.isfinite(norm):
-        raise SystemExit("the gradient is not finite")
-    return {
-        "level": level,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "peak": resident("VmHWM") - before,
-        "peak_of_process": resident("VmHWM"),
-        "bytes_per_parameter": size,
-        "loss": loss.item(),
-    }
-
-
-def memory():
-    rows = []
-    for level in ("bf16", *LEVELS):
-        done = subprocess.run([sys.executable, __file__, "--one", level], check=True, stdout=subprocess.PIPE, text=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        rows[-1]["ratio"] = round(rows[-1]["peak"] / rows[0]["peak"], 3)
-        print(rows[-1], flush=True)
-    return {"rows": rows}, [row["level"] for row in rows if row["ratio"] > LIMITS["memory"].get(row["level"], 1)]
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -473,16 +417,13 @@ def fsdp():
     return {"error": errors, "ways": ways}, over
 
 
-PARTS = {"memory": (memory, ["timm"]), "table": (table, ["timm"]), "comm": (comm, []), "fsdp": (fsdp, [])}
+PARTS = {"table": (table, ["timm"]), "comm": (comm, []), "fsdp": (fsdp, [])}
 
 
 def main():
     parser = arguments(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        return print(json.dumps(huge(args.one)))
     for part in args.parts or PARTS:
         measure, packages = PARTS[part]
         figures, over = measure()

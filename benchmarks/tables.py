@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import study_page
+import study
 from harness import ROOT, came_from
 
 from tools import drawings, page, paired, report
@@ -256,8 +256,8 @@ TABLES = {
     "results/wrapper.json": wrapper,
     "results/large.json": large,
     "results/gallery.json": gallery,
-    "results/study/summary.json": study_page.in_docs,
-    "results/study/tensors.json": study_page.tensors,
+    "results/study/summary.json": study.in_docs,
+    "results/study/tensors.json": study.tensors,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
