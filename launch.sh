@@ -186,8 +186,8 @@ case ${1-} in
     advise | compare | estimate | diagnose) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     check) shift; need_python; exec "$python" "$root/tools/check.py" "$@" ;;
     copy) need_python; exec "$python" "$root/tools/copy_recipe.py" "${@:2}" ;;  # copy.py would shadow Python's module
-    gpu-first) need_python; exec "$python" "$root/benchmarks/gpu_first.py" "${@:2}" ;;
-    gpu-report) need_python; exec "$python" "$root/benchmarks/gpu_report.py" "${@:2}" ;;
+    gpu-first) need_python; exec "$python" "$root/benchmarks/gpu.py" first "${@:2}" ;;
+    gpu-report) need_python; exec "$python" "$root/benchmarks/gpu.py" report "${@:2}" ;;
     show | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls) find_name ls ;;
     completion) completion ;;

@@ -14,9 +14,7 @@ import sys
 import time
 
 import torch
-from provenance import ROOT, save
-
-sys.path.insert(0, str(ROOT))
+from harness import ROOT, arguments, save
 
 LIMITS = {"O1": 0.75, "O2": 0.50}
 
@@ -68,7 +66,7 @@ def train(level, depth, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--levels", nargs="+", default=["bf16", "O1", "O2", "O3"])
     parser.add_argument("--depth", type=int, default=32, help="32 is ViT-huge; less for a quick look, not saved")
     parser.add_argument("--steps", type=int, default=2)

@@ -11,7 +11,6 @@ families      cases that were tried, and those that did no harm: nothing lost, n
 the_thirteen  for each fault: whether it is held off, and what happened, `before` and `now`
 """
 
-import argparse
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
-from provenance import ROOT, save
+from harness import ROOT, arguments, save
 
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
@@ -60,11 +59,8 @@ class Home:
     def start(self, *words, env=None, **options):
         """Starts Python in the checkout. A first word that begins with a new line is a program, else a file."""
         words = [*(["-c"] if "\n" in words[0] else []), *map(str, words)]
-        env = (
-            os.environ
-            | {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-            | (env or {})
-        )
+        own = {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | own | (env or {})
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         return subprocess.Popen([sys.executable, *words], cwd=self.checkout, env=env, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)  # fmt: skip
@@ -98,10 +94,8 @@ def in_words(result):
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     said = next((line for line in reversed(lines) if re.search("refused|rror", line)), lines[-1])
     said = re.sub(r"(/[\w.-]+)+/", "", ascii(said[:1000])[1:-1])[:160]
-    return (
-        code != "hangs" and "Traceback" not in text,
-        f"exit code {code}, {'a traceback, ' if 'Traceback' in text else ''}{said}",
-    )
+    traced = "Traceback" in text
+    return code != "hangs" and not traced, f"exit code {code}, {'a traceback, ' if traced else ''}{said}"
 
 
 # ---- the thirteen. Each returns (whether it is held off, what happened) ----
@@ -141,10 +135,8 @@ accelerator.load_state()
 print("newest:", accelerator.steps.taken)
 """, home.folder / "clock")  # fmt: skip
     kept = sorted(path.name for path in (home.folder / "clock").glob("checkpoint-*"))
-    newest = re.search(r"newest: (\d+)", text)
-    return bool(newest) and newest[
-        1
-    ] == "6", f"of steps 1 to 6 it keeps {', '.join(kept)}, resumes at {newest and newest[1]}"
+    newest = (re.findall(r"newest: (\d+)", text) or [None])[0]
+    return newest == "6", f"of steps 1 to 6 it keeps {', '.join(kept)}, resumes at {newest}"
 
 
 def pipe(home):
@@ -224,9 +216,8 @@ images.read_image({"path": sys.argv[1], "bytes": None}, 0)
 def ports(home):
     """who can reach the ports of two training processes on one machine (those of the launcher are torch's own)"""
     words = ["--max_steps", 100000, "--output_dir", home.folder / "two"]
-    run = home.start(
-        *LAUNCH, "accelerate_configs/ddp_fp32.yml", "recipes/vit.py", *STEPS, *words, start_new_session=True
-    )
+    script = ["accelerate_configs/ddp_fp32.yml", "recipes/vit.py"]
+    run = home.start(*LAUNCH, *script, *STEPS, *words, start_new_session=True)
     while run.poll() is None and not (home.folder / "two" / "checkpoint-2").exists():
         time.sleep(0.1)
     family = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
@@ -313,6 +304,7 @@ def terminal(home):
 
 
 THIRTEEN = (manifest, clock, pipe, state, torn, output, interrupts, image, ports, weights, secret, options, terminal)
+NUMBERS = range(1, len(THIRTEEN) + 1)
 
 
 def thirteen(checkout, only):
@@ -327,10 +319,8 @@ def thirteen(checkout, only):
         for number in only:
             attack = THIRTEEN[number - 1]
             found[number] = attack(Home(checkout, made, Path(folder, str(number))))
-            print(
-                f"{number:2} {attack.__doc__}: {'held off' if found[number][0] else 'HARM'}: {found[number][1]}",
-                flush=True,
-            )
+            held, seen = found[number]
+            print(f"{number:2} {attack.__doc__}: {'held off' if held else 'HARM'}: {seen}", flush=True)
     return found
 
 
@@ -388,14 +378,12 @@ def family(name, words):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="of the code that is attacked; default: this one")
     parser.add_argument("--before", type=Path, help="checkout of the earlier version")
-    parser.add_argument(
-        "--only", type=int, nargs="+", choices=range(1, 14), default=range(1, 14), help="of the thirteen"
-    )
+    parser.add_argument("--only", type=int, nargs="+", choices=NUMBERS, default=NUMBERS, help="of the thirteen")
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
-    parser.add_argument("--output", type=Path, help="JSON file; without it the thirteen are tried and printed alone")
     args = parser.parse_args()
     now = thirteen(args.checkout.resolve(), args.only)
     if not args.output:

@@ -3,19 +3,27 @@
     python benchmarks/clients.py --checkouts FOLDER --output results/clients.json
     python benchmarks/clients.py causal trl_dpo --configs ddp_bf16 fsdp_bf16 --output clients.json
 
-The scripts are those of tests/clients, some of which use trainers of packages, and those of benchmarks/others.py, which
-others wrote. Each is launched by `accelerate launch --config_file CONFIG -m faithful SCRIPT`. Two outcomes are right:
+The scripts are those of tests/clients, some of which use trainers of packages, and OTHERS: parts of installed packages,
+or read from a folder of checkouts, FOLDER/owner/name:
+
+    git clone https://github.com/huggingface/diffusers FOLDER/huggingface/diffusers
+
+Each is launched by `accelerate launch --config_file CONFIG -m faithful SCRIPT` in a folder with small data and small
+random models under the names that it asks the Hub for, such as bert-base-cased and nyu-mll/glue: transformers, datasets
+and diffusers look for a folder first. A module computes an accuracy in place of the package evaluate, whose metrics are
+on the Hub. Two outcomes are right:
 
 ran      the run's record says what it was, all processes belong to one run, and under DDP they have equal weights
 refused  one line says why, and no traceback of the script
 
 In fp32 each script also runs under Accelerate alone, on as many processes, and its losses and weights must be the same.
-What each optimizer step did is written by benchmarks/witness/sitecustomize.py, for both in the same way.
+What each optimizer step did is written by witness() in the processes of the run, for both in the same way.
 """
 
-import argparse
+import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -26,9 +34,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import tiny
-from others import OTHERS, command, meant_for, origin
-from provenance import ROOT, save
+from harness import ROOT, arguments, save
 
 CONFIGS = """single_fp32 ddp_fp32 single_bf16 ddp_bf16 fsdp_bf16 hsdp_bf16 zero2_bf16 ddp_fp8 single_fp8_msamp_o2
     ddp_fp8_msamp_o3 fsdp_fp8_msamp_o2""".split()
@@ -39,12 +45,347 @@ PACKAGES = """accelerate transformers trl peft diffusers sentence-transformers p
 PATIENCE = 180  # seconds; the longest needs about 40 of them
 
 
+# ------------------------------------------------------------------------------------------------- scripts of others
+
+TRAINER = """--max_steps 3 --per_device_train_batch_size 4 --logging_steps 1 --save_strategy no --report_to none
+    --learning_rate 1e-3 --dataset_name {} --seed 3 --no_gradient_checkpointing
+    --model_name_or_path HuggingFaceTB/SmolLM-360M --dtype float32 --bf16 False --output_dir OUT"""
+GENERATED = " --num_generations 2 --max_completion_length 6 --reward_funcs rewards.letters"
+DIFFUSION = """--pretrained_model_name_or_path stable-diffusion --resolution 64 --train_batch_size 2 --max_train_steps 3
+    --learning_rate 1e-3 --lr_warmup_steps 0 --seed 3 --output_dir OUT """
+
+
+def module(name, words):
+    return {"module": name, "words": words.split()}
+
+
+def example(owner, path, words=""):
+    return {"repository": f"huggingface/{owner}", "path": f"examples/{path}.py", "words": words.split()}
+
+
+def by_feature(name, words=""):
+    return example("accelerate", f"by_feature/{name}", words)
+
+
+def diffusion(path, words):
+    return example("diffusers", path, DIFFUSION + words)
+
+
+OTHERS = {
+    "trl_dpo": module("trl.scripts.dpo", TRAINER.format("answers")),
+    "trl_grpo": module("trl.scripts.grpo", TRAINER.format("prompts") + GENERATED),
+    "trl_reward": module("trl.scripts.reward", TRAINER.format("answers")),
+    "gradient_accumulation": by_feature("gradient_accumulation", "--gradient_accumulation_steps 2"),
+    "checkpointing": by_feature("checkpointing", "--checkpointing_steps epoch --output_dir OUT"),
+    "cross_validation": by_feature("cross_validation", "--num_folds 2"),
+    "memory": by_feature("memory"),
+    "tracking": by_feature("tracking", "--project_dir OUT"),
+    "local_sgd": by_feature("local_sgd", "--local_sgd_steps 2"),
+    "ddp_comm_hook": by_feature("ddp_comm_hook", "--ddp_comm_hook bf16"),
+    "autoregressive_accumulation": by_feature(
+        "gradient_accumulation_for_autoregressive_models", "--gradient_accumulation_steps 2"),
+    "complete_nlp": example("accelerate", "complete_nlp_example",
+                         "--checkpointing_steps epoch --with_tracking --output_dir OUT --project_dir OUT/logs"),
+    "text_to_image": diffusion("text_to_image/train_text_to_image", """--train_data_dir digits/train --use_ema
+        --checkpointing_steps 2 --gradient_accumulation_steps 2"""),
+    "text_to_image_lora": diffusion(
+        "text_to_image/train_text_to_image_lora", "--train_data_dir digits/train --rank 4 --checkpointing_steps 2"),
+    "unconditional": example("diffusers", "unconditional_image_generation/train_unconditional",
+        """--train_data_dir digits/train --model_config_name_or_path small-unet --resolution 32 --train_batch_size 4
+        --num_epochs 1 --save_images_epochs 9 --use_ema --ddpm_num_inference_steps 2 --ddpm_num_steps 20
+        --eval_batch_size 2 --lr_warmup_steps 0 --output_dir OUT"""),
+    "dreambooth": diffusion("dreambooth/train_dreambooth", """--instance_data_dir instances/train
+        --instance_prompt thedog --train_text_encoder --checkpointing_steps 2"""),
+    "textual_inversion": diffusion("textual_inversion/textual_inversion", """--train_data_dir instances/train
+        --placeholder_token <it> --initializer_token a --learnable_property object"""),
+    "controlnet": diffusion("controlnet/train_controlnet", "--train_data_dir pairs --checkpointing_steps 2"),
+    "peft_prompts": example("peft", "sequence_classification/peft_no_lora_accelerate",
+        """--model_name_or_path bert-base-cased --peft_type p_tuning --num_train_epochs 1 --seed 3
+        --num_virtual_tokens 4 --num_warmup_steps 0 --output_dir OUT"""),
+    "peft_seq2seq": example("peft", "conditional_generation/peft_lora_seq2seq_accelerate_fsdp"),
+    # run_clm_no_trainer.py of transformers, with more of DeepSpeed
+    "clm": by_feature("deepspeed_with_config_support", """--train_file train.txt --validation_file validation.txt
+        --model_name_or_path gpt2 --block_size 32 --max_train_steps 4 --gradient_accumulation_steps 2
+        --per_device_train_batch_size 4 --seed 3 --learning_rate 1e-3 --checkpointing_steps 2 --with_tracking
+        --report_to tensorboard --output_dir OUT"""),
+}  # fmt: skip
+
+
+def meant_for(name, config):
+    """Whether the script can run with what the config's strategy makes of a model, under Accelerate too."""
+    return name != "peft_seq2seq" or not config.startswith("ddp")  # it calls save_pretrained of DDP, which has none
+
+
+def command(name, checkouts):
+    """What `python` starts: a path, or `-m` and a module. Raises FileNotFoundError for a checkout that is not there."""
+    entry = OTHERS[name]
+    if "module" in entry:
+        return ["-m", entry["module"]]
+    path = checkouts / entry["repository"] / entry["path"]
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return [path]
+
+
+def origin(name, checkouts):
+    """For the row of results: which script of whom it was."""
+    entry = OTHERS[name]
+    if "module" in entry:
+        return {"module": entry["module"]}
+    folder = checkouts / entry["repository"]
+    commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    digest = hashlib.sha256((folder / entry["path"]).read_bytes()).hexdigest()
+    return {"repository": entry["repository"], "path": entry["path"], "commit": commit, "sha256": digest}
+
+
+# --------------------------------------------------------------------------------------- small data and small models
+
+WORDS = "the a dog cat bird sees hears likes old new red blue tree house river on under by of and".split()
+EVALUATE = '''"""In place of the package of this name, whose metrics are on the Hub. Each is the accuracy here."""
+
+
+class Metric:
+    def __init__(self):
+        self.equal, self.count = 0, 0
+
+    def add_batch(self, predictions=(), references=()):
+        pairs = list(zip(predictions, references, strict=True))
+        self.equal, self.count = self.equal + sum(bool(a == b) for a, b in pairs), self.count + len(pairs)
+
+    def compute(self, predictions=(), references=(), **options):
+        self.add_batch(predictions, references)
+        score, self.equal, self.count = self.equal / max(self.count, 1), 0, 0
+        return {"accuracy": score, "f1": score}
+
+
+def load(*names, **options):
+    return Metric()
+'''
+REWARDS = """def letters(completions, **others):
+    return [float(sum(map(ord, completion[0]["content"])) % 7) for completion in completions]
+"""
+
+
+def sentence(dice):
+    return " ".join(dice.choices(WORDS, k=dice.randint(4, 9)))
+
+
+def tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names + WORDS)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", eos_token="[SEP]", bos_token="[CLS]", model_max_length=64,
+    )  # fmt: skip
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    made.save_pretrained(folder)
+
+
+def language_models(folder):
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    size = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    models = {
+        "bert-base-cased": BertForSequenceClassification(BertConfig(**size, pad_token_id=0)),
+        "HuggingFaceTB/SmolLM-360M": LlamaForCausalLM(LlamaConfig(**size, **special, tie_word_embeddings=True)),
+        "gpt2": GPT2LMHeadModel(
+            GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=2, eos_token_id=3)
+        ),
+        "t5-base": T5ForConditionalGeneration(
+            T5Config(vocab_size=32, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0,
+                     pad_token_id=0, eos_token_id=3)
+        ),
+    }  # fmt: skip
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer(folder / name)
+
+
+def texts(folder):
+    """Files of text as the scripts expect them: pairs of sentences, prompts, dialogues, plain lines."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    dice = random.Random(0)
+    features = Features({"sentence1": Value("string"), "sentence2": Value("string"), "idx": Value("int32"),
+                         "label": ClassLabel(names=["not_equivalent", "equivalent"])})  # fmt: skip
+
+    def pairs(count):
+        rows = [{"sentence1": sentence(dice), "sentence2": sentence(dice), "idx": i, "label": i % 2} for i in
+                range(count)]  # fmt: skip
+        return Dataset.from_list(rows, features=features)
+
+    def lines(count):
+        return Dataset.from_list([{"text": sentence(dice) if i < 64 else ""} for i in range(count)])
+
+    def answers(count):
+        rows = [(sentence(dice), sentence(dice), sentence(dice)) for _ in range(count)]
+        return Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in rows])
+
+    def prompts(count):
+        return Dataset.from_list([{"prompt": [{"role": "user", "content": sentence(dice)}]} for _ in range(count)])
+
+    sizes = {"train": 64, "validation": 64, "test": 16}
+    folders = [("nyu-mll/glue", "mrpc", pairs, 1), ("glue", "mrpc", pairs, 1), ("answers", "default", answers, 1),
+               ("prompts", "default", prompts, 1), ("Salesforce/wikitext", "wikitext-2-v1", lines, 8)]  # fmt: skip
+    for name, config, make, scale in folders:
+        (folder / name / config).mkdir(parents=True)
+        files = []
+        for split, count in sizes.items():
+            make(count * scale).to_parquet(folder / name / config / f"{split}.parquet")
+            files.append({"split": split, "path": f"{config}/{split}.parquet"})
+        card = json.dumps({"configs": [{"config_name": config, "data_files": files}]})  # JSON is YAML
+        (folder / name / "README.md").write_text(f"---\n{card}\n---\n")
+    for split in ("train", "validation"):
+        (folder / f"{split}.txt").write_text("\n".join(sentence(dice) for _ in range(200)))
+    phrases = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
+    phrases.mkdir(parents=True)
+    for split, count in (("train", 64), ("val", 16)):
+        rows = [json.dumps({"sentence": sentence(dice), "label": dice.choice(WORDS)}) for _ in range(count)]
+        (phrases / f"financial_phrase_bank_{split}.jsonl").write_text("\n".join(rows))
+
+
+def images(folder):
+    """Digits of scikit-learn as folders of pictures: with a text for each, alone, and with a second picture each."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for name in ("digits", "pairs", "instances"):
+        rows = []
+        (folder / name / "train").mkdir(parents=True)
+        for i in range(16):
+            picture = Image.fromarray((digits.images[i] * 15).astype("uint8")).resize((32, 32)).convert("RGB")
+            picture.save(folder / name / "train" / f"{i}.png")
+            rows.append({"file_name": f"{i}.png", "text": f"the {WORDS[digits.target[i]]}"})
+            if name == "pairs":
+                picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(folder / name / "train" / f"{i}_hint.png")
+                rows[-1]["conditioning_image_file_name"] = f"{i}_hint.png"
+        if name != "instances":
+            text = "\n".join(map(json.dumps, rows))
+            (folder / name / "train" / "metadata.jsonl").write_text(text)
+
+
+def stable_diffusion(folder):
+    """A pipeline of the parts of Stable Diffusion, each with random weights."""
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel, UNet2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    letters = [chr(i) for i in range(ord("a"), ord("z") + 1)] + list("<>|*")
+    words = letters + [f"{letter}</w>" for letter in letters] + ["<|startoftext|>", "<|endoftext|>"]
+    parts = folder / "clip_words"
+    parts.mkdir()
+    (parts / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (parts / "merges.txt").write_text("#version: 0.2\n")
+    text = CLIPTextConfig(vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                          num_attention_heads=2, max_position_embeddings=77, projection_dim=32,
+                          bos_token_id=len(words) - 2, eos_token_id=len(words) - 1, pad_token_id=1)  # fmt: skip
+    kinds = {"block_out_channels": (32, 64), "norm_num_groups": 8}
+    deep = {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 8}  # 8 times smaller, as ControlNet expects it
+    pipeline = StableDiffusionPipeline(
+        vae=AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+                          latent_channels=4, sample_size=64, **deep),
+        unet=UNet2DConditionModel(
+            sample_size=8, layers_per_block=1, cross_attention_dim=32, attention_head_dim=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), **kinds),
+        text_encoder=CLIPTextModel(text), tokenizer=CLIPTokenizer.from_pretrained(parts, model_max_length=77),
+        scheduler=DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    pipeline.save_pretrained(folder / "stable-diffusion")
+    alone = UNet2DModel(sample_size=32, layers_per_block=1, attention_head_dim=8, **kinds,
+                        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                        up_block_types=("AttnUpBlock2D", "UpBlock2D"))  # fmt: skip
+    alone.save_config(folder / "small-unet")
+
+
+def make(folder):
+    import torch
+
+    torch.manual_seed(0)
+    language_models(folder)
+    texts(folder)
+    images(folder)
+    stable_diffusion(folder)
+    (folder / "evaluate.py").write_text(EVALUATE)
+    (folder / "rewards.py").write_text(REWARDS)
+
+
+# ------------------------------------------------------------------------------------------------------- the witness
+
+# Python imports a module of this name at its start.
+SITECUSTOMIZE = f"""import os, sys
+if os.environ.get("WITNESS") and "ACCELERATE_MIXED_PRECISION" in os.environ and "torch" not in sys.modules:
+    sys.path.append({str(ROOT / "benchmarks")!r})
+    from clients import witness
+    sys.path.pop()
+    witness()
+"""
+
+
+def witness():
+    """From now on writes what each optimizer step of this process did to the file $WITNESS/rank<N>.json: the losses,
+    and for each optimizer after each of its steps one number, the norm of all its weights, and a hash of their bits.
+    Sets a seed, for scripts that set none."""
+    import numpy
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    losses, optimizers = [], {}
+    file = Path(os.environ["WITNESS"], f"rank{os.environ.get('RANK', '0')}.json")
+    backward = torch.Tensor.backward
+
+    def kept(loss, *args, **kwargs):
+        losses.append(loss.detach().double().item() if loss.numel() == 1 else None)
+        return backward(loss, *args, **kwargs)
+
+    def stepped(optimizer, args, kwargs):
+        digest, square = hashlib.sha256(), 0.0
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                part = getattr(weight, "_local_tensor", weight)
+                part = getattr(part, "codes", part).detach()  # of amp8's weights
+                digest.update(part.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                square += part.double().square().sum().item()
+        mine = optimizers.setdefault(id(optimizer), {"norms": [], "hash": None})
+        mine["norms"].append(square**0.5)
+        mine["hash"] = digest.hexdigest()
+        made = {"processes": int(os.environ.get("WORLD_SIZE", "1")), "losses": losses}
+        file.write_text(json.dumps(made | {"optimizers": list(optimizers.values())}))
+
+    torch.Tensor.backward = kept
+    register_optimizer_step_post_hook(stepped)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+
+
+# ---------------------------------------------------------------------------------------------- a launch and its row
+
+
 def small(folder):
-    """The data and models of benchmarks/tiny.py in `folder`, made once."""
+    """The small data and models in `folder`, made once."""
     made = folder / "tiny"
     if not made.is_dir():
         (folder / "making").mkdir()
-        tiny.make(folder / "making")
+        make(folder / "making")
         (folder / "making").rename(made)
     return made
 
@@ -64,7 +405,8 @@ def launch(client, config, folder, checkouts, ours=True):
     port = [] if config.startswith("single") else ["--main_process_port", "0"]
     file = ROOT / "accelerate_configs" / f"{config}.yml"
     line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *port, *words, *script]
-    paths = [ROOT / "benchmarks" / "witness", ROOT, work, *filter(None, [os.environ.get("PYTHONPATH")])]
+    (work / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    paths = [ROOT, work, *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {
         "PYTHONPATH": ":".join(map(str, paths)),
         "WITNESS": str(out / "witness"),
@@ -77,9 +419,8 @@ def launch(client, config, folder, checkouts, ours=True):
     if not ours:
         env |= {"ACCELERATE_USE_CPU": "true"}  # else Accelerate makes two runs of one process each
     with (out / "printed.txt").open("w") as printed:
-        process = subprocess.Popen(
-            list(map(str, line)), env=env, cwd=work, stdout=printed, stderr=printed, start_new_session=True
-        )
+        quiet = {"stdout": printed, "stderr": printed, "start_new_session": True}
+        process = subprocess.Popen(list(map(str, line)), env=env, cwd=work, **quiet)
         try:
             code = process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -163,12 +504,12 @@ def installed(package):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("clients", nargs="*", default=OURS, help="names; by default all, of others with --checkouts")
     parser.add_argument("--configs", nargs="+", default=CONFIGS)
-    parser.add_argument("--checkouts", type=Path, help="folder of repositories, see benchmarks/others.py")
+    parser.add_argument("--checkouts", type=Path, help="folder of repositories, see above")
     parser.add_argument("--folder", type=Path, help="keep what the runs write here")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     if args.clients is OURS and args.checkouts:
         args.clients = [*OURS, *OTHERS]

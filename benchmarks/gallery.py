@@ -7,7 +7,6 @@ beside the output: the pictures of `diffusion`, the sample of `gpt`, and the ans
 that it started from. A recipe that the file holds already is not run again.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from provenance import ROOT, command, save
+from harness import ROOT, arguments, made, save
 
 RUNS = {  # recipe: config, options
     "vit": ("single_bf16", "--max_steps 300"),
@@ -41,22 +40,18 @@ def both(answers, base):
     for question, right, model in zip(*[iter(answers.splitlines())] * 3, strict=True):
         prompt = f"user\n{question}<|endoftext|>assistant\n"
         before = launch("predict", str(base), "--prompt", prompt, "--tokens", "20").removeprefix(prompt)
-        out += [
-            question,
-            right,
-            f"  before: {' '.join(before.split()) or '(nothing)'}",
-            model.replace("model", "after"),
-        ]
+        before = f"  before: {' '.join(before.split()) or '(nothing)'}"
+        out += [question, right, before, model.replace("model", "after")]
     return "\n".join(out) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the runs go")
     parser.add_argument("--recipes", nargs="+", default=list(RUNS), help="others are kept as the file holds them")
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
+    rows = made(args.output, rows=[])["rows"]
     known, record = {row["recipe"] for row in rows}, None
     shown = args.output.with_suffix("")
     shown.mkdir(parents=True, exist_ok=True)
@@ -81,7 +76,7 @@ def main():
         rows.append(row)
         print(json.dumps(row), flush=True)
         rows.sort(key=lambda row: list(RUNS).index(row["recipe"]))
-        save(args.output, {"command": command(), "rows": rows}, ("accelerate", "transformers", "timm"))
+        save(args.output, {"rows": rows}, ("accelerate", "transformers", "timm"))
 
 
 if __name__ == "__main__":

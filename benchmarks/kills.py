@@ -16,7 +16,6 @@ lost            launches that went on from an older checkpoint than the newest c
 unequal         runs that ended with other weights or logged values than the run that was never killed
 """
 
-import argparse
 import json
 import os
 import random
@@ -31,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-from provenance import ROOT, save
+from harness import ROOT, arguments, save
 
 OUTLIVE, NO_STEP = 30, 200  # seconds
 VICTIMS = ("launcher", "worker", "everything")
@@ -44,15 +43,15 @@ GPT += "--max_steps 24 --save_steps 4 --eval_steps 12"
 class Launch:
     """One launch of a run. Its processes are found by an environment variable."""
 
-    def __init__(self, root, config, words, out, number):
+    def __init__(self, config, words, out, number):
         self.out, self.log, self.mark = out, out.with_name(f"{out.name}-{number}.log"), f"KILLS_LAUNCH={out}-{number}"
         self.began, self.killed_at, self.resumable = time.time(), None, newest(out)
         recipe, *options = words
-        command = ["./launch.sh", config, recipe, *options, "--output_dir", str(out), "--logging_steps", "1"]
-        command += ["--resume_from_checkpoint", "latest"]
+        line = ["./launch.sh", config, recipe, *options, "--output_dir", str(out), "--logging_steps", "1"]
+        line += ["--resume_from_checkpoint", "latest"]
         env = os.environ | dict([self.mark.split("=")]) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self.log.open("w") as log:
-            self.launcher = subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.launcher = subprocess.Popen(line, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def text(self):
         return self.log.read_text(errors="replace")
@@ -128,13 +127,12 @@ def result(out):
 
 
 class Campaign:
-    def __init__(self, root, config, words, folder, chance, moments):
-        self.root, self.config, self.words, self.folder, self.chance = root, config, words, folder, chance
-        self.moments = moments
+    def __init__(self, config, words, folder, chance, moments):
+        self.config, self.words, self.folder, self.chance, self.moments = config, words, folder, chance, moments
         self.launches, self.runs, self.events, self.ended = 0, 0, [], []
         self.counts = Counter(launches=0, runs=0, orphans=0, failed_starts=0, lost=0, unequal=0)
         began = time.time()
-        launch = Launch(root, config, words, folder / "whole", 0)
+        launch = Launch(config, words, folder / "whole", 0)
         while not launch.steps() and launch.launcher.poll() is None:
             time.sleep(0.05)
         self.start_up = time.time() - began
@@ -144,7 +142,7 @@ class Campaign:
 
     def launch(self, out):
         self.counts["launches"] += 1
-        return Launch(self.root, self.config, self.words, out, self.counts["launches"])
+        return Launch(self.config, self.words, out, self.counts["launches"])
 
     def look_after(self, wait=False):
         """Counts and kills the processes of killed launches that should have ended by now."""
@@ -238,19 +236,13 @@ class Campaign:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("configs", nargs="+")
     parser.add_argument("--recipe", type=shlex.split, help=f"and its options; default: {VIT!r}, for tp gpt")
     parser.add_argument("--kills", type=int, default=8, help="in all, shared out among the configs")
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--root",
-        type=lambda text: Path(text).resolve(),
-        default=ROOT,
-        help="of the code that runs; default: this checkout",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     rows = []
     for at, config in enumerate(args.configs):
@@ -258,7 +250,7 @@ def main():
         kills = args.kills // len(args.configs) + (at < args.kills % len(args.configs))
         folder = Path(tempfile.mkdtemp(prefix="kills-"))
         chance = random.Random(f"{args.seed} {config}")
-        rows.append(Campaign(args.root.resolve(), config, words, folder, chance, args.moments).run(kills))
+        rows.append(Campaign(config, words, folder, chance, args.moments).run(kills))
         shutil.rmtree(folder)
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "events"}), flush=True)
         save(args.output, {"seed": args.seed, "rows": rows}, ("accelerate",))

@@ -12,7 +12,6 @@ default it keeps those up to 32 MiB for the next phase. Training waits for the c
 machine of 24 GB may have no room for a second copy of what is held.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,11 +25,10 @@ import time
 from pathlib import Path
 
 import psutil
-from provenance import ROOT, command, save
+from harness import ROOT, arguments, command, save
 from safetensors import safe_open
 
-sys.path.append(str(ROOT))
-from tools.cli import die_with_me  # noqa: E402
+from tools.cli import die_with_me
 
 MIB = 2**20
 PROCESSES = 4
@@ -134,9 +132,9 @@ def add_estimates(phases, config, words):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--model", default="llama_1b")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     os.environ["FAITHFUL_ASYNC_SAVE"] = "0"
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@
   trainer  transformers' Trainer
 
 All four have the same model, data, sample order, batch, AdamW, schedule and clipping, and log the loss every 10 steps.
-They run in turns of 20 steps (benchmarks/turns.py). A step includes loading, moving, logging and checks, but neither
+They run in turns of 20 steps (harness.py). A step includes loading, moving, logging and checks, but neither
 evaluation nor saving. A ratio compares the median steps of one turn; the report has the median and quartiles over the
 turns. In one process the final fp32 losses must agree, or the trainings differ.
 
@@ -29,10 +29,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from turns import KINDS, TURN, WARMUP_STEPS, failed, in_turns, ratio, watch
+from harness import KINDS, ROOT, TURN, WARMUP_STEPS, arguments, command, failed, in_turns, made, ratio, save, watch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
 WAYS = ("hand", "recipe", "fabric", "trainer")
 BATCH, SEED = 32, 0  # the batch is the global one
 
@@ -141,23 +139,12 @@ def trainer(model, precision, steps):
     net, optimizer, lr_scheduler, train_set = ingredients(model, steps)
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=steps,
-            per_device_train_batch_size=BATCH // world,
-            logging_steps=10,
-            save_strategy="no",
-            report_to=[],
-            bf16=precision == "bf16",
-            use_cpu=True,
-            remove_unused_columns=False,
-            max_grad_norm=1.0,
-            seed=SEED,
-            dataloader_pin_memory=False,
-            ddp_find_unused_parameters=False,
-        )
+        options = {"max_steps": steps, "per_device_train_batch_size": BATCH // world, "seed": SEED}
+        options |= {"max_grad_norm": 1.0, "logging_steps": 10, "report_to": [], "save_strategy": "no"}
+        options |= {"remove_unused_columns": False, "dataloader_pin_memory": False, "ddp_find_unused_parameters": False}
+        settings = TrainingArguments(folder, bf16=precision == "bf16", use_cpu=True, **options)
         optimizers = (optimizer, lr_scheduler)
-        made = Images(net, arguments, data_collator=as_is, train_dataset=train_set, optimizers=optimizers)
+        made = Images(net, settings, data_collator=as_is, train_dataset=train_set, optimizers=optimizers)
         made.train()
     return None
 
@@ -205,14 +192,14 @@ def first_step(way, processes, command):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--models", nargs="*", default=["vit_nano=24", "vit_tiny=8"], help="model=turns")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--output", type=Path, help="JSON file; what it holds already is kept unless measured again")
     parser.add_argument("--start", type=int, default=0, metavar="ROUNDS", help="measure start-up too, so many times")
     args = parser.parse_args()
-    result = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": [], "start": []}
+    result = made(args.output, rows=[], start=[])
     for model, turns in (pair.split("=") for pair in args.models):
         for precision in args.precisions:
             for processes in args.processes:
@@ -234,33 +221,23 @@ def main():
                     print(f"  {way:8} {wall:.3f} ({low:.3f} to {high:.3f}), CPU {cpu:.3f}, fastest {fastest:.3f}")
                 keep(args.output, result)
     if args.start:
-        result["start"], result["parts"] = start_up(args), parts(args.start)
+        result["start"] = start_up(args)
         for row in result["start"]:
             print(
                 f"start-up, {row['way']} x{row['processes']}: {row['seconds']:.1f} s, {row['of_hand']:.2f} of by hand"
             )
-        print(result["parts"])
     keep(args.output, result)
 
 
 def start_up(args):
     """{way of starting: seconds from the command to the end of the first optimizer step}."""
     config = {1: "single_fp32", 2: "ddp_fp32"}
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     ways = {
         "by hand": ("hand", lambda n: None),
         "recipe, python or torchrun": ("recipe", lambda n: None),
         "recipe, ./launch.sh": ("recipe", lambda n: ["./launch.sh", config[n]]),
-        "recipe, accelerate launch": (
-            "recipe",
-            lambda n: [
-                sys.executable,
-                "-m",
-                "accelerate.commands.accelerate_cli",
-                "launch",
-                "--config_file",
-                f"accelerate_configs/{config[n]}.yml",
-            ],
-        ),
+        "recipe, accelerate launch": ("recipe", lambda n: [*launcher, f"accelerate_configs/{config[n]}.yml"]),
     }
     rows = []
     for processes in args.processes:
@@ -270,53 +247,18 @@ def start_up(args):
         ]
         for name in ways:
             times, of_hand = [t[name] for t in turns], [t[name] / t["by hand"] for t in turns]
-            rows.append(
-                {
-                    "way": name,
-                    "processes": processes,
-                    "seconds": statistics.median(times),
-                    "of_hand": statistics.median(of_hand),
-                    "min": min(of_hand),
-                    "max": max(of_hand),
-                }
-            )
+            row = {"way": name, "processes": processes, "seconds": statistics.median(times)}
+            rows.append(row | {"of_hand": statistics.median(of_hand), "min": min(of_hand), "max": max(of_hand)})
     return rows
-
-
-def parts(rounds):
-    """Seconds of the parts of a start, each measured in a process that does only this."""
-    code = {
-        "python": "pass",
-        "import torch": "import torch",
-        "import accelerate.commands.launch (what ./launch.sh starts)": "import accelerate.commands.launch",
-        "import accelerate.commands.accelerate_cli (accelerate launch)": "import accelerate.commands.accelerate_cli",
-        "import torch, timm (by hand too)": "import torch, timm",
-        "import torch, timm, accelerate": "import torch, timm, accelerate",
-        "check of a config": "import runpy; runpy.run_path('tools/check.py', run_name='__main__')",
-    }
-    found = {}
-    for name, line in code.items():
-        times = []
-        for _ in range(rounds):
-            began = time.time()
-            subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, check=False)
-            times.append(time.time() - began)
-        found[name] = statistics.median(times)
-    return found
 
 
 def keep(file, result):
     """Writes the results. If several commands write to one file, it names all of them."""
     if file is None:
         return
-    from provenance import command, save
-
-    before = result.pop("command", command())
-    said = before if command() in before else f"{before} and {command()}"
-    for stale in ("date", "device", "versions"):
-        result.pop(stale, None)
-    save(file, result | {"command": said, "batch": BATCH}, ("accelerate", "timm", "transformers", "lightning-fabric"))
-    result["command"] = said
+    kept = {name: result[name] for name in ("rows", "start")}
+    packages = ("accelerate", "timm", "transformers", "lightning-fabric")
+    save(file, kept | {"command": command(result.get("command")), "batch": BATCH}, packages)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,14 @@ at least 90%. `several looks` is --seeds auto, where the first verdict counts. `
 smallest number of pairs that can get a verdict.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
+from harness import arguments, save
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-from benchmarks.provenance import save  # noqa: E402
-from tools import paired  # noqa: E402
-from tools.judge import COSTS  # noqa: E402
+from tools import paired
+from tools.judge import COSTS
 
 
 def pools(made):
@@ -70,36 +66,30 @@ def first_verdict(base, values, margin, looks):
 
 def rates(pairs, resolution, margin, times, generator):
     """The rates over `times` comparisons."""
-    wrong = beside = fewest = several = detected = 0
+    found = dict.fromkeys(("wrong", "misses_zero", "wrong_fewest", "wrong_several_looks", "planted_found"), 0)
     looks = paired.looks(16)
     count = max(paired.FEWEST, round(len(pairs) ** 0.5) if resolution is None else len(pairs))
     for _ in range(times):
         base, values = drawn(generator, pairs, count)
-        wrong += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
-        beside += paired.judge(base, values, 0)["kind"] in ("higher", "lower")
+        found["wrong"] += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
+        found["misses_zero"] += paired.judge(base, values, 0)["kind"] in ("higher", "lower")
         base, values = drawn(generator, pairs, paired.FEWEST)
-        fewest += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
+        found["wrong_fewest"] += paired.judge(base, values, margin)["kind"] in ("higher", "lower")
         base, values = drawn(generator, pairs, looks[-1])
-        several += first_verdict(base, values, margin, looks) in ("higher", "lower")
+        found["wrong_several_looks"] += first_verdict(base, values, margin, looks) in ("higher", "lower")
         if resolution:
             base, values = drawn(generator, pairs, count, 2 * resolution)
-            detected += paired.judge(base, values, 0)["kind"] == "higher"
-    figures = {
-        "pairs": count,
-        "comparisons": times,
-        "wrong": wrong / times,
-        "misses_zero": beside / times,
-        "wrong_fewest": fewest / times,
-    }
-    figures |= {"wrong_several_looks": several / times, "resolution": resolution}
-    return figures | {"planted_found": detected / times if resolution else None}
+            found["planted_found"] += paired.judge(base, values, 0)["kind"] == "higher"
+    shares = {name: number / times for name, number in found.items()}
+    shares["planted_found"] = shares["planted_found"] if resolution else None
+    return {"pairs": count, "comparisons": times, "resolution": resolution} | shares
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("reports", nargs="+", type=Path, help="folders of finished comparisons")
     parser.add_argument("--times", type=int, default=1000, help="comparisons of each config and measure")
-    parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
     generator, rows = np.random.default_rng(0), []
     for folder in args.reports:
@@ -113,12 +103,8 @@ def main():
         key: float(np.mean([row[key] for row in rows]))
         for key in ("wrong", "misses_zero", "wrong_fewest", "wrong_several_looks")
     }
-    total |= {
-        "planted_found": float(np.mean(planted)),
-        "comparisons": args.times * len(rows),
-        "fewest": paired.FEWEST,
-        "looks": paired.looks(16),
-    }
+    total |= {"planted_found": float(np.mean(planted)), "comparisons": args.times * len(rows)}
+    total |= {"fewest": paired.FEWEST, "looks": paired.looks(16)}
     print(total)
     if args.output:
         save(args.output, {"total": total, "rows": rows}, packages=("numpy", "scipy"))

@@ -6,7 +6,7 @@
 
 The tests are those of the source distribution of the installed Accelerate, which pip downloads from the package index,
 and the test scripts inside the installed package. Each runs once as it is and once with our class in its place, as
-`python -m faithful` puts it there (benchmarks/peer_inside.py). Their files are not changed.
+`python -m faithful` puts it there. Their files are not changed.
 
 test     a test of pytest, in one process; some of them fork two
 check    a function of a script whose name begins with test_ or check_ or ends with _check, each call of it, and the
@@ -18,11 +18,14 @@ What Accelerate itself does not pass here (no GPU, no network, packages that are
 of a hub; a small one with random weights takes their place.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
+import faulthandler
+import functools
+import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -32,12 +35,11 @@ import sys
 import tarfile
 import tempfile
 import threading
-from functools import partial
 from pathlib import Path
 
-import peer_examples
+import clients
 import psutil
-from provenance import ROOT, command, save
+from harness import ROOT, arguments, command, save
 
 SCRIPTS = {  # script -> numbers of processes
     "test_script": (1, 2),
@@ -47,11 +49,7 @@ SCRIPTS = {  # script -> numbers of processes
     "external_deps.test_metrics": (1, 2),
 }
 PACKAGES = ("accelerate", "torchdata", "parameterized", "pytest", "datasets", "transformers")
-NEEDS = (
-    "parameterized",
-    "torchdata",
-    "pytest_timeout",
-)  # without them some tests of Accelerate's are not even collected
+NEEDS = ("parameterized", "torchdata", "pytest_timeout")  # without them some tests are not even collected
 EXAMPLES = "test_examples.py"  # needs the examples, which the source distribution does not have
 NOT_COUNTED = "test_free_memory_dereferences_prepared_components"  # reads the whole machine's free memory: chance
 DEFAULT_FOLDER = "without a project_dir a run still has a folder of its own, so a tracker that needs one gets it"
@@ -61,6 +59,93 @@ REASONS = {  # difference -> why it is a promise of ours
     "test_tracking.py::RegisterTrackerClassTest::test_register_requires_logging_directory": DEFAULT_FOLDER,
     "test_tracking.py::TensorBoardTrackingTest::test_project_dir": DEFAULT_FOLDER,
 }  # fmt: skip
+
+
+# -------------------- in the processes of the tests: what happened goes to the file PEER_REPORT, a line of JSON each
+
+
+def say(name, outcome, why=None):
+    with open(os.environ["PEER_REPORT"], "a") as file:
+        file.write(json.dumps({"test": name, "outcome": outcome, "why": why}) + "\n")
+
+
+def pytest_configure():
+    """This and the other hooks: this module is a plugin of the pytest that runs Accelerate's tests."""
+    if os.environ.get("PEER_CLASS") == "faithful":
+        from faithful.__main__ import take_its_place
+
+        take_its_place()
+        launch_ours()
+
+
+def launch_ours():
+    """Tests that launch a script by `accelerate launch` launch it with `-m faithful`."""
+    from accelerate.test_utils import testing
+
+    plain = testing.run_command
+
+    @functools.wraps(plain)
+    def run_command(command, *args, **kwargs):
+        at = next((at for at, word in enumerate(command) if str(word).endswith(".py")), None)
+        if at and command[:2] == ["accelerate", "launch"]:
+            command = [*command[:at], "-m", "faithful", *command[at:]]
+        return plain(command, *args, **kwargs)
+
+    testing.run_command = run_command
+
+
+def pytest_runtest_logstart(nodeid):
+    say(nodeid.removeprefix("tests/"), "begun")
+
+
+def pytest_runtest_logreport(report):
+    """Setup and teardown are named only if they fail or skip. The last line of a test counts."""
+    if report.outcome != "passed" or report.when == "call":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = crash.message if crash else report.longrepr and str(report.longrepr)[-300:]
+        say(report.nodeid.removeprefix("tests/"), report.outcome, why)
+
+
+def pytest_sessionfinish():
+    faulthandler.dump_traceback_later(60, exit=True)  # prints `Timeout` and ends a process that does not end
+
+
+def watched(name, function, skipped, inside, calls):
+    """`function`, a check of a script, which reports how it ended. One that is in `skipped` is not called."""
+
+    @functools.wraps(function)
+    def check(*args, **kwargs):
+        if inside:  # called by another check, which reports
+            return function(*args, **kwargs)
+        calls[name] = calls.get(name, 0) + 1
+        label = name if calls[name] == 1 else f"{name} {calls[name]}"
+        if label in skipped:
+            return None
+        say(label, "begun")
+        inside.append(label)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as problem:
+            say(label, "failed", f"{type(problem).__name__}: {problem}")
+            raise
+        finally:
+            inside.pop()
+        say(label, "passed")
+        return result
+
+    return check
+
+
+def checks_inside(script, skipped):
+    """Runs one of Accelerate's test scripts in this process, without the checks that are `skipped`."""
+    module, inside, calls = importlib.import_module(f"accelerate.test_utils.scripts.{script}"), [], {}
+    for name, value in list(vars(module).items()):
+        if inspect.isfunction(value) and re.match("test_|check_|.*_check$", name):
+            setattr(module, name, watched(name, value, skipped, inside, calls))
+    module.main()
+
+
+# ---------------------------------------------------------------------------------------------------- their launches
 
 
 def missing():
@@ -105,7 +190,7 @@ def run(command, ours, cwd, env=None, timeout=1200):
         end_all(report)
         log.seek(0)
         said = log.read()
-    code = None if "Timeout (0:01:00)!" in said else code  # peer_inside.py waited for its end
+    code = None if "Timeout (0:01:00)!" in said else code  # pytest_sessionfinish waited for its end
     errors = [
         line for line in said.splitlines() if line.startswith(("refused:", "error:", "ERROR")) or "Error: " in line
     ]
@@ -122,7 +207,7 @@ def end_all(report):
 
 def tests_of(file, ours, cwd):
     """{test: None if it passed, else why not} of a file of tests; those that were skipped are left out."""
-    words = ["-m", "pytest", "-p", "peer_inside", "-p", "no:cacheprovider", "-q", "--timeout", "120", "-o", "addopts="]
+    words = ["-m", "pytest", "-p", "peer_tests", "-p", "no:cacheprovider", "-q", "--timeout", "120", "-o", "addopts="]
     lines, code, error = run([sys.executable, *words, "--rootdir", file.parent.parent, file], ours, cwd)
     ended = {line["test"]: line for line in lines}
     if ended or code not in (0, 1, 5):  # 5: no test was collected
@@ -140,12 +225,12 @@ def checks_of(script, processes, ours, cwd, left_out=()):
     launch = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes", processes]
     launch += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     env = {} if ours else {"ACCELERATE_USE_CPU": "true"}  # without it Accelerate runs two times one process
-    found, inside = {}, ROOT / "benchmarks" / "peer_inside.py"
+    found, inside = {}, [__file__, "--inside"]
     while True:
         name = f"{script} on {processes}: "
         skipped = [check for check, why in found.items() if why]
         skipped += [check.removeprefix(name) for check in left_out if check.startswith(name)]
-        words = [*(["-m", "faithful"] if ours else []), inside, script, *skipped]
+        words = [*(["-m", "faithful"] if ours else []), *inside, script, *skipped]
         lines, code, error = run([sys.executable, *launch, *words], ours, cwd, env, timeout=120)
         failed = {line["test"]: line["why"] for line in lines if line["outcome"] == "failed"}
         began, passed = ([line["test"] for line in lines if line["outcome"] == what] for what in ("begun", "passed"))
@@ -157,19 +242,29 @@ def checks_of(script, processes, ours, cwd, left_out=()):
             return {name + check: why for check, why in ({"its end": None} | found).items()}
 
 
+def examples(repository, folder):
+    """Copies Accelerate's examples and their data into `folder`, beside small models under the names that the examples
+    ask a hub for."""
+    for name in ("examples", "tests"):
+        shutil.copytree(Path(repository, name), folder / name)
+    clients.language_models(folder)
+
+
 def table(files, scripts, folder, repository=None, classes=("accelerate", "faithful"), left_out=()):
     """{class: {test: None if it passed, else why not}}. Two files or scripts run at a time."""
     jobs = [(tests_of, (file,)) for file in files]
-    jobs += [(partial(checks_of, left_out=left_out), (script, n)) for script in scripts for n in SCRIPTS[script]]
+    jobs += [
+        (functools.partial(checks_of, left_out=left_out), (script, n)) for script in scripts for n in SCRIPTS[script]
+    ]
     found, preparing = {name: {} for name in classes}, threading.Lock()
 
     def one(job):
         (function, args), which = job
         cwd = Path(tempfile.mkdtemp(dir=folder))
-        (cwd / "evaluate.py").write_text(peer_examples.METRIC)
+        (cwd / "evaluate.py").write_text(clients.EVALUATE)
         if args[0] in files and args[0].name == EXAMPLES:
             with preparing:  # transformers' lazy imports are not for two threads
-                peer_examples.prepare(repository, cwd)
+                examples(repository, cwd)
         result = function(*args, which == "faithful", cwd)
         name = args[0].name if args[0] in files else "{} on {}".format(*args)
         print(f"{which}: {name}: {sum(why is None for why in result.values())} of {len(result)}", flush=True)
@@ -211,10 +306,10 @@ def chosen(folder, only=(), examples=False):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("--only", nargs="+", default=(), help="parts of the names of files and scripts")
     parser.add_argument("--repository", type=Path, help="a clone of Accelerate, for its examples")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     folder = source()
     found = table(*chosen(folder, args.only, args.repository is not None), folder, args.repository)
@@ -242,4 +337,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    checks_inside(sys.argv[2], sys.argv[3:]) if "--inside" in sys.argv[:2] else main()

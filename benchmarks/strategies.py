@@ -1,20 +1,18 @@
 """Runs one training under every distributed strategy: what each process holds and sends, and the final loss.
 
-    python benchmarks/strategies.py --max_steps 60       writes results/strategies.json and prints the table
+    python benchmarks/strategies.py --max_steps 60       writes results/strategies.json
 
 Memory and bytes sent are counted on the tensors and collectives of the run (its `evidence`). Time is not compared,
 because two processes on one machine say nothing about it.
 """
 
-import argparse
 import json
 import subprocess
 import tempfile
 from pathlib import Path
 
-from provenance import save
+from harness import ROOT, arguments, save
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ("single_fp32", "single_fp32 --dtype bfloat16", "single_bf16", "single_fp16", "ddp_bf16", "zero1_bf16",
            "zero2_bf16", "fsdp_bf16_noreshard", "zero3_bf16", "zero3_bf16_offload", "fsdp_bf16", "fsdp_bf16_offload",
            "hsdp_bf16", "zero2_fp8", "zero3_fp8", "zero2_fp8_te", "zero3_fp8_te")  # fmt: skip
@@ -42,21 +40,14 @@ def run(config, steps, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--max_steps", type=int, default=60, help="optimizer steps of each run")
     args = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for config in CONFIGS:
             rows[config], record = run(config, args.max_steps, Path(folder))
-            figures = rows[config]
-            each = figures["share_per_process"] or {"optimizer": 1}
-            print(
-                f"| `{config}` | {figures['processes']} | {figures['bytes_per_parameter']['total']:.1f} | "
-                f"{each['optimizer']:.2f} | {figures['wire_bytes_per_step'] / 2**20:.2f} | "
-                f"{figures['final']['metrics']['eval_loss']:.3f} |",
-                flush=True,
-            )
+            print(config, rows[config], flush=True)
     save(ROOT / "results" / "strategies.json", {"git_commit": record["git_commit"], "runs": rows}, run=record)
 
 

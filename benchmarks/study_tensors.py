@@ -8,17 +8,13 @@ noise of its rounding, further in all. Weights of Linear layers, which MS-AMP's 
 stand apart.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import torch
+from harness import ROOT, arguments, save
+from study import BASELINE, TASKS, WAYS
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-from benchmarks.provenance import save  # noqa: E402
-from benchmarks.study_plan import BASELINE, TASKS, WAYS  # noqa: E402
-from tools import export  # noqa: E402
+from tools import export
 
 
 def weights(folder):
@@ -52,7 +48,7 @@ def rows_of(task, runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "study", help="where benchmarks/study.py ran")
     args = parser.parse_args()
     rows = [row for name, task in TASKS.items() if task.start for row in rows_of(name, args.runs)]

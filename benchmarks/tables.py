@@ -8,16 +8,14 @@ A table stands between `<!-- from results/...: python benchmarks/tables.py -->` 
 
 import json
 import re
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-from benchmarks import amp8_tables, checkpoint_tables, recipe_tables, study_page  # noqa: E402
-from benchmarks.provenance import came_from  # noqa: E402
-from tools import drawings, page, paired, report  # noqa: E402
+import study
+from harness import ROOT, came_from
+
+from tools import drawings, page, paired, report
 
 COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
 PICTURE = "differences.svg"  # beside a comparison
@@ -76,40 +74,6 @@ def ratios(found):
     return f"{found['wall']['median']:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f}, fastest {fastest:.2f}"
 
 
-def launches(figures):
-    cases, wider, rows, ratios_of_o2 = figures["cases"], figures["wider"], [], []
-    for case, counts in cases.items():
-        recipe, config = case.split()
-        count, calls = counts["launches"], counts["compiled_calls"]
-        of_calls = f"{calls} in {counts['compiled_kernels']}, {counts['compiled_kernels_wider']}" if calls else ""
-        by_hand = f"{counts['by_hand']}, {counts['ratio']:.2f}x" if "by_hand" in counts else ""
-        rows.append([f"`{config}`, `{recipe}`", str(count), of_calls, by_hand, str(counts["waits"])])
-        if config == "single_fp8_msamp_o2":
-            base = cases[f"{recipe} single_bf16"]["launches"]
-            alone, as_calls, small, wide = (
-                f"{(count + more) / base:.2f}x"
-                for more in (0, calls, counts["compiled_kernels"], counts["compiled_kernels_wider"])
-            )
-            ratios_of_o2.append(
-                f"`{recipe}` under `{config}` launches {alone} the kernels of `single_bf16` beside its compiled calls, "
-                f"{as_calls} if each call counts as one, {small} with the kernels of the calls, and {wide} with those "
-                f"of a model {wider} times as wide"
-            )
-    heads = ["config, recipe", "kernels launched", "compiled calls, in how many kernels", "by hand, ratio",
-             "waits for the device"]  # fmt: skip
-    (least, most), cast = figures["kernels_of_a_call"]["amp8.linear.cast"], figures["bytes_of_a_cast"]
-    text = (
-        f"Compiled calls: their number, and how many kernels Inductor plans for them, at these sizes and {wider} times "
-        "as wide, where it splits a reduction into two kernels. " + "; ".join(ratios_of_o2) + ". Inductor planned "
-        "without a GPU, for an H100's properties, and each size was fixed: on a GPU it may fuse differently.\n\n"
-        f"The cast of a bf16 activation to FP8 by `amp8`, in {least} to {most} kernels, reads and writes "
-        f"{cast['fused']:.0f} bytes per element where it is compiled, as on a GPU, and "
-        f"{cast['operator_by_operator']:.0f} operator by operator: the tensor is read once for its largest value and "
-        "once for the cast, whose scale depends on that value."
-    )
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\n{text}"
-
-
 def estimates(figures):
     heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off",
              "peak as glibc leaves it"]  # fmt: skip
@@ -129,44 +93,6 @@ def estimates(figures):
     return f"{text}:\n\n{report.table(heads, rows)}"
 
 
-def emulation(figures):
-    rows = [
-        [f"`{row['kind']}`" + (", its own CPU path" if ":" in row["kind"] else ""), f"{row['median_ratio']:.2f}x"]
-        for row in figures["rows"]
-        if row["kind"] != "bf16"
-    ]
-    return f"{came_from(figures)}:\n\n{report.table(['recipe', 'step, relative to bf16'], rows)}"
-
-
-def fp8_digits(figures):
-    rows = [
-        [f"`{row['config']}`", f"{row['mean']:.4f}", f"{row['spread']:.4f}", f"{row['accuracy']:.4f}",
-         str(row["linear_converted"]), f"{row['bytes_per_parameter']:.1f}"]
-        for row in figures["rows"]
-    ]  # fmt: skip
-    heads = ["config", "loss, mean", "max - min", "accuracy", "Linear in FP8", "B/param"]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
-def fsdp_levels(figures):
-    rows = []
-    for task, found in figures["parity"].items():
-        for other, apart in found["against"].items():
-            percent = 100 / (apart["difference"] / apart["of_loss"]) if apart["of_loss"] else 0
-            middle, half = apart["difference"] * percent, apart["half_interval"] * percent
-            rows.append([task, f"`{other}`", f"{middle:+.2f}% ({middle - half:+.2f} to {middle + half:+.2f})"])
-    heads = ["recipe", "held-out loss of `fsdp_fp8_msamp_o2` against", "mean paired difference, 95% interval"]
-    text = f"{came_from(figures)}; two processes, {len(figures['seeds'])} seeds:\n\n{report.table(heads, rows)}\n\n"
-    text += "`vit_large` on two processes, four steps; a CPU's peak includes the activations:\n\n"
-    heads = ["config", "B/param in each process", "sent per step and process, MB", "peak of a process, GiB"]
-    rows = [
-        [f"`{row['config']}`", f"{row['bytes_per_parameter_in_each_process']:.2f}",
-         f"{row['wire_bytes_per_step'] / 1e6:,.0f}", f"{row['peak'] / 2**30:.2f}"]
-        for row in figures["vit_large"]
-    ]  # fmt: skip
-    return text + report.table(heads, rows)
-
-
 def clients(figures):
     """One line per script, one column per config."""
     rows, configs = {}, list(dict.fromkeys(row["config"] for row in figures["rows"]))
@@ -183,54 +109,12 @@ def clients(figures):
     return text + ("\n\n" + "\n".join(refused) if refused else "")
 
 
-def other_configs(figures):
-    """What became of config files of others, and the losses of those that were launched."""
-    rows = []
-    for name, scripts in figures["launches"].items():
-        for script, run in scripts.items():
-            says = run.get("failed", "equal" if run.get("equal") else "not equal")
-            far = f"{run['apart']:.1g}" if run.get("apart") else "0" if "apart" in run else "-"
-            rows.append([name, script, f"`{run['ours']}`" if "ours" in run else "-", says, far])
-    heads = ["file", "script", "our config", "first loss", "both losses apart"]
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(figures["verdicts"].items()))
-    refused = [f"- `{name}`: {row['problems'][0]}" for name, row in figures["table"].items() if row["problems"]]
-    text = f"{came_from(figures)}. {figures['files']} files: {counts}. {figures['launched']} of them launched:\n\n"
-    return text + report.table(heads, rows) + "\n\nRefused:\n\n" + "\n".join(refused)
-
-
 def peers(figures):
     """How many of Accelerate's tests pass, and why others do not."""
     heads = ["what", "pass, of those that pass with Accelerate's class"]
     rows = [["tests", figures["passed"]["tests"]], ["checks of its test scripts", figures["passed"]["checks"]]]
     text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\nThe others:\n\n"
     return text + "\n".join(f"- `{row['test']}`: {row['reason'] or row['why']}" for row in figures["differences"])
-
-
-def rehearsal(figures):
-    """The step time of each config over that of fp32, a column for each model, kind of CPU and code."""
-    cells = {}
-    for row in figures["rows"]:
-        low, high = row["wall"]["quartiles"]
-        column = f"{row['model']}, {row['instructions']}" + (", before" if row["code"] == "before" else "")
-        cells.setdefault(column, {})[row["config"]] = f"{row['wall']['median']:.2f} ({low:.2f} to {high:.2f})"
-    configs = dict.fromkeys(row["config"] for row in figures["rows"])
-    rows = [[f"`{config}`", *(cells[column].get(config, "-") for column in sorted(cells))] for config in configs]
-    text = f"{came_from(figures)}; ratios as above:\n\n" + report.table(["config", *sorted(cells)], rows)
-    if figures.get("start"):
-        heads, rows = ["model", "config", "seconds to the first step, median", "before"], []
-        for row in figures["start"]:
-            times = [f"{statistics.median(row[code]):.1f}" for code in ("now", "before")]
-            rows.append([row["model"], f"`{row['config']}`", *times])
-        text += f"\n\nFrom the command to the end of the first optimizer step:\n\n{report.table(heads, rows)}"
-    if figures.get("losses"):
-        heads, rows = ["model", "seeds", "products in fp32", "first weights off by their last bit"], []
-        for model in dict.fromkeys(row["model"] for row in figures["losses"]):
-            of_model = [row for row in figures["losses"] if row["model"] == model]
-            apart = [statistics.mean(row[way] for row in of_model) for way in ("through_fp32", "perturbed")]
-            rows.append([model, str(len(of_model)), *(f"{distance:.4f}" for distance in apart)])
-        text += "\n\nLosses of 50 steps in bf16, as it is: the root mean square of the difference to a run with the "
-        text += f"CPU's own bf16 kernels, mean over pairs of one seed:\n\n{report.table(heads, rows)}"
-    return text
 
 
 def wrapper(figures):
@@ -242,61 +126,81 @@ def wrapper(figures):
     return f"{came_from(figures)}; ratios as above:\n\n" + report.table(heads, rows)
 
 
-def diagnose(figures):
-    """What was found first in each recipe, and whether the planted faults were found and fixed."""
-    heads = ["planted", "config", "named first", "loss with the proposed `skip`, paired"]
-    rows = []
-    for fault, diagnosis in figures["faults"].items():
-        gain = diagnosis["paired_gain_percent"]
-        share = f"{-gain['mean']:+.1f}% ({-gain['high']:+.1f} to {-gain['low']:+.1f})"
-        planted = f"{fault}: layer `{diagnosis['planted']}`"
-        rows.append([planted, f"`{diagnosis['config']}`", f"`{diagnosis['named_first']}`", share])
-    text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\nThe shipped recipes:\n\n"
-    rows = [[row["recipe"], f"`{row['config']}`", row["answer"][0]] for row in figures["recipes"]]
-    return text + report.table(["recipe", "config", "found first"], rows)
-
-
-def demo(figures):
-    rows = [[f"`{row['command']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['seconds']:.1f}"]
+def memory(figures):
+    rows = [[row["level"], f"{row['peak'] / 1e9:.2f}", f"{row['ratio']:.2f}x", f"{row['bytes_per_parameter']:.1f}"]
             for row in figures["rows"]]  # fmt: skip
-    heads = ["command", "steps", "held-out accuracy", "seconds, from command to end"]
+    heads = ["level", "peak, GB", "of bf16 AMP with fp32 masters", "B/param"]
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def photos(figures):
+def comm(figures):
+    names = {"amp8": "amp8", "msamp": "MS-AMP's FP8 sum, 1/sqrt(N)", "floor": "rounding once", "bf16": "bf16 sum"}
+    errors, wire = figures["simulated_8"], figures["wire_4"]
+    rows = [[name, *(f"{errors[key][at]:.1%}" for at in ("0.0", "0.9", "1.0"))] for key, name in names.items()]
+    rest = (f"On 4 gloo processes {figures['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
+            f"{wire['of_bf16_hook']:.2f}x of a bf16 hook, {wire['of_fp32_ddp']:.2f}x of fp32 DDP.")  # fmt: skip
+    return f"{came_from(figures)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
+
+
+def fsdp(figures):
+    errors = [
+        [name, *(f"{row[at]:.1%}" for at in ("0.0", "0.5", "0.9", "1.0"))] for name, row in figures["error"].items()
+    ]
     rows = [
-        [f"`{row['recipe']}`", str(row["steps"]), f"{row['accuracy']:.4f}", f"{row['balanced_accuracy']:.4f}",
-         f"{row['seconds']:.0f}"]
-        for row in figures["rows"]
+        [ranks, f"FSDP2 {way}" if way in ("fp32", "bf16") else f"amp8 {way}", f"{row['bytes']:.2f}",
+         f"{row['wire'] / 1e6:.2f}", f"{row['wire_of_fp32']:.2f}x",
+         f"{row['converted_of_fp32']:.2f}x" if row["converted"] else ""]
+        for ranks, ways in figures["ways"].items() for way, row in ways.items()
     ]  # fmt: skip
-    heads = ["recipe", "steps", "accuracy", "mean of the classes' accuracies", "seconds"]
-    return f"`photos`, held-out patches: {came_from(figures)}:\n\n{report.table(heads, rows)}"
+    heads = ["ranks", "way", "B per Linear parameter", "sent per step, MB", "of fp32", "converted layers"]
+    text = "Relative error of the mean gradient, by correlation between ranks:"
+    return (f"{came_from(figures)}, per rank:\n\n{report.table(heads, rows)}\n\n{text}\n\n"
+            + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
 
 
-def gpt(figures):
-    order, loss = max(figures["ngram_loss"].items(), key=lambda item: int(item[0]))
-    return (f"`gpt`, {figures['gpt']['args']['max_steps']} steps on `{figures['dataset']}`: held-out loss "
-            f"{figures['gpt']['loss']:.4f} nats per byte; a {order}-gram with back-off on the same split {loss:.4f}. "
-            + came_from(figures))  # fmt: skip
+KILLS = ("orphans", "failed_starts", "lost", "unequal")
 
 
-def finetune(figures):
-    rows = [[row["start"], f"{row['mean']:.4f}", f"{row['spread']:.4f}"] for row in figures["rows"]]
-    picture = "![Held-out accuracy over the steps, each start, three seeds](results/finetune_textures.svg)"
-    text = f"Fine-tuning: `textures` from a `vit_nano` trained on `photos`, {figures['steps']} steps, three seeds: "
-    text += f"{came_from(figures)}:\n\n{report.table(['start', 'accuracy, mean', 'max - min'], rows)}"
-    return f"{text}\n\n{picture}"
+def kills(figures):
+    """Counts of one campaign: in which phase of a run the kills hit, and what went wrong."""
+    phases = (("launcher", "imports and rendezvous", "model and first step"), ("training", "end"), ("saving",))
+    rows = []
+    for row in figures["rows"]:
+        cells = [row["kills"], *(sum(row["phase"].get(name, 0) for name in group) for group in phases)]
+        rows.append([f"`{row['config']}`", *cells, *(row[key] for key in KILLS)])
+    rows.append(["all", *map(sum, zip(*(row[1:] for row in rows), strict=True))])
+    heads = ["config", "kills", "while starting", "training", "saving", *(key.replace("_", " ") for key in KILLS)]
+    return f"{came_from(figures)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
 
 
-def onnx_latency(figures):
+def large(figures):
+    """MiB that a process and the machine hold at the peak of each phase, beside what estimate says."""
     rows = [
-        [f"`{row['model']}`", row["engine"], row["dtype"], f"{row['bytes'] / 1e6:.2f}", f"{row['apart']:.0e}",
-         f"{row['milliseconds_batch_1']:.2f}", f"{row['milliseconds_batch_32']:.1f}"]
-        for row in figures["rows"]
-    ]  # fmt: skip
-    heads = ["model", "engine", "dtype", "MB", "logits apart from torch's fp32", "ms, batch 1", "ms, batch 32"]
-    text = f"Fastest of 50 calls: {came_from(figures)}:"
+        [phase, *(f"{held[key]:,} ({held[f'{key}_estimated']:,})" for key in ("main", "others", "node"))]
+        for phase, held in figures["phases"].items()
+    ]
+    rows.append(["export", f"{figures['export']:,}", "", ""])
+    text = f"{came_from(figures)}; {figures['parameters'] / 1e6:,.0f} million parameters, {figures['processes']} "
+    text += f"processes, a checkpoint of {figures['checkpoint_bytes'] / 1e9:.1f} GB:"
+    heads = ["phase", "process 0, MiB (estimated)", "largest other", "all together at one moment"]
     return f"{text}\n\n{report.table(heads, rows)}"
+
+
+SHORT = {"eval_loss": "held-out loss", "exact_match": "exact answers"}
+
+
+def gallery(figures):
+    """A row for each recipe, and below what there is to look at."""
+    rows, seen = [], []
+    for row in figures["rows"]:
+        measures = [f"{SHORT.get(name, name)} {value:.3g}" for name, value in row["metrics"].items()]
+        rows.append([f"`{row['recipe']}`", f"`{row['command']}`", f"{row['seconds'] / 60:.1f}", ", ".join(measures)])
+        if "left" in row:
+            file = f"results/gallery/{row['left']}"
+            shown = (ROOT / file).read_text().strip() if file.endswith(".txt") else None
+            seen.append(f"**{row['recipe']}**\n\n" + (f"```text\n{shown}\n```" if shown else f"![drawn](../{file})"))
+    table = report.table(["recipe", "command", "minutes", "at the end"], rows)
+    return "\n\n".join([f"{came_from(figures)}:", table, *seen])
 
 
 TECHNIQUES = (  # what it was called, and the config that it is here
@@ -339,43 +243,21 @@ def strategies(figures):
 TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
-    "results/launches.json": launches,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
-    "results/demo.json": demo,
-    "results/kills.json": checkpoint_tables.kills,
-    "results/kills_before.json": checkpoint_tables.kills,
-    "results/kills_saving.json": checkpoint_tables.kills,
-    "results/kills_async.json": checkpoint_tables.kills,
-    "results/photos.json": photos,
-    "results/gpt_python_docs.json": gpt,
-    "results/finetune_textures.json": finetune,
-    "results/onnx_latency.json": onnx_latency,
-    "results/emulation.json": emulation,
-    "results/fp8_digits.json": fp8_digits,
-    "results/amp8_memory.json": amp8_tables.memory,
-    "results/amp8_parity.json": amp8_tables.parity,
-    "results/amp8_comm.json": amp8_tables.comm,
-    "results/amp8_optimizers.json": amp8_tables.optimizers,
-    "results/amp8_fsdp.json": amp8_tables.fsdp,
-    "results/amp8_drift.json": amp8_tables.drift,
-    "results/amp8_finetune.json": amp8_tables.finetune,
-    "results/amp8_accumulation.json": amp8_tables.accumulation,
-    "results/fsdp_levels.json": fsdp_levels,
+    "results/kills.json": kills,
+    "results/kills_saving.json": kills,
+    "results/kills_async.json": kills,
+    "results/amp8_memory.json": memory,
+    "results/amp8_comm.json": comm,
+    "results/amp8_fsdp.json": fsdp,
     "results/clients.json": clients,
-    "results/other_configs.json": other_configs,
     "results/peer_tests.json": peers,
-    "results/rehearsal.json": rehearsal,
-    "results/diagnose.json": diagnose,
     "results/wrapper.json": wrapper,
-    "results/saving.json": checkpoint_tables.saving,
-    "results/phases.json": checkpoint_tables.phases,
-    "results/large.json": checkpoint_tables.large,
-    "results/loading.json": checkpoint_tables.loading,
-    "results/gallery.json": recipe_tables.gallery,
-    "results/matrix.json": recipe_tables.matrix,
-    "results/study/summary.json": study_page.in_docs,
-    "results/study/tensors.json": study_page.tensors,
+    "results/large.json": large,
+    "results/gallery.json": gallery,
+    "results/study/summary.json": study.in_docs,
+    "results/study/tensors.json": study.tensors,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 

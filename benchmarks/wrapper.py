@@ -3,12 +3,11 @@
     python benchmarks/wrapper.py --output results/wrapper.json
 
 The script is a plain Accelerate loop: a transformer, AdamW, `backward`, `clip_grad_norm_`, a prepared schedule, nothing
-logged, in fp32 on one device. The ways run in turns of 20 steps (benchmarks/turns.py). A ratio compares the median
+logged, in fp32 on one device. The ways run in turns of 20 steps (harness.py). A ratio compares the median
 steps of one turn; the report has the median and quartiles over the turns. `same` is plain Accelerate against itself and
 shows how far chance alone moves a ratio. The last losses must be equal.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -17,8 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from provenance import ROOT, save
-from turns import KINDS, TURN, WARMUP_STEPS, in_turns, ratio, watch
+from harness import KINDS, ROOT, TURN, WARMUP_STEPS, arguments, in_turns, ratio, save, watch
 
 CONFIG = ROOT / "accelerate_configs" / "single_fp32.yml"
 WAYS = ("plain", "same", "faithful")
@@ -66,9 +64,9 @@ def start(size, way, steps, folder, port):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("--sizes", nargs="+", default=["small=120", "medium=8"], help="size=turns")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     rows = []
     for size, turns in (pair.split("=") for pair in args.sizes):

@@ -30,12 +30,6 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "accelerate_configs"
-MOVED = {  # files that results/ names by their place when it was measured
-    "faithful/machine.py": "faithful/launch/machine.py",
-    "faithful/steps.py": "faithful/training/steps.py",
-    "faithful/strategies/engine.py": "faithful/strategies/deepspeed/engine.py",
-    "faithful/strategies/zero.py": "faithful/strategies/deepspeed/zero.py",
-}
 SCRIPTS = ROOT / "tests" / "scripts"  # that tests launch, and whose functions they give to Ranks
 sys.path += [str(ROOT), str(SCRIPTS)]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}

@@ -430,7 +430,7 @@ ASK = {
 
 
 def nothing_yet():
-    return {"launches": 0, "in_compiled": 0, "compiled_calls": {}, "waits": []}
+    return {"launches": 0, "in_compiled": 0, "waits": []}
 
 
 steps = [nothing_yet()]  # from one optimizer step to the next; the last one is the one in progress
@@ -648,11 +648,6 @@ def compile(function=None, **options):
     @functools.wraps(function)
     def call(*args, **kwargs):
         global compiled
-        if not compiled:
-            calls, name = steps[-1]["compiled_calls"], f"{function.__module__}.{function.__name__}"
-            kind = json.dumps([name, described(args, sizes=False)])  # sizes are dynamic: the first ones stand for all
-            first = kinds.setdefault(kind, json.dumps([name, described(args)]))
-            calls[first] = calls.get(first, 0) + 1
         compiled += 1
         try:
             return function(*args, **kwargs)
@@ -660,19 +655,6 @@ def compile(function=None, **options):
             compiled -= 1
 
     return call
-
-
-kinds = {}  # arguments without their sizes -> the first such call of a compiled function
-
-
-def described(value, sizes=True):
-    """Arguments as JSON can hold them: a tensor is its dtype, sizes and strides, or its dtype and number of sizes."""
-    if isinstance(value, torch.Tensor):
-        shape = {"size": list(value.shape), "stride": list(value.stride())} if sizes else {"dim": value.dim()}
-        return {"dtype": str(value.dtype)[6:]} | shape
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value)[6:]}
-    return [described(item, sizes) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

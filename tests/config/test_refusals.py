@@ -68,7 +68,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("diagnose", "single_fp8 --look 0 -- vit", 2, "argument --look: 0 is not a whole number, 1 or more"),
     ("diagnose", "single_fp8 -- recipes/vit.py --max_steps 20", 2, "--max_steps: not here; diagnose trains vit"),
     ("diagnose", "single_fp8 -- vit --max_step 4", 2, UNKNOWN),
-    ("diagnose", "single_fp8 -- benchmarks/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
+    ("diagnose", "single_fp8 -- tests/scripts/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
     ("diagnose", "{tmp}/own", 2, "{tmp}/own was not launched with a config file: name config and recipe"),
     ("diagnose", "{tmp}/damaged", 2, "{tmp}/damaged is not the folder of a run: no readable run.json"),
     ("diagnose", "single_fp8 --output {tmp}/file/out -- vit", 2, "nothing can be written to {tmp}/file/out"),
@@ -80,10 +80,10 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("export", "{tmp}/nowhere", 2, "{tmp}/nowhere is not the folder of a run: no readable run.json (No such file"),
     ("export", "{tmp}/own --to onnx", 2, "{tmp}/own has no data.json, as the run of a script of your own"),
     ("export", "{tmp}/own --to pickle", 2, "argument --to: invalid choice: 'pickle'"),
-    ("gpu_report", "", 2, "there is no GPU here: --rehearse"),
-    ("gpu_report", "--rehearse --steps 3", 2, "--steps 3: 4 or more"),
-    ("gpu_report", "--rehearse --only bananas", 2, "--only bananas: no such config"),
-    ("gpu_report", "--rehearse --output {tmp}/file/page.md", 2, "nothing can be written to {tmp}/file"),
+    ("gpu", "report", 2, "there is no GPU here: --rehearse"),
+    ("gpu", "report --rehearse --steps 3", 2, "--steps 3: 4 or more"),
+    ("gpu", "report --rehearse --only bananas", 2, "--only bananas: no such config"),
+    ("gpu", "report --rehearse --output {tmp}/file/page.md", 2, "nothing can be written to {tmp}/file"),
     ("predict", "{tmp}/damaged a.png", 2, "{tmp}/damaged is not the folder of a run"),
     ("predict", "{tmp}/gpt", 2, "{tmp}/gpt was trained on texts: give it --prompt TEXT and no files"),
     ("predict", "{tmp}/gpt --prompt x a.png", 2, "{tmp}/gpt was trained on texts"),
@@ -266,7 +266,6 @@ def tmp(tmp_path, monkeypatch):
         write_record(tmp_path / name, status="finished", recipe=name, command=command)
     (tmp_path / "damaged" / "run.json").write_text("{")
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # of gpu_report
     monkeypatch.setattr(tracing, "load", None)
     return tmp_path
 
@@ -274,7 +273,7 @@ def tmp(tmp_path, monkeypatch):
 @rows(TOOLS)
 def test_a_mistake_is_refused_in_one_line_before_anything_begins(what, change, end, line, tmp, monkeypatch, capsys):
     there = sorted(path.relative_to(tmp) for path in tmp.rglob("*"))
-    main = importlib.import_module(what if what == "gpu_report" else f"tools.{what}").main
+    main = importlib.import_module(what if what == "gpu" else f"tools.{what}").main
     capsys.readouterr()  # what torch says when it is imported
     words = change.format(tmp=tmp).split()
     if what == "compare" and "--report" not in words and "--" in words:

@@ -1,5 +1,5 @@
 """What a script sees of its model is what trains: each row of tests/scripts/habits.py, under each strategy and precision,
-is as in plain torch, or refused in one line. benchmarks/what_scripts_do.py runs the whole table."""
+is as in plain torch, or refused in one line. The cells that are not QUICK are slow."""
 
 import functools
 import re

@@ -1,13 +1,10 @@
 """Accelerate's own tests and test scripts, with our class in place of its own (benchmarks/peer_tests.py)."""
 
 import json
-import sys
 
+import peer_tests
 import pytest
 from conftest import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-import peer_tests
 
 TABLE = json.loads((ROOT / "results" / "peer_tests.json").read_text())
 OURS = """accelerator cpu data_loader grad_sync hooks kwargs_handlers logging metrics optimizer scheduler tracking

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py and `./launch.sh gpu-report`: on a CPU, and on a pretended GPU as a whole, launchers and all."""
+"""benchmarks/gpu.py, `./launch.sh gpu-first` and `gpu-report`: on a CPU, and on a pretended GPU as a whole, launchers and all."""
 
 import json
 import os
@@ -6,19 +6,16 @@ import re
 import sys
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
-from conftest import MOVED, ROOT, launched, record, train
+from conftest import ROOT, launched, record, train
 
 from shared import vision
-
-sys.path.append(str(ROOT / "benchmarks"))
 
 
 @pytest.mark.parametrize("level", ["bf16", "O1", "O2", "O3"])
 def test_every_timed_step_moves_the_weights(level, monkeypatch):
-    import gpu
-
     made, built = {}, gpu.models.gpt
 
     def remembered(*args):
@@ -52,7 +49,7 @@ esac
 """
 CUSTOMIZE = """
 import os, sys
-scripts = ("gpu.py", "gpu_report.py", "gpu_first.py", "vit.py", "gpt.py", "mine.py")
+scripts = ("gpu.py", "gpu.py", "gpu.py", "vit.py", "gpt.py", "mine.py")
 if any(part.endswith(scripts) for part in sys.orig_argv):
     os.environ.pop("TORCH_CUDA_SANITIZER", None)  # it needs a driver, and streams to watch
     sys.path.append({tests!r})
@@ -90,31 +87,27 @@ def test_the_benchmark_on_a_pretended_gpu(everywhere, tmp_path):
 
 def test_a_row_of_the_report_has_the_figures_of_a_run(tmp_path, monkeypatch):
     """A row is made from the record that a run leaves, and a config that fails in any way does not end the report."""
-    import gpu_report
-
     argv = ("--dataset", "synthetic", "--image_size", 32, "--per_device_train_batch_size", 4, "--max_steps", 5,
             "--eval_steps", 0, "--save_steps", 0, "--per_device_eval_batch_size", 64)  # fmt: skip
     run = train("ddp_bf16", tmp_path / "run", *argv)
-    monkeypatch.setattr(gpu_report, "launched", lambda *_, **__: vision.own_run(run))
-    row = gpu_report.tried("ddp_bf16", True, 5)
+    monkeypatch.setattr(gpu, "launched", lambda *_, **__: vision.own_run(run))
+    row = gpu.tried("ddp_bf16", True, 5)
     assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] > 0, row
-    flop = 3 * 4 * gpu_report.forward_flop("vit_nano", vision.own_run(run)["data"])  # 4 images in each process
+    flop = 3 * 4 * gpu.forward_flop("vit_nano", vision.own_run(run)["data"])  # 4 images in each process
     assert row["flop_per_second"] * row["step_seconds"] == pytest.approx(flop)
-    assert "| `ddp_bf16` | ran on a CPU |" in gpu_report.page({}, None, {"ddp_bf16": row})
+    assert "| `ddp_bf16` | ran on a CPU |" in gpu.report_page({}, None, {"ddp_bf16": row})
 
     def fails(*_, **__):
         raise KeyError("a key that is gone")
 
-    monkeypatch.setattr(gpu_report, "launched", fails)
-    assert gpu_report.tried("ddp_bf16", True, 5)["outcome"] == "failed: KeyError: 'a key that is gone'"
+    monkeypatch.setattr(gpu, "launched", fails)
+    assert gpu.tried("ddp_bf16", True, 5)["outcome"] == "failed: KeyError: 'a key that is gone'"
     monkeypatch.undo()
-    assert gpu_report.tried("single_bf16", True, 5, limit=0.5)["outcome"] == "failed: not done after 0.5 s"
+    assert gpu.tried("single_bf16", True, 5, limit=0.5)["outcome"] == "failed: not done after 0.5 s"
 
 
 def test_the_rates_are_measured_in_a_process_of_their_own():
-    import gpu_report
-
-    rates = gpu_report.measured("rates", True, 100, gpu_report.gpu.__file__)
+    rates = gpu.measured("rates", True, 100)
     assert rates["bf16_flop_per_second"] > 0, rates
 
 
@@ -130,16 +123,14 @@ def test_the_first_minutes_write_a_page_whatever_fails(tmp_path):
 
 
 def test_a_row_of_the_report_is_of_the_run_s_own_record(tmp_path, monkeypatch):
-    import gpu_report
-
-    model, words = gpu_report.workload("single_bf16", rehearse=True)
+    model, words = gpu.workload("single_bf16", rehearse=True)
     run = train("single_bf16", tmp_path / "run", *words[1:], "--max_steps", 5, "--save_steps", 0)
-    monkeypatch.setattr(gpu_report, "launched", lambda *_: vision.own_run(run))
-    row = gpu_report.tried("single_bf16", True, 5)
+    monkeypatch.setattr(gpu, "launched", lambda *_: vision.own_run(run))
+    row = gpu.tried("single_bf16", True, 5)
     took = record(run)["throughput"]["step_seconds_median"]
-    forward = gpu_report.forward_flop(model, vision.own_run(run)["data"])
+    forward = gpu.forward_flop(model, vision.own_run(run)["data"])
     assert row["outcome"] == "ran on a CPU" and row["flop_per_second"] == pytest.approx(3 * 16 * forward / took)
-    page = gpu_report.page({"date": "today"}, None, {"single_bf16": row})
+    page = gpu.report_page({"date": "today"}, None, {"single_bf16": row})
     assert "| `single_bf16` | ran on a CPU |" in page and "- `single_bf16`: single | bf16" in page
 
 
@@ -186,10 +177,8 @@ def test_the_first_minutes_on_two_pretended_gpus(everywhere, tmp_path):
 
 
 def test_the_first_minutes_have_time_for_the_last_item(monkeypatch):
-    import gpu_first
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    known = gpu_first.items(rehearse=False)
+    known = gpu.items(rehearse=False)
     assert {name.split("-")[0] for name in known} == {
         "machine",
         "step",
@@ -199,36 +188,4 @@ def test_the_first_minutes_have_time_for_the_last_item(monkeypatch):
         "failure",
         "races",
     }
-    assert (
-        sum(seconds for seconds, *_ in known.values()) <= 600
-        and max(known[name][0] for name in known) <= gpu_first.MOST
-    )
-
-
-@pytest.mark.slow
-def test_a_recipe_launches_hardly_more_than_a_loop_by_hand(gpu, tmp_path):
-    by_hand = {"vit single_fp32", "vit single_bf16", "gpt single_fp32", "gpt single_bf16", "bert single_bf16"}
-    only = (*by_hand, "vit single_fp8_msamp_o2")
-    line = [sys.executable, "benchmarks/launches.py", "--output", str(tmp_path / "launches.json"), "--only", *only]
-    done = launched(*line, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    cases = json.loads((tmp_path / "launches.json").read_text())["cases"]
-    assert cases.keys() == set(only)
-    assert all(1 <= cases[name]["ratio"] <= 1.05 for name in by_hand), cases
-    assert all(counts["waits"] <= 1 for counts in cases.values()), cases
-    o2 = cases["vit single_fp8_msamp_o2"]
-    assert o2["compiled_calls"] < o2["compiled_kernels"] < o2["compiled_kernels_wider"] < o2["in_compiled"], o2
-
-
-def test_the_counts_that_are_shown_are_of_this_code():
-    cases = json.loads((ROOT / "results" / "launches.json").read_text())["cases"]
-    assert {
-        f"{recipe} single_{precision}" for recipe in ("vit", "gpt") for precision in ("fp32", "bf16")
-    } <= cases.keys() and "bert single_bf16" in cases
-    assert all(1 <= counts["ratio"] <= 1.05 for counts in cases.values() if "ratio" in counts)
-    levels = [cases[f"vit single_fp8_msamp_{level}"] for level in ("o1", "o2", "o3")]
-    assert all(counts["launches"] < 2 * cases["vit single_bf16"]["launches"] for counts in levels)
-    assert all(counts["compiled_calls"] < counts["compiled_kernels"] < counts["in_compiled"] for counts in levels)
-    assert all(counts["waits"] == 1 or "zero" in case for case, counts in cases.items())
-    places = {place.split(":")[0] for counts in cases.values() for place in counts["places"]}
-    assert places and all((ROOT / MOVED.get(place, place)).exists() for place in places), places
+    assert sum(seconds for seconds, *_ in known.values()) <= 600 and max(known[name][0] for name in known) <= gpu.MOST

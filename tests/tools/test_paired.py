@@ -1,10 +1,10 @@
 """tools/paired.py: verdicts on pairs, and how often they are wrong."""
 
 import numpy as np
+import paired as resampled
 import pytest
 from scipy import stats
 
-from benchmarks import paired as resampled
 from tools import paired
 
 BASE = [0.30, 0.20, 0.25, 0.28, 0.22, 0.26, 0.24, 0.25]  # other seeds differ by 13%

@@ -6,11 +6,12 @@ import re
 import shutil
 
 import pytest
+import study
+import study_tensors
 import torch
 from conftest import CONFIGS, ROOT
+from study import ABSENT, BASELINE, CONTROL, TASKS, WAYS
 
-from benchmarks import study, study_page, study_plan, study_tensors
-from benchmarks.study_plan import ABSENT, BASELINE, CONTROL, TASKS, WAYS
 from tools import advise, find
 from tools import study as of_study
 
@@ -50,7 +51,7 @@ def test_the_protocol_is_the_plan():
         steps = int(find.option(task.options, "max_steps"))
         assert f"{steps:,} of" in line and f"{100 * task.margin:g}%" in line, name
     assert "bitsandbytes" in ABSENT and "nvfp4" in ABSENT and "NVFP4" in ways and "bitsandbytes" in ways
-    assert f"fewer than {study_plan.RARE} occurrences" in tasks and study_plan.SEEDS == 5
+    assert f"fewer than {study.RARE} occurrences" in tasks and study.SEEDS == 5
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -92,15 +93,13 @@ def test_what_a_machine_refuses_is_not_tried_again():
 
 def test_a_pair_has_one_machine_one_code_and_one_start():
     pair = [row("words", "bf16", 0, 2.0), row("words", "o2", 0, 2.1)]
-    assert list(study_page.pairs(pair, "words", "o2")) == [0]
+    assert list(study.pairs(pair, "words", "o2")) == [0]
     for change in ({"device": "CPU: b"}, {"code": "2"}, {"initial_weights": "x"}, {"first_batch": "x"}):
-        assert not study_page.pairs([pair[0], pair[1] | change], "words", "o2"), change
+        assert not study.pairs([pair[0], pair[1] | change], "words", "o2"), change
     other = [row("words", "bf16", 0, 3.0, device="CPU: b"), row("words", "o2", 0, 3.3, device="CPU: b")]
-    assert study_page.pairs([*pair, *other], "words", "o2")[0][0]["measures"]["weights_loss"] == 2.1, (
-        "a seed counts once"
-    )
+    assert study.pairs([*pair, *other], "words", "o2")[0][0]["measures"]["weights_loss"] == 2.1, "a seed counts once"
     control = [pair[0], row("words", "control", 0, 2.0, initial_weights="one rounding apart")]
-    assert list(study_page.pairs(control, "words", "control")) == [0]
+    assert list(study.pairs(control, "words", "control")) == [0]
 
 
 def test_the_hours_that_are_left_are_estimated_from_the_runs_that_ended():
@@ -118,14 +117,14 @@ def test_the_hours_that_are_left_are_estimated_from_the_runs_that_ended():
 
 def test_verdicts_of_losses_and_of_gains():
     def kind(task, apart):
-        [result] = [r for r in study_page.results(list(rows_of(task, "o2", apart))) if r["way"] == "o2"]
-        return study_page.main_measure(result)["kind"]
+        [result] = [r for r in study.results(list(rows_of(task, "o2", apart))) if r["way"] == "o2"]
+        return study.main_measure(result)["kind"]
 
     assert [kind("words", apart) for apart in (0.0, 0.02, -0.02)] == ["equal", "worse", "better"]
     assert [kind("finetune_1e-6", apart) for apart in (0.0, 0.2, -0.2)] == ["equal", "better", "worse"]
     few = [r for r in rows_of("words", "o2", 0.02) if r["seed"] < 4]
-    [result] = [r for r in study_page.results(few) if r["way"] == "o2"]
-    assert study_page.main_measure(result)["kind"] == "unknown" and "4 of 5 seeds" in study_page.said(result)
+    [result] = [r for r in study.results(few) if r["way"] == "o2"]
+    assert study.main_measure(result)["kind"] == "unknown" and "4 of 5 seeds" in study.said(result)
 
 
 def a_study():
@@ -139,9 +138,9 @@ def a_study():
 
 
 def test_the_page_and_the_summary_say_what_was_found(tmp_path):
-    study_page.write(a_study(), [("gpt", 90, 12.5, "python benchmarks/study.py run --tasks gpt")], tmp_path)
+    study.write(a_study(), [("gpt", 90, 12.5, "python benchmarks/study.py run --tasks gpt")], tmp_path)
     text, found = (tmp_path / "page.html").read_text(), json.loads((tmp_path / "summary.json").read_text())
-    kinds = {(r["task"], r["way"]): (study_page.main_measure(r) or {}).get("kind") for r in found["results"]}
+    kinds = {(r["task"], r["way"]): (study.main_measure(r) or {}).get("kind") for r in found["results"]}
     assert kinds["words", "planted"] == "worse" and kinds["words", "o2"] == "equal", "the planted fault is seen"
     assert kinds["finetune_1e-6", "o2"] == "worse" and kinds["words", "o3"] is None
     assert "mxfp8 needs &lt;Blackwell&gt;" in text and "loss is not finite" in text
@@ -152,9 +151,7 @@ def test_the_page_and_the_summary_say_what_was_found(tmp_path):
 
 
 def test_a_study_that_has_just_begun_has_a_page_without_a_picture(tmp_path):
-    study_page.write(
-        [row("words", "bf16", 0, 2.0), row("words", "bf16", 1, 2.0), row("words", "o2", 0, 2.1)], [], tmp_path
-    )
+    study.write([row("words", "bf16", 0, 2.0), row("words", "bf16", 1, 2.0), row("words", "o2", 0, 2.1)], [], tmp_path)
     assert "1 of 5 seeds" in (tmp_path / "page.html").read_text() and not list(tmp_path.glob("*.svg"))
 
 
@@ -187,7 +184,7 @@ def test_one_run_from_its_launch_to_its_row(monkeypatch, tmp_path):
     """A real launch of each script, two steps, with the measures computed from the saved weights."""
     short = ("--model", "llama_nano", "--sequence_length", "32", "--vocab_size", "300", "--max_steps", "2",
              "--eval_steps", "0", "--save_steps", "0")  # fmt: skip
-    task = study_plan.Task("?", "gpt", short, "weights_loss", 0.005, 1, "tiny")
+    task = study.Task("?", "gpt", short, "weights_loss", 0.005, 1, "tiny")
     monkeypatch.setitem(TASKS, "words", task)
     monkeypatch.setitem(study.DATA, "tiny", 30_000)
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results")
@@ -200,7 +197,7 @@ def test_one_run_from_its_launch_to_its_row(monkeypatch, tmp_path):
     [bf16, nearest, planted] = sorted(study.read_rows(tmp_path / "results"), key=lambda r: r["way"])
     assert [r["status"] for r in (bf16, nearest, planted)] == ["finished"] * 3
     assert bf16["measures"]["weights_loss"] == pytest.approx(bf16["measures"]["eval_loss"], rel=0.01)
-    assert study_page.pairs([bf16, nearest, planted], "words", "planted")
+    assert study.pairs([bf16, nearest, planted], "words", "planted")
     assert len({r["measures"]["weights_loss"] for r in (bf16, nearest, planted)}) == 3
 
 
@@ -223,8 +220,8 @@ def test_the_results_that_are_here():
         assert each["command"].startswith("./launch.sh ") and each["date"] and each["device"]
         assert str(ROOT) not in json.dumps(each)
         assert each["status"] != "finished" or (each["loss_curve"] and each["versions"]["torch"])
-    assert found["results"] == json.loads(json.dumps(list(study_page.results(rows))))
-    words = {result["way"]: study_page.main_measure(result) for result in found["results"] if result["task"] == "words"}
+    assert found["results"] == json.loads(json.dumps(list(study.results(rows))))
+    words = {result["way"]: study.main_measure(result) for result in found["results"] if result["task"] == "words"}
     assert words["planted"]["kind"] == "worse" and words["o2"]["kind"] == "equal", "the planted fault is seen"
     # what README.md and docs/study.md say
     [o2] = [result for result in found["results"] if (result["task"], result["way"]) == ("words", "o2")]
@@ -233,7 +230,7 @@ def test_the_results_that_are_here():
     lost = {
         (result["task"], result["way"]): (measure["kind"], round(100 * measure["relative"]))
         for result in found["results"]
-        if result["task"] in ("finetune_1e-5", "finetune_1e-6") and (measure := study_page.main_measure(result))
+        if result["task"] in ("finetune_1e-5", "finetune_1e-6") and (measure := study.main_measure(result))
     }
     assert lost["finetune_1e-5", "o2"][0] == lost["finetune_1e-6", "o2"][0] == lost["finetune_1e-5", "o3"][0] == "equal"
     assert lost["finetune_1e-5", "o2_nearest"] == ("worse", -62) and lost["finetune_1e-6", "o2_nearest"] == (
@@ -244,16 +241,16 @@ def test_the_results_that_are_here():
     settled = {
         result["task"]
         for result in found["results"]
-        if result["way"] == "o2" and study_page.main_measure(result)["kind"] != "unknown"
+        if result["way"] == "o2" and study.main_measure(result)["kind"] != "unknown"
     }
     assert settled == {"words", "finetune_1e-5", "finetune_1e-6"}, "README.md says that the others cannot tell"
     formats = ("ao", "ao_rowwise", "te", "te_current", "te_block", "o1")
     assert all(words[way]["kind"] == "equal" for way in formats) and words["muon"]["kind"] == "better"
-    rare = {row[0]: row[-1] for row in study_page.rare_table(found["results"])[1]}
+    rare = {row[0]: row[-1] for row in study.rare_table(found["results"])[1]}
     assert rare.pop("muon") == "higher by 2%" and not [
         way for way in rare if "higher" in rare[way] and way != "planted"
     ]
-    answer = dict(study_page.answer(found["results"]))
+    answer = dict(study.answer(found["results"]))
     assert answer["Fine-tuning at a learning rate of 1e-6, worse:"].startswith("bf16_pure (-97")
     rows = {row["way"]: row for row in json.loads((study.RESULTS / "tensors.json").read_text())["rows"]}
     assert rows["o2_nearest"]["linear"]["along"] < 0.1 and rows["bf16_pure"]["linear"]["along"] < 0.1
@@ -265,7 +262,7 @@ def test_the_results_that_are_here():
 
 @pytest.fixture
 def found(monkeypatch, tmp_path):
-    study_page.write(a_study(), [], tmp_path)
+    study.write(a_study(), [], tmp_path)
     monkeypatch.setattr(of_study, "FILE", tmp_path / "summary.json")
     of_study.read.cache_clear()
     yield of_study

@@ -1,24 +1,101 @@
-"""Times several trainings on one machine: all are in memory at once, and in turns one runs while the others wait.
+"""What every benchmark needs: its arguments, where its figures came from, and several trainings timed in turns.
 
-So changes of the machine's speed affect all of them. A step is the time from one optimizer step to the next, measured
-by the same hook in torch, so it includes everything in between. The first turn and the first 3 steps of each are not
+save() writes the figures of a script with its command, date, device and versions, and came_from() says them in a line.
+
+in_turns() times several trainings on one machine: all are in memory at once, and one runs while the others wait. So
+changes of the machine's speed affect all of them. A step is the time from one optimizer step to the next, measured by
+the same hook in torch, so it includes everything in between. The first turn and the first 3 steps of each are not
 timed, as other trainings were in the caches. All processes are started several times, because the same program can be
 5% faster in one process than in the next.
 """
 
+import argparse
 import contextlib
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # scripts import faithful, shared, amp8 and tools after this module
+
 TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those at its start that are not timed
 STARTS = 2  # of the processes; each gets a part of the turns
 KINDS = ("wall", "cpu", "fastest")
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+def arguments(doc):
+    """A parser whose help is the script's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+# ---------------------------------------------------------------------------------------- where the figures came from
+
+
+def device_name():
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    name = model[0] if model else platform.machine()
+    return f"CPU: {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def versions(packages=()):
+    import torch
+
+    found = {package: importlib.metadata.version(package) for package in packages}
+    return {"python": platform.python_version(), "torch": torch.__version__} | found
+
+
+def command(before=None):
+    """The command line; of a folder outside of this repository only the name. before: what a file that it adds to was
+    made with."""
+    words = [f"../{Path(word).name}" if os.path.isabs(word) else word for word in sys.argv[1:]]
+    now = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *words])
+    return now if not before else before if now in before else f"{before} and {now}"
+
+
+def origin(packages=(), run=None):
+    """Command, date, device and versions. run: the run.json of a run that computed, in place of this process."""
+    found = {"command": command(), "date": datetime.date.today().isoformat()}
+    if run is None:
+        return found | {"device": device_name(), "versions": versions(packages)}
+    return found | {"device": run["device_name"], "versions": run["versions"]}
+
+
+def save(file, figures, packages=(), run=None):
+    """Writes the figures to a JSON file, with their origin; what they hold of it already is kept."""
+    file = Path(file)
+    file.parent.mkdir(exist_ok=True, parents=True)
+    file.write_text(json.dumps(origin(packages, run) | figures, indent=1) + "\n")
+    print(f"wrote {file}")
+
+
+def made(file, **empty):
+    """What a result file holds, or `empty` where there is none yet."""
+    return json.loads(Path(file).read_text()) if file and Path(file).exists() else empty
+
+
+def came_from(figures):
+    """The command, the machine and the main versions; the file has all versions."""
+    known = [f"{name} {version}" for name, version in figures["versions"].items() if version and name != "cuda"]
+    return f"`{figures['command']}` ({figures['device']}; {', '.join(known[:4])}; {figures['date']})"
+
+
+# --------------------------------------------------------------------------------------------------- trainings in turns
 
 
 def watch(file, steps, port=0):

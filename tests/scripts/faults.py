@@ -1,6 +1,6 @@
 """A plain Accelerate script with one planted fault that breaks training in FP8. tools/diagnose.py must name its layer.
 
-    ./launch.sh diagnose single_fp8_te_current -- benchmarks/faults.py gradients
+    ./launch.sh diagnose single_fp8_te_current -- tests/scripts/faults.py gradients
 
 gradients  `stem`'s output gradient has one feature so large that the others fall below e5m2's smallest value
 outliers   `middle`'s input is 100 times as large in every other batch: it gets the scale of the batch before
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from accelerate.utils import set_seed
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from faithful import Accelerator  # noqa: E402
 
 FEATURES, CLASSES, BATCH, WIDE = 32, 16, 64, 1024
