@@ -285,7 +285,7 @@ def test_the_peak_of_one_input_is_seen():
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("name", READERS)
-def test_no_file_does_more_than_be_refused(made, name):
+def test_no_file_does_more_than_be_refused(made, name, record_property):
     """Each in five seconds of computing, and in 500 MB. (Hypothesis itself keeps what it has drawn.)"""
     run, (file, fast, slow) = made[name], READERS[name]
 
@@ -303,3 +303,4 @@ def test_no_file_does_more_than_be_refused(made, name):
         assert time.process_time() - began < 5 and peak() - held < 500 * 1024
 
     looks()
+    record_property("inputs", INPUTS)

@@ -181,7 +181,7 @@ def test_the_seeds_are_valid(alone, reader):
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("reader", READERS)
-def test_nothing_but_a_clean_refusal(alone, reader):
+def test_nothing_but_a_clean_refusal(alone, reader, record_property):
     _, _, names, valid, dumps = READERS[reader]
     values = fuzz.changed(valid)
     inputs = st.one_of(
@@ -202,3 +202,4 @@ def test_nothing_but_a_clean_refusal(alone, reader):
 
     run()
     assert tries >= 20_000
+    record_property("inputs", tries)

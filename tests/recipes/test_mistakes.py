@@ -229,12 +229,12 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
 
 def test_an_error_while_the_record_is_closed_is_shown(tmp_path):
     def before(rank):
-        from faithful import Accelerator
+        from faithful import ending
 
         def close(self, error, code):
             raise OSError("the disk is gone")
 
-        Accelerator.close = close
+        ending.Run.close = close
 
     train(
         "single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0, before=before, code=1
