@@ -56,7 +56,7 @@ class Norms:
         part of it, if no gradient has changed since; theirs may include gradients of others."""
         norm_of = {key: self.unchanged(key) for key in self.strategy.parameter_ids(optimizer)}
         norms = list({id(norm): norm for norm in norm_of.values() if norm is not None}.values())
-        if None not in norm_of.values() and len(norms) == 1:
+        if len(norms) == 1 and all(norm is not None for norm in norm_of.values()):  # `in` would compare tensors
             return norms[0]
         if self.elsewhere:
             return self.elsewhere.norm_of(optimizer)
