@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -72,21 +72,59 @@ def without_accelerator() -> Machine:
     return Machine(packages=packages())
 
 
+@dataclass(frozen=True)
+class Card:
+    """A GPU as nvidia-smi lists it."""
+
+    uuid: str
+    name: str
+    capability: tuple[int, int] | None  # None: the driver does not know it
+
+
 def of_driver() -> Machine:
     """This machine with its GPUs, from nvidia-smi: importing torch would take seconds."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=uuid,name,compute_cap", "--format=csv,noheader"]
     try:
-        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
-        rows = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        rows = rows[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
-    if not rows:
+        text = ""
+    cards = visible(listed(text), os.environ)
+    if not cards:
         return without_accelerator()
-    name, capability = (part.strip() for part in rows[0].rsplit(",", 1))
-    major, minor = map(int, capability.split("."))
-    return Machine("cuda", len(rows), name, (major, minor), cuda_of_torch(), packages(), lacks())
+    first = cards[0]
+    return Machine("cuda", len(cards), first.name, first.capability, cuda_of_torch(), packages(), lacks())
+
+
+def listed(text: str) -> list[Card]:
+    """The cards in the lines that nvidia-smi prints. A line of another form is about a card that is lost."""
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    cards = []
+    for uuid, name, capability in (row for row in rows if len(row) == 3 and row[0].startswith("GPU-")):
+        numbers = re.fullmatch(r"(\d+)\.(\d+)", capability)
+        cards.append(Card(uuid, name, (int(numbers[1]), int(numbers[2])) if numbers else None))
+    return cards
+
+
+def visible(cards: list[Card], env: Mapping[str, str]) -> list[Card]:
+    """The cards that CUDA shows a process, in its order: the fastest first, unless CUDA_DEVICE_ORDER says otherwise.
+    CUDA_VISIBLE_DEVICES names them by number, or by the beginning of a UUID; CUDA stops at the first word that names
+    none (CUDA Programming Guide, "CUDA Environment Variables"). A part of a card (MIG) counts as one."""
+    if env.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") != "PCI_BUS_ID":
+        cards = sorted(cards, key=lambda card: card.capability or (0, 0), reverse=True)
+    if (words := env.get("CUDA_VISIBLE_DEVICES")) is None:
+        return cards
+    chosen: list[Card] = []
+    for word in (word.strip() for word in words.split(",")):
+        if word.isdecimal():
+            found = cards[int(word) : int(word) + 1]
+        elif word.startswith("GPU-"):
+            found = [card for card in cards if card.uuid.startswith(word)]
+        else:
+            found = cards[:1] if word.startswith("MIG-") else []
+        if len(found) != 1:
+            break
+        chosen += found
+    return chosen
 
 
 def of_torch() -> Machine:

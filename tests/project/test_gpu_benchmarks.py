@@ -43,7 +43,7 @@ def test_every_timed_step_moves_the_weights(level, monkeypatch):
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
     -L) for card in $(seq {count}); do echo "GPU $card: NVIDIA H100 (pretended)"; done ;;
-    *compute_cap*) for card in $(seq {count}); do echo "NVIDIA H100 (pretended), 9.0"; done ;;
+    *compute_cap*) for card in $(seq {count}); do echo "GPU-$card, NVIDIA H100 (pretended), 9.0"; done ;;
     *) echo "NVIDIA H100 (pretended), 580.00, 1980 MHz, 2619 MHz, 1980 MHz, 700.00 W, 30, 4 MiB" ;;
 esac
 """

@@ -66,7 +66,7 @@ def test_a_hostfile_that_is_not_needed_or_has_enough_slots_is_no_problem(tmp_pat
 
 
 def test_a_driver_s_gpus_are_read_without_torch(monkeypatch):
-    said = SimpleNamespace(stdout="NVIDIA H100 80GB HBM3, 9.0\nNVIDIA H100 80GB HBM3, 9.0\n")
+    said = SimpleNamespace(stdout="GPU-1a, NVIDIA H100 80GB HBM3, 9.0\nGPU-2b, NVIDIA H100 80GB HBM3, 9.0\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = machine.of_driver()
@@ -76,6 +76,42 @@ def test_a_driver_s_gpus_are_read_without_torch(monkeypatch):
     assert machine.of_driver().devices == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.of_driver().device == "cpu"
+
+
+CARDS = """GPU-1a, NVIDIA T400, 7.5
+Unable to determine the device handle for GPU0000:02:00.0: GPU is lost.
+GPU-2b, NVIDIA H100, 9.0
+GPU-2c, NVIDIA H100, 9.0
+GPU-3d, Tesla K40m, [N/A]
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "seen"),
+    [
+        ({}, "2b 2c 1a 3d"),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "1a 2b 2c 3d"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "2c"),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "2b"),
+        ({"CUDA_VISIBLE_DEVICES": "2, 0"}, "1a 2b"),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, "2b"),
+        ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, "2b"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-3"}, "1a 3d"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-2"}, ""),  # of two
+        ({"CUDA_VISIBLE_DEVICES": "MIG-6e1b"}, "2b"),
+    ],
+)
+def test_the_cards_are_those_that_cuda_shows(env, seen):
+    assert [card.uuid for card in machine.visible(machine.listed(CARDS), env)] == [
+        f"GPU-{each}" for each in seen.split()
+    ]
+
+
+def test_a_card_whose_capability_the_driver_does_not_know():
+    assert machine.listed(CARDS)[-1].capability is None and len(machine.listed(CARDS)) == 4
 
 
 def test_a_container_that_forbids_the_reset_of_the_peak_is_noted(monkeypatch, tmp_path):

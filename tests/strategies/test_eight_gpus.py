@@ -26,7 +26,7 @@ from tools import check
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
     *driver_version*) echo 570.86.15 ;;
-    *compute_cap*) for i in 0 1 2 3 4 5 6 7; do echo "NVIDIA H100 80GB HBM3, 9.0"; done ;;
+    *compute_cap*) for i in 0 1 2 3 4 5 6 7; do echo "GPU-$i, NVIDIA H100 80GB HBM3, 9.0"; done ;;
 esac
 """
 
