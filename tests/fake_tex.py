@@ -148,8 +148,9 @@ def quantize_tiles(tensor, quantizer, output):
         raise NotImplementedError(f"tests/fake_tex.py casts into new tensors only, not by {type(quantizer).__name__}")
     fp8, shape, parts = DTYPES[quantizer.dtype], tensor.shape, {}
     for kind, columns, wanted in (
-        ("rowwise", False, quantizer.rowwise_usage), ("columnwise", True, quantizer.columnwise_usage),
-    ):  # fmt: skip
+        ("rowwise", False, quantizer.rowwise_usage),
+        ("columnwise", True, quantizer.columnwise_usage),
+    ):
         x = tensor.detach().float().reshape(-1, shape[-1])
         x = x.t() if columns and not mx else x
         inverse = by_tiles(x, tile(quantizer, columns), fp8)

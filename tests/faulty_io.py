@@ -413,8 +413,10 @@ def main():
             row["wrong"] += [f"{name}, process {of}, operation {number} ({line}), {fault}: {each}" for each in wrong]
             if wrong:
                 print(*row["wrong"][-len(wrong) :], text[-2000:], sep="\n", file=sys.stderr, flush=True)
-        rows += [{"scenario": name, "fault": fault, "operation": operation} | row
-                 for (fault, operation), row in sorted(counts.items())]  # fmt: skip
+        rows += [
+            {"scenario": name, "fault": fault, "operation": operation} | row
+            for (fault, operation), row in sorted(counts.items())
+        ]
         print(f"{name}: {sum(row['tried'] for row in counts.values())} of {len(cases)} cases, "
               f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     print(json.dumps(rows))

@@ -65,8 +65,11 @@ def test_the_shipped_files_reach_their_recipes():
     for path in TE_FILES:
         asked = read(exported_by_accelerate(path))
         made = ours.recipe(on_a_gpu(asked))
-        given = {key: value for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
-                 if key not in ("backend", "recipe")}  # fmt: skip
+        given = {
+            key: value
+            for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
+            if key not in ("backend", "recipe")
+        }
         if "format" in given:
             given["fp8_format"] = recipes.Format[given.pop("format")]
         assert type(made).__name__ == NAMES[asked.level], path.name

@@ -66,8 +66,9 @@ def test_rehearses(trained, bf16, name):
     evidence, backend, level = made["evidence"], promised["backend"], promised["level"]
     processes = made["plan"]["num_processes"]
     assert made["status"] == "finished" and {key: made["plan"][key] for key in ("backend", "level")} == {
-        "backend": backend, "level": level
-    }  # fmt: skip
+        "backend": backend,
+        "level": level,
+    }
     # head has 10 classes; torchao leaves the first Linear in high precision too
     assert (evidence["linear_converted"], evidence["linear_total"]) == ({"ao": 15}.get(backend, 16), 17)
     reasons = {entry["name"]: entry["reason"] for entry in evidence["linear_skipped"]}
@@ -207,8 +208,10 @@ def test_a_linear_of_another_class_is_named(name, count):
     skipped = backends.get_backend(planned).convert(None, model, optimizer)
     assert FP8Layers(backends.get_backend(planned).kinds, model).counted() == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
-    assert reason in ("a NonDynamicallyQuantizableLinear, not torch's own Linear",
-                      "the module around it reads its weight directly")  # fmt: skip
+    assert reason in (
+        "a NonDynamicallyQuantizableLinear, not torch's own Linear",
+        "the module around it reads its weight directly",
+    )
 
 
 def counted_under_fsdp(rank, world, backend):

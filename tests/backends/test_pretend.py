@@ -196,9 +196,10 @@ assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.al
 """
 
 
-@pytest.mark.parametrize(("asked", "is_tf32", "named"), [
-    ("highest", False, "fp32 (IEEE, no TF32)"), ("high", True, "fp32 (TF32 in products and convolutions)")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "is_tf32", "named"),
+    [("highest", False, "fp32 (IEEE, no TF32)"), ("high", True, "fp32 (TF32 in products and convolutions)")],
+)
 def test_fp32_is_one_format_in_products_and_convolutions(gpu, tmp_path, asked, is_tf32, named):
     """torch's own default is IEEE's fp32 in products, and TF32, with 10 bits of mantissa, in convolutions."""
     (tmp_path / "mine.py").write_text(TF32)
@@ -215,8 +216,10 @@ def test_fp16_counts_the_steps_that_were_taken(gpu, tmp_path):
     rehearsed = train("single_fp16", tmp_path / "cpu", *SHORT, *shrinking)
     for made, other in zip(metrics(here), metrics(rehearsed), strict=True):
         assert made["step"] == other["step"] and made.get("learning_rate") == other.get("learning_rate")
-    tried, other = (json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["steps"]["tried"]
-                    for run in (here, rehearsed))  # fmt: skip
+    tried, other = (
+        json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["steps"]["tried"]
+        for run in (here, rehearsed)
+    )
     assert tried == other > 2 and metrics(here)[1]["loss"] < 2.303  # ten classes by chance
 
 
@@ -337,11 +340,10 @@ def test_zero_s_own_scale_takes_no_other_factor(gpu, tmp_path):
 
 
 LOST = {  # what NCCL and torch's watchdog say (texts of torch's library) -> the line a user reads
-    "NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.":
-        "error: another process of this run ended",
+    "NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.": "error: another process of this run ended",
     "NCCL communicator was aborted on rank 0.": "error: another process of this run ended",
     "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)": "error: no answer from another process",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -419,14 +421,13 @@ BAD = {  # program -> a part of what the device says
     "product(fp8(16, 32), torch.ones(16, 32, **here).t())": "operands are FP8",
     "product(fp8(16, 32), fp8(16, 32).t(), scale_a=torch.ones(()))": "all operands on the device",
     "product(fp8(16, 32), fp8(16, 32).t(), scale_a=one.double())": "fp32",
-    "product(fp8(16, 32), fp8(16, 32).t(), torch.ones(16, 1, **here), torch.ones(1, 16, **here), out_dtype=torch.float32)":
-        "scales per row give bf16 only",
+    "product(fp8(16, 32), fp8(16, 32).t(), torch.ones(16, 1, **here), torch.ones(1, 16, **here), out_dtype=torch.float32)": "scales per row give bf16 only",
     "dist.all_reduce(torch.ones(2))": "tensors must be CUDA and dense",
     "dist.all_reduce(torch.ones(2, 3, **here).t())": "tensors must be contiguous",
     "dist.broadcast(torch.ones(2, dtype=torch.int16, **here), 0)": "data type not supported by NCCL: int16",
     "dist.all_reduce(fp8(4, 4))": "NCCL does not reduce FP8",
     "w = torch.ones(4, **here); w.untyped_storage().resize_(0); assert w.isfinite().all(), 'it was freed'": "it was freed",
-}  # fmt: skip
+}
 GOOD = (
     "torch.ones(4, **here) + torch.ones(())",
     "torch.ones(4, **here)[torch.tensor([0])]",
@@ -501,8 +502,11 @@ COUNTED = {  # program -> waits for the device
 
 
 def test_waits_are_counted(gpu):
-    programs = [f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
-                "assert 0, len(steps[0]['waits'])" for program in COUNTED]  # fmt: skip
+    programs = [
+        f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
+        "assert 0, len(steps[0]['waits'])"
+        for program in COUNTED
+    ]
     [found] = said_on((programs, {}))
     assert dict(zip(COUNTED, found.values(), strict=True)) == {
         program: str(count) for program, count in COUNTED.items()

@@ -37,8 +37,11 @@ def section(text):
 def config(text, kind="NO", **more):
     """The mapping of a config file with this `fp8_config`."""
     processes = {"num_processes": 1 if kind == "NO" else 2}
-    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_cpu_ram_efficient_loading": False}  # fmt: skip
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
     made = {"distributed_type": kind, "mixed_precision": "fp8", "fp8_config": section(text)} | processes | more
     return made | ({"fsdp_config": fsdp} if kind == "FSDP" else {})
 

@@ -214,5 +214,6 @@ def test_a_file_of_tensors_is_what_safetensors_reads(tmp_path, dtype):
     for name, tensor in tensors.items():
         for other in (found[name], lazily[name]):
             assert other.dtype == tensor.dtype and other.shape == tensor.shape
-            assert torch.equal(other.contiguous().reshape(-1).view(torch.uint8),
-                               tensor.contiguous().reshape(-1).view(torch.uint8))  # fmt: skip
+            assert torch.equal(
+                other.contiguous().reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
+            )

@@ -120,8 +120,10 @@ def test_sigterm_during_evaluation(tmp_path, config):
 
         gather = Accelerator.gather_for_metrics
         Accelerator.gather_for_metrics = lambda *seen: (
-            print("evaluating", flush=True), time.sleep(0.2), gather(*seen)
-        )[-1]  # fmt: skip
+            print("evaluating", flush=True),
+            time.sleep(0.2),
+            gather(*seen),
+        )[-1]
 
     argv = ("--max_steps", "10", "--eval_steps", "5", "--save_steps", "0", "--logging_steps", "1")
     few = ("--output_dir", str(out), "--per_device_eval_batch_size", "4")

@@ -66,9 +66,8 @@ def run(folder, body, config, code=0, more=()):
 
 @pytest.mark.parametrize(
     "config",
-    ["fsdp_bf16", "single_fp8_msamp_o2", "fsdp_fp8_msamp_o2",
-     "zero2_bf16", "zero3_bf16"],
-)  # fmt: skip
+    ["fsdp_bf16", "single_fp8_msamp_o2", "fsdp_fp8_msamp_o2", "zero2_bf16", "zero3_bf16"],
+)
 def test_save_pretrained_writes_whole_weights(tmp_path, config):
     """Without `state_dict`, as most scripts call it: in fp32, as `save_model` writes them."""
     from transformers import LlamaForCausalLM

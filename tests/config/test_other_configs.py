@@ -343,14 +343,19 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
     for words, variables in ((("--cpu",), {}), ((), {"ACCELERATE_USE_CPU": "true"})):
         env = variables | {"HF_HOME": str(tmp_path / "home")}
         path = written(tmp_path, DDP)
-        launch = ("accelerate", "launch", *words) if words else (
-            "accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")  # fmt: skip
+        launch = (
+            ("accelerate", "launch", *words)
+            if words
+            else ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
+        )
         made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
         assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert read_env(os.environ).use_cpu
-    assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(
-        ["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]  # fmt: skip
+    assert (
+        "--cpu makes Accelerate run one process, not 2"
+        in plan.one_alone(["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]
+    )
 
 
 def test_an_option_says_what_the_file_does_not(tmp_path):
@@ -401,8 +406,9 @@ def test_frozen_modules_that_are_not_sharded(tmp_path):
     seen = []
     for at, (name, words) in enumerate((("1", ()), (None, ()), ("1", ("trained",)))):
         config = fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=name)
-        said = of_a_script(written(tmp_path, config), tmp_path / f"run{at}", with_a_frozen_layer, *words,
-                           code=2 if words else 0)  # fmt: skip
+        said = of_a_script(
+            written(tmp_path, config), tmp_path / f"run{at}", with_a_frozen_layer, *words, code=2 if words else 0
+        )
         seen.append([line.split()[1:] for line in said.splitlines() if line.startswith(("seen", "whole"))])
     assert [row[1] for row in seen[0][:-1]] == ["True"] * 4 and [row[1] for row in seen[1][:-1]] == ["False"] * 4
     assert [row[0] for row in seen[0][:-1]] == [row[0] for row in seen[1][:-1]] and seen[0][-1] == seen[1][-1]
@@ -437,8 +443,10 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
     [problem] = checked(written(tmp_path, config | {"mixed_precision": "bf16"}))[0]
     assert "mixed_precision beside deepspeed_config_file, which Accelerate refuses" in problem
     lost = config | {"deepspeed_config": {"deepspeed_config_file": "lost.json"}}
-    assert any("deepspeed_config_file lost.json cannot be read: it is not in" in line
-               for line in checked(written(tmp_path, lost))[0])  # fmt: skip
+    assert any(
+        "deepspeed_config_file lost.json cannot be read: it is not in" in line
+        for line in checked(written(tmp_path, lost))[0]
+    )
     strange = deepspeed_file(tmp_path, tensor_parallel={"autotp_size": 2})
     assert "tensor_parallel in deepspeed_config_file: not supported" in checked(written(tmp_path, strange))[0][0]
 
@@ -523,8 +531,10 @@ def test_clipping_in_the_config_contradicts_a_script_that_clips_otherwise(tmp_pa
 @pytest.mark.slow
 def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
     """mpirun is not there, so a script takes its place: it starts the processes with Open MPI's variables."""
-    path = written(tmp_path, WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True,
-                                       "mpirun_config": {"mpirun_hostfile": "hosts"}})  # fmt: skip
+    path = written(
+        tmp_path,
+        WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mpirun_config": {"mpirun_hostfile": "hosts"}},
+    )
     assert rules.problems_of_machines(config_file.file_problems(path)[1], {})  # no mpirun
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(

@@ -65,8 +65,10 @@ def test_the_keys_are_those_of_the_installed_launcher():
 
     known = schema.all_keys()
     assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(schema.OLD)
-    groups = {group.title: {action.dest for action in group._group_actions}
-              for group in launch_command_parser()._action_groups}  # fmt: skip
+    groups = {
+        group.title: {action.dest for action in group._group_actions}
+        for group in launch_command_parser()._action_groups
+    }
     titles = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "fp8_config": "FP8", "mpirun_config": "MPI",
               "megatron_lm_config": "Megatron-LM", "parallelism_config": "ParallelismConfig"}  # fmt: skip
     for section, title in titles.items():

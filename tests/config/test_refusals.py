@@ -113,7 +113,7 @@ LAUNCH_SH = [  # (the script, its words, its exit code, the line)
     ("./launch.sh", "ddp_bf16 --num_processes", 2, "needs a value"),
     ("./launch.sh", "setup fast", 2, "setup takes --extra"),
     ("./launch.sh", "show /nowhere", 2, "/nowhere is not the folder of a run"),
-]  # fmt: skip
+]
 RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process, the line)
     ("single_bf16", "--grad_scaler init_scale=8", 2, "a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out"),
     ("single_bf16", "--dtype float16", 2, "parameters are in float16, which bf16 needs in fp32: leave it out, or use an fp32 config"),

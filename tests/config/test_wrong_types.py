@@ -91,7 +91,7 @@ def test_no_value_at_all_ends_in_a_traceback(tmp_path):
         ("ddp", "dynamo_config", "dynamo_backend", 12, "dynamo_backend is 12: write one of no"),
         ("ddp", "", "main_process_ip", ["a"], "main_process_ip is ['a']: write one string"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named_once(tmp_path, file, section, key, value, said):
     mapping = json.loads(json.dumps(FILES[file]))
     (mapping.setdefault(section, {}) if section else mapping)[key] = value

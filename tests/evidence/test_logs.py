@@ -39,7 +39,9 @@ def notes(text):
 
 def test_all_accelerators_keep_the_folder_that_the_script_names(tmp_path):
     """Saves and loads go there. Only the records are in different folders."""
-    run(tmp_path, f"""
+    run(
+        tmp_path,
+        f"""
 shared = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
 before = dict(vars(shared))
 accelerator = first = Accelerator(project_config=shared)
@@ -60,7 +62,8 @@ second.load_state()
 assert model.weight.equal(weight), "the newest checkpoint of the folder"
 for one in (first, second):
     one.end_training()
-""")  # fmt: skip
+""",
+    )
     folder = tmp_path / "run"
     assert record(folder)["status"] == record(folder / "run_2")["status"] == "finished"
     assert not (tmp_path / "run-2").exists()
@@ -68,7 +71,9 @@ for one in (first, second):
 
 def test_folders_that_a_script_does_not_name(tmp_path):
     """A second Accelerator has its record beside the first's. Its ProjectConfiguration gets no folder."""
-    run(tmp_path, f"""
+    run(
+        tmp_path,
+        f"""
 import os
 os.chdir(folder.parent)
 none = ProjectConfiguration(total_limit=3, logging_dir="mine")
@@ -81,7 +86,8 @@ assert none.project_dir is None and first.logging_dir == "mine"
 assert saved == f"{{first.project_dir}}/checkpoint-1" and saved.startswith(str(folder.parent / "runs"))
 second = Accelerator()
 assert second.project_dir == f"{{first.project_dir}}/run_2" == second.logging_dir
-""")  # fmt: skip
+""",
+    )
     [made] = (tmp_path / "runs").glob("*/run.json")
     assert record(made.parent)["status"] == "finished"
 
@@ -89,7 +95,9 @@ assert second.project_dir == f"{{first.project_dir}}/run_2" == second.logging_di
 @pytest.mark.parametrize("named", ["project_dir='mine'", "project_config=ProjectConfiguration('mine', 'logs')"])
 def test_a_script_that_changes_its_working_directory(tmp_path, named):
     """Its relative folder is where it is then, as in Accelerate; the record stays where it began."""
-    run(tmp_path, f"""
+    run(
+        tmp_path,
+        f"""
 import os
 os.chdir(folder.parent)
 accelerator = Accelerator({named})
@@ -102,7 +110,8 @@ accelerator.log({{"a": 1}})
 step(model, optimizer)
 assert accelerator.project_dir == "mine"
 accelerator.end_training()
-""")  # fmt: skip
+""",
+    )
     assert record(tmp_path / "mine")["status"] == "finished" and len(metrics(tmp_path / "mine")) == 1
 
 
@@ -163,18 +172,23 @@ def test_a_folder_in_which_a_run_is_running_is_refused(tmp_path, monkeypatch, lo
 
 
 def test_a_run_that_has_ended_lets_another_use_its_folder_while_it_lives(tmp_path):
-    text = run(tmp_path, f"""{ONCE}
+    text = run(
+        tmp_path,
+        f"""{ONCE}
 import subprocess
 other = "import os; from faithful.launch import launcher; launcher.GRACE = -5; print('locked', launcher.lock_folder(os.sys.argv[1]))"
 print(subprocess.run([sys.executable, "-c", other, folder], capture_output=True, text=True).stdout)
-""")  # fmt: skip
+""",
+    )
     assert "locked " in text and "locked None" not in text
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
     """Accelerate writes nothing there before a script saves something."""
     (tmp_path / "file").touch()
-    text = run(tmp_path, f"""
+    text = run(
+        tmp_path,
+        f"""
 accelerator = Accelerator(project_dir=folder.parent / "file" / "run")
 {PREPARED}
 accelerator.init_trackers("mine", {{"a": 1}})
@@ -183,7 +197,8 @@ accelerator.log({{"a": 1}})
 step(model, optimizer)
 accelerator.end_training()
 print("came to its end")
-""")  # fmt: skip
+""",
+    )
     assert "came to its end" in text and "Traceback" not in text
     assert [line.split("run/")[1] for line in notes(text)] == [
         f"{name} cannot be written (Not a directory): the run goes on without it"
@@ -213,7 +228,9 @@ def test_a_full_disk_costs_whole_lines_of_the_metrics(tmp_path, capsys, monkeypa
 
 def test_what_a_tracker_takes_is_logged(tmp_path):
     """metrics.jsonl holds what JSON can, run.json too. A tracker gets the objects themselves."""
-    text = run(tmp_path, f"""
+    text = run(
+        tmp_path,
+        f"""
 import numpy as np, collections, datetime, enum, argparse
 from accelerate.tracking import GeneralTracker
 
@@ -247,7 +264,8 @@ accelerator.end_training()
 accelerator.log({{"after": 1}})
 assert one.got[1][0]["big"] is big and one.got[1][0]["table"] is table and one.got[0][1] == 0
 assert one.configs[0] is asked and len(two.got) == len(one.got) and one.got[6][2] == {{"commit": True}}
-""")  # fmt: skip
+""",
+    )
     nested = {"a": 1.0}
     assert rows(tmp_path / "run") == [
         {"step": 0, "before": 1.5},
@@ -294,7 +312,9 @@ accelerator.end_training()
 
 def test_a_tracker_that_needs_a_folder_in_a_run_that_names_none(tmp_path):
     pytest.importorskip("tensorboard")
-    run(tmp_path, f"""
+    run(
+        tmp_path,
+        f"""
 import os
 os.chdir(folder.parent)
 accelerator = Accelerator(log_with="tensorboard")
@@ -304,7 +324,8 @@ step(model, optimizer)
 accelerator.log({{"a": 1.0}}, step=1)
 accelerator.end_training()
 assert list(Path(accelerator.logging_dir).glob("mine/events*"))
-""")  # fmt: skip
+""",
+    )
 
 
 @pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "zero2_bf16"])
@@ -353,12 +374,14 @@ def same(folder, ours=weights):
     found = {name: tensor for file in sorted(Path(folder).glob("model*.safetensors")) for name, tensor in load_file(file).items()}
     return found.keys() == ours.keys() and all(found[name].equal(ours[name]) for name in found)
 
-"""  # fmt: skip
+"""
 
 
 def test_save_model_to_any_folder(tmp_path):
     """The working directory, its root, one with other files, in another number of files than before."""
-    run(tmp_path, f"""{SAVE}
+    run(
+        tmp_path,
+        f"""{SAVE}
 here = folder / "here"
 here.mkdir(parents=True)
 os.chdir(here)
@@ -378,7 +401,8 @@ accelerator.save_model(model, folder / "new" / "deep")
 os.symlink(folder / "new", folder / "link")
 accelerator.save_model(model, str(folder / "link"))
 assert same(folder / "new/deep") and same(folder / "new")
-""")  # fmt: skip
+""",
+    )
 
 
 def test_save_model_of_offloaded_weights(tmp_path):

@@ -220,8 +220,11 @@ def test_dropout_differs_between_ranks_and_weights_do_not(tmp_path):
 
 
 def test_dropout_reaches_every_model_and_a_resumed_run_draws_the_same(tmp_path):
-    for build, x in ((vision.vit, torch.randn(4, 1, 8, 8)), (vision.resnet, torch.randn(4, 1, 8, 8)),
-                     *((functools.partial(models.gpt, name, 32), torch.arange(16)[None]) for name in ("gpt_nano", "llama_nano"))):  # fmt: skip
+    for build, x in (
+        (vision.vit, torch.randn(4, 1, 8, 8)),
+        (vision.resnet, torch.randn(4, 1, 8, 8)),
+        *((functools.partial(models.gpt, name, 32), torch.arange(16)[None]) for name in ("gpt_nano", "llama_nano")),
+    ):
         shape = (16,) if x.dim() == 2 else (f"{build.__name__}_nano", 8, 1, 10)
         for rate in (0.0, 0.5):
             model = build(*shape, dropout=rate).train()

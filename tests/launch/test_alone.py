@@ -17,15 +17,19 @@ from faithful import __main__ as door
 from faithful.launch import launcher, rank_sync
 
 # Methods in which Accelerate's processes communicate.
-TOGETHER = "gather gather_for_metrics reduce pad_across_processes check_trigger wait_for_everyone join_uneven_inputs " \
-           "main_process_first local_main_process_first prepare prepare_model"  # fmt: skip
+TOGETHER = (
+    "gather gather_for_metrics reduce pad_across_processes check_trigger wait_for_everyone join_uneven_inputs "
+    "main_process_first local_main_process_first prepare prepare_model"
+)
 # Methods that Accelerate lets one process call under DDP: they make no collective.
-ALONE = "accumulate autocast clear clip_grad_norm_ clip_grad_value_ end_training free_memory get_state_dict " \
-        "get_tracker init_trackers log maybe_context_parallel no_sync on_last_process on_local_main_process " \
-        "on_local_process on_main_process on_process prepare_data_loader prepare_optimizer prepare_scheduler print " \
-        "register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model " \
-        "save_state set_trigger skip_first_batches split_between_processes trigger_sync_in_backward " \
-        "unscale_gradients unwrap_model verify_device_map"  # fmt: skip
+ALONE = (
+    "accumulate autocast clear clip_grad_norm_ clip_grad_value_ end_training free_memory get_state_dict "
+    "get_tracker init_trackers log maybe_context_parallel no_sync on_last_process on_local_main_process "
+    "on_local_process on_main_process on_process prepare_data_loader prepare_optimizer prepare_scheduler print "
+    "register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model "
+    "save_state set_trigger skip_first_batches split_between_processes trigger_sync_in_backward "
+    "unscale_gradients unwrap_model verify_device_map"
+)
 OTHERS = {
     "backward": "DDP's own hooks communicate",
     "load_state": "Accelerate makes no collective here; ours agree on the checkpoint, as one that loads it alone would "
@@ -247,7 +251,7 @@ ONE = {  # (what the main process does, what the other does, the answers, the lo
     "at its end": (lambda: comes(needed=True), lambda: rank_sync.tell("ended"), False, 0.4),
     "nowhere": (comes, lambda: None, False, 0.9),
     "nowhere, but needed": (lambda: comes(needed=True), lambda: None, False, 2.3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ONE)

@@ -250,9 +250,12 @@ def test_training_in_a_thread(end, last, left):
 
 @pytest.mark.parametrize(
     ("last", "code", "left"),
-    [("", 0, ("finished", None)), ("1 / 0", 1, ("failed", "ZeroDivisionError: division by zero")),
-     ("raise SystemExit(4)", 4, ("failed", "the script exited with 4"))],
-)  # fmt: skip
+    [
+        ("", 0, ("finished", None)),
+        ("1 / 0", 1, ("failed", "ZeroDivisionError: division by zero")),
+        ("raise SystemExit(4)", 4, ("failed", "the script exited with 4")),
+    ],
+)
 def test_a_child_of_multiprocessing_closes_its_record(end, last, code, left):
     """It ends with os._exit, without Python's exit handlers. The record of its parent is not its own."""
     text = f'{OURS}accelerator = Accelerator(project_dir="parent")\n' + (

@@ -125,8 +125,10 @@ def test_a_refusal_ends_with_its_line_and_2(config):
     result = launched("./launch.sh", config, "vit", "--grad_scaler", "init_scale=8", env={"OMP_NUM_THREADS": "1"})
     lines = [line for line in result.stderr.splitlines() if "Setting accelerator to CPU" not in line]
     assert result.returncode == 2
-    assert lines == ["refused: a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out, or "
-                     "launch with --config_wins"]  # fmt: skip
+    assert lines == [
+        "refused: a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out, or "
+        "launch with --config_wins"
+    ]
 
 
 FAILING = """

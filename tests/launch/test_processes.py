@@ -116,8 +116,10 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert not left
 
 
-SLOW = [pytest.param(phase, marks=pytest.mark.slow) for phase in
-        ("imports", "data", "first step", "evaluation", "saving", "end")]  # fmt: skip
+SLOW = [
+    pytest.param(phase, marks=pytest.mark.slow)
+    for phase in ("imports", "data", "first step", "evaluation", "saving", "end")
+]
 
 
 @pytest.mark.parametrize("phase", ["process group", "training", *SLOW])

@@ -54,8 +54,7 @@ def apart(rank, world):
         for found, of in ((ours, model), (theirs, one_piece)):
             for update, _ in found.values():
                 update(of)
-    wrong = [name for name, (_, found) in ours.items()
-             if not all(map(torch.equal, found, theirs[name][1]))]  # fmt: skip
+    wrong = [name for name, (_, found) in ours.items() if not all(map(torch.equal, found, theirs[name][1]))]
     for one in kept:  # put in for an evaluation, and taken out again
         for change, wanted in ((one.copy_to, one.shadow_params), (one.restore, list(one_piece.parameters()))):
             if change == one.copy_to:

@@ -68,12 +68,15 @@ def accumulate_by_hand(accelerator, model, optimizer, loader):
 
 HABITS = {
     "accumulate": {"epoch": accumulate, "batch": 4, "gradient_accumulation_steps": 2},
-    "plugin": {"epoch": accumulate, "batch": 4,
-               "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)},
+    "plugin": {
+        "epoch": accumulate,
+        "batch": 4,
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2),
+    },
     "no_sync": {"epoch": accumulate_by_hand, "batch": 4},
     "split_batches": {"dataloader_config": DataLoaderConfiguration(split_batches=True)},
     "dispatch_batches": {"batch": 8, "dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +136,10 @@ def test_torchs_own_clipping_of_shards_is_that_of_whole_gradients(tmp_path):
         ("value", lambda accelerator, model: by_value(model.parameters(), 1e-4)),
         ("ours", lambda accelerator, model: accelerator.clip_grad_value_(model.parameters(), 1e-4)),
     ):
-        a, b = (clipped(tmp_path / f"{name}_{config}", config, call, dtype=torch.float64, optimizer=SGD)
-                for config in ("ddp_fp32", "fsdp_fp32"))  # fmt: skip
+        a, b = (
+            clipped(tmp_path / f"{name}_{config}", config, call, dtype=torch.float64, optimizer=SGD)
+            for config in ("ddp_fp32", "fsdp_fp32")
+        )
         assert distance(a, b) < 1e-12
     assert distance(tmp_path / "value_ddp_fp32", tmp_path / "ours_fsdp_fp32") < 1e-12
     assert distance(tmp_path / "value_ddp_fp32", tmp_path / "norm_ddp_fp32") > 1e-4

@@ -18,7 +18,7 @@ PRECISIONS = {
 } | {
     level: {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": level.upper()}}
     for level in ("o1", "o2", "o3")
-}  # fmt: skip
+}
 STRATEGIES = {"single": "o1 o2 o3", "ddp": "o1 o2 o3", "fsdp": "o1 o2", "hsdp": "o1 o2", "tp": "", "zero1": "",
               "zero2": "", "zero3": ""}  # fmt: skip
 CELLS = [  # (strategy, precision) that run on a CPU
@@ -65,8 +65,11 @@ def outcomes(rows, strategy, precision, folder):
         here = folder / str(len(left)) / "run"
         here.mkdir(parents=True)
         dtypes = [dtype_of(row, strategy, precision) for row in left]
-        ranks = Ranks(config(folder, strategy, precision), ["--output_dir", str(here)],
-                      script=functools.partial(main, left, dtypes, make))  # fmt: skip
+        ranks = Ranks(
+            config(folder, strategy, precision),
+            ["--output_dir", str(here)],
+            script=functools.partial(main, left, dtypes, make),
+        )
         codes, text = ranks.wait(), ranks.text()
         done = len(list(here.glob("*.pt")))
         for number, row in enumerate(left[:done]):

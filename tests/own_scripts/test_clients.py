@@ -152,9 +152,12 @@ def test_transformers_trainer_under_zero_ends_where_ddp_ends(tmp_path):
     sgd = [('optim="adamw_torch"', 'optim="sgd"'), ("learning_rate=1e-3", "learning_rate=0.1")]
     bare = ("num_labels=2)", "num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)")
     loose = ("max_grad_norm=1.0", "max_grad_norm=100.0")
-    for name, config, env, changes in (("ddp", "ddp_fp32", {}, []), ("zero", tmp_path / "zero2_fp32.yml", {}, []),
-                                    ("twin", "ddp_fp32", {"FAITHFUL_PERTURBED": "1"}, []),
-                                    ("loose", "ddp_fp32", {}, [loose])):  # fmt: skip
+    for name, config, env, changes in (
+        ("ddp", "ddp_fp32", {}, []),
+        ("zero", tmp_path / "zero2_fp32.yml", {}, []),
+        ("twin", "ddp_fp32", {"FAITHFUL_PERTURBED": "1"}, []),
+        ("loose", "ddp_fp32", {}, [loose]),
+    ):
         script = changed("classifier", tmp_path / name, *sgd, bare, *changes)
         run("classifier", config, tmp_path / name, script=script, more=env)
     rounding = apart(tmp_path / "ddp", tmp_path / "twin")
@@ -205,11 +208,14 @@ def test_averages_of_deepspeeds_weights_are_refused_in_one_line(tmp_path):
 
 
 def test_an_average_by_hand_of_sharded_weights_is_refused_in_one_line(tmp_path):
-    by_hand = ("    optimizer.zero_grad()\n", """    optimizer.zero_grad()
+    by_hand = (
+        "    optimizer.zero_grad()\n",
+        """    optimizer.zero_grad()
     with torch.no_grad():
         for mine, weight in zip(copied.parameters(), model.parameters(), strict=True):
             mine.lerp_(weight, 0.1)
-""")  # fmt: skip
+""",
+    )
     prepared = "model, optimizer, loader, schedule = accelerator.prepare("
     before = (prepared, f"import copy\ncopied = copy.deepcopy(model)\n{prepared}")
     log = run("own_loop", "fsdp_bf16", tmp_path, code=2, script=changed("own_loop", tmp_path / "mine", by_hand, before))
@@ -222,13 +228,16 @@ def test_an_average_by_hand_of_sharded_weights_is_refused_in_one_line(tmp_path):
     [
         ("test_ops", "ddp_fp32", None),
         pytest.param("test_sync", "ddp_fp32", "no model and optimizer were prepared", marks=pytest.mark.slow),
-        pytest.param("test_distributed_data_loop", "ddp_fp32", "join_uneven_inputs without even batches",
-                     marks=pytest.mark.slow),
-        pytest.param("test_script", "single_fp32", "mixed_precision='bf16', the config says fp32", marks=pytest.mark.slow),
+        pytest.param(
+            "test_distributed_data_loop", "ddp_fp32", "join_uneven_inputs without even batches", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "test_script", "single_fp32", "mixed_precision='bf16', the config says fp32", marks=pytest.mark.slow
+        ),
         pytest.param("test_script", "ddp_fp32", "mixed_precision='bf16', the config says fp32", marks=pytest.mark.slow),
         ("test_merge_weights", "ddp_fp32", "the script passes fsdp_plugin"),
     ],
-)  # fmt: skip
+)
 def test_accelerates_own_scripts_run_or_are_refused_in_one_line(tmp_path, script, config, line):
     """`line`: what they are refused with, None where they run to their end. Each tries several things, and test_script
     gets as far as training in bf16 under an fp32 config."""

@@ -26,8 +26,10 @@ def test_every_timed_step_moves_the_weights(level, monkeypatch):
         def weights():  # under O3 the masters: one step need not reach the next FP8 value
             each = made["model"].named_parameters()
             whole = {name: getattr(getattr(p, "amp8_linear", None), "master", None) for name, p in each}
-            return {name: (p if whole[name] is None else whole[name]).detach().clone() for name, p in
-                    made["model"].named_parameters()}  # fmt: skip
+            return {
+                name: (p if whole[name] is None else whole[name]).detach().clone()
+                for name, p in made["model"].named_parameters()
+            }
 
         for _ in range(2):
             before = weights()

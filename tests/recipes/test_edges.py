@@ -302,9 +302,12 @@ def test_a_rank_speaks_for_a_silent_rank_0_after_20_seconds(monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "model", "kind"),
-    [("gpt", "gpt_nano", "GPT2LMHeadModel"), ("bert", "bert_nano", "BertForSequenceClassification"),
-     ("resnet", "resnet18", "ResNet")],
-)  # fmt: skip
+    [
+        ("gpt", "gpt_nano", "GPT2LMHeadModel"),
+        ("bert", "bert_nano", "BertForSequenceClassification"),
+        ("resnet", "resnet18", "ResNet"),
+    ],
+)
 def test_the_model_of_a_record(tmp_path, recipe, model, kind):
     """Also of a run that has saved no model yet, of one that went on from another run, and of a published one."""
     about = {"vocab_size": 300, "sequence_length": 16, "classes": ["a", "b"], "image_size": 32, "in_chans": 3}

@@ -128,9 +128,12 @@ READERS = {  # name: (file, fast, slow)
     "safetensors": ("checkpoint-4/rank0.safetensors", of_tensors, nothing),
 }
 TENSORS = {
-    "0:model/w": torch.ones(2, 3), "0:buffer/b": torch.ones(2), "0:shape/w": torch.tensor([3, 2]),
-    "0:optimizer/w/step": torch.tensor(1.0), "random/torch": torch.ones(4, dtype=torch.uint8),
-}  # fmt: skip
+    "0:model/w": torch.ones(2, 3),
+    "0:buffer/b": torch.ones(2),
+    "0:shape/w": torch.tensor([3, 2]),
+    "0:optimizer/w/step": torch.tensor(1.0),
+    "random/torch": torch.ones(4, dtype=torch.uint8),
+}
 LEVELS = {
     "0:all/level": torch.tensor(3), "0:all/model/w": torch.ones(2), "0:rows/model/l.weight": torch.ones(2, 3),
     "0:all/model/l.weight_scale": torch.tensor(2.0), "0:all/model/l.weight_amax": torch.tensor(2.0),
@@ -290,9 +293,12 @@ def test_no_file_does_more_than_be_refused(made, name, record_property):
     run, (file, fast, slow) = made[name], READERS[name]
 
     @hypothesis.settings(
-        max_examples=INPUTS, deadline=None, derandomize=True, database=None,
+        max_examples=INPUTS,
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+    )
     @hypothesis.given(inputs_of(name, (run / file).read_bytes()), some.integers(0, 99))
     def looks(content, number):
         began, held = time.process_time(), peak_from_now()

@@ -455,12 +455,18 @@ def test_texts_with_classes_of_a_table_of_the_hub_and_of_pairs(tmp_path):
     row = train_set.__getitems__([0])
     assert train_set.tokenizer.decode(row["input_ids"][row["attention_mask"].bool()]) == f"{text.END}a{text.END}d"
     rows.to_parquet(tmp_path / "glue" / "validation-00000-of-00001.parquet")
-    for name, reason in ((tmp_path / "glue", "3 labels are out of range"), (tmp_path, "reach|data file|label"),
-                         (ROOT / "results/estimate.json", 'a text and one named "label" are needed')):  # fmt: skip
+    for name, reason in (
+        (tmp_path / "glue", "3 labels are out of range"),
+        (tmp_path, "reach|data file|label"),
+        (ROOT / "results/estimate.json", 'a text and one named "label" are needed'),
+    ):
         with pytest.raises(Refused, match=reason):
             text.labelled(str(name), 16)
-    for rows, reason in ((b"a,caf\xe9\nb,x\n", "can't decode byte 0xe9"), (b"a,x\n" * 9, "has 1 class"),
-                         (b"a,x\nb,y\n,z\n" * 9, "labels are out of range, the first is None at index")):  # fmt: skip
+    for rows, reason in (
+        (b"a,caf\xe9\nb,x\n", "can't decode byte 0xe9"),
+        (b"a,x\n" * 9, "has 1 class"),
+        (b"a,x\nb,y\n,z\n" * 9, "labels are out of range, the first is None at index"),
+    ):
         (tmp_path / "one.csv").write_bytes(b"label,text\n" + rows)
         with pytest.raises(Refused, match=f"one.csv.*{reason}"):
             text.labelled(str(tmp_path / "one.csv"), 16)

@@ -127,8 +127,10 @@ def test_it_learns_to_answer(tmp_path):
 
 
 def test_checkpointing_changes_memory_and_nothing_else(tmp_path):
-    runs = [train("single_fp32", tmp_path / name, *argv_of(tmp_path, *more), name="sft")
-            for name, more in (("plain", ()), ("again", ("--gradient_checkpointing",)))]  # fmt: skip
+    runs = [
+        train("single_fp32", tmp_path / name, *argv_of(tmp_path, *more), name="sft")
+        for name, more in (("plain", ()), ("again", ("--gradient_checkpointing",)))
+    ]
     assert distance(*runs) == 0 and metrics(runs[0]) == metrics(runs[1])
 
 

@@ -481,6 +481,9 @@ def swapped_for_evaluation(accelerator):
 IDIOMS = {
     name: function
     for name, function in list(globals().items())
-    if callable(function) and getattr(function, "__code__", None) and function.__code__.co_varnames[:1] == ("accelerator",)
-    and function.__code__.co_argcount - len(function.__defaults__ or ()) == 1 and name not in ("batch", "start")
-}  # fmt: skip
+    if callable(function)
+    and getattr(function, "__code__", None)
+    and function.__code__.co_varnames[:1] == ("accelerator",)
+    and function.__code__.co_argcount - len(function.__defaults__ or ()) == 1
+    and name not in ("batch", "start")
+}

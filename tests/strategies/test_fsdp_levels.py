@@ -173,8 +173,9 @@ def test_frozen_and_tied_weights(whole, tmp_path):
     first, last = (export_of(run, step, tmp_path) for step in (4, 8))
     assert frozen and all(first[name].equal(last[name]) for name in frozen)
     assert not first["transformer.h.1.mlp.c_fc.weight"].equal(last["transformer.h.1.mlp.c_fc.weight"])
-    again = train(O2, tmp_path / "again", *GPT, "--freeze", 1, "--resume_from_checkpoint", run / "checkpoint-4",
-                  name="gpt")  # fmt: skip
+    again = train(
+        O2, tmp_path / "again", *GPT, "--freeze", 1, "--resume_from_checkpoint", run / "checkpoint-4", name="gpt"
+    )
     assert metrics(again) == metrics(run)[-len(metrics(again)) :] and distance(again, run) == 0
 
 

@@ -77,9 +77,12 @@ def test_each_process_holds_its_part(whole, stage):
     assert evidence["bytes_per_parameter"] == expected | {"total": pytest.approx(14 + gradient + kept)}
     fp32 = {"float32": total}
     assert evidence["dtypes"] == {
-        "parameters": {"bfloat16": total}, "gradients": {"bfloat16": total}, "master": fp32,
-        "optimizer_state": {"exp_avg": fp32, "exp_avg_sq": fp32}, "linear_output": "bfloat16",
-    }  # fmt: skip
+        "parameters": {"bfloat16": total},
+        "gradients": {"bfloat16": total},
+        "master": fp32,
+        "optimizer_state": {"exp_avg": fp32, "exp_avg_sq": fp32},
+        "linear_output": "bfloat16",
+    }
     # two processes, ring accounting: sums of gradients in fp32, updated or gathered weights in bf16
     each = {1: 4 + 1, 2: 4 + 1, 3: 2 + 1}[stage]
     assert evidence["wire_bytes_per_step"] == pytest.approx(each * total, rel=0.02)
@@ -123,8 +126,11 @@ def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_
     made, final = load_file(tmp_path / "out.safetensors"), weights(run)
     assert made.keys() == final.keys()
     assert all(made[name].equal(final[name]) and made[name].dtype == torch.float32 for name in made)
-    sizes = [entry["bytes"] for name, entry in json.loads((run / "checkpoint-8" / checkpoints.MANIFEST).read_text()).items()
-             if name.startswith("rank")]  # fmt: skip
+    sizes = [
+        entry["bytes"]
+        for name, entry in json.loads((run / "checkpoint-8" / checkpoints.MANIFEST).read_text()).items()
+        if name.startswith("rank")
+    ]
     assert max(sizes) < 0.6 * sum(sizes)
 
 
@@ -363,11 +369,14 @@ def with_optimizer(make, closure=None, hook=False):
     [
         (functools.partial(with_optimizer, own.Lars), "Lars updates parts otherwise than a whole matrix or model"),
         (functools.partial(with_optimizer, own.ScheduleFree), "ScheduleFree exchanges all weights for an evaluation"),
-        (functools.partial(with_optimizer, torch.optim.LBFGS), "cannot show whether it may (TypeError: LBFGS.step() mi"),
+        (
+            functools.partial(with_optimizer, torch.optim.LBFGS),
+            "cannot show whether it may (TypeError: LBFGS.step() mi",
+        ),
         (functools.partial(with_optimizer, torch.optim.AdamW, hook=True), "which a hook of AdamW's step would see"),
         (functools.partial(with_optimizer, torch.optim.AdamW, sum), "DeepSpeed calls no closure of optimizer.step"),
     ],
-)  # fmt: skip
+)
 def test_an_optimizer_that_needs_more_than_flat_parts_is_refused(tmp_path, script, says):
     train("zero2_bf16", tmp_path / "run", script=script, code=2)
     log = (tmp_path / "run.log").read_text()
@@ -386,8 +395,11 @@ def of_deepspeed(folder, **sections):
     auto = {key: "auto" for key in ("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size")}
     auto |= {"gradient_accumulation_steps": "auto", "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     (folder / "deepspeed.json").write_text(json.dumps(auto | sections))
-    config = {"distributed_type": "DEEPSPEED", "num_processes": 2,
-              "deepspeed_config": {"deepspeed_config_file": str(folder / "deepspeed.json")}}  # fmt: skip
+    config = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 2,
+        "deepspeed_config": {"deepspeed_config_file": str(folder / "deepspeed.json")},
+    }
     (folder / "file.yml").write_text(yaml.dump(config))
     return folder / "file.yml"
 

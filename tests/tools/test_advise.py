@@ -84,8 +84,11 @@ def test_a_comparison_counts(monkeypatch, capsys, tmp_path):
     text, _ = advised(monkeypatch, capsys, sizes, "--comparison", str(tmp_path))
     assert best(text) == "single_fp8_msamp_o2" and "equal within 1%" in text and "vit, dataset digits, on CPU" in text
     assert "Nobody has measured the speed" in text, "emulated speed is none"
-    made["rows"] = [row("single_bf16", rate=100, emulated=False), row("single_fp8", "equal", 150, False),
-                    row("single_fp8_msamp_o2", "higher", 300, False)]  # fmt: skip
+    made["rows"] = [
+        row("single_bf16", rate=100, emulated=False),
+        row("single_fp8", "equal", 150, False),
+        row("single_fp8_msamp_o2", "higher", 300, False),
+    ]
     (tmp_path / "report.json").write_text(json.dumps(made))
     text, _ = advised(monkeypatch, capsys, sizes | {"single_bf16": 40}, "--comparison", str(tmp_path))
     assert best(text) == "single_fp8" and "fastest measured: 150 samples per second" in text

@@ -110,7 +110,10 @@ def test_a_difference_of_three_percent_shows_behind_seeds_that_differ_by_twenty(
 def test_the_twin_is_a_control_from_weights_one_rounding_apart(runs, tmp_path):
     made = compared(tmp_path, runs / "real", runs / "real-o2", runs / "twin-0")
     assert [(row["config"], row["control"]) for row in made["rows"]] == [
-        ("single_bf16", False), ("single_bf16, twin", True), ("single_fp8_msamp_o2", False)]  # fmt: skip
+        ("single_bf16", False),
+        ("single_bf16, twin", True),
+        ("single_fp8_msamp_o2", False),
+    ]
     assert record(runs / "twin-0")["seen"]["nudged"] and "nudged" not in record(runs / "real")["seen"]
     weights = [record(runs / name)["evidence"]["initial_weights"] for name in ("real", "twin-0", "real-o2")]
     assert weights[0] == weights[2] != weights[1]

@@ -27,8 +27,10 @@ def run(config, folder, *words, options=OPTIONS, code=0):
 
 def sides(layer, x):
     """Output and weight gradient of a layer, from the layer itself and from tools/shadow.py."""
-    low = {which: shadow.rounded(layer, which, value, "fprop")[0]
-           for which, value in ((0, x), (1, shadow.true_weight(layer)))}  # fmt: skip
+    low = {
+        which: shadow.rounded(layer, which, value, "fprop")[0]
+        for which, value in ((0, x), (1, shadow.true_weight(layer)))
+    }
     y = layer(x)
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     g8, x8 = shadow.rounded(layer, 2, g, "wgrad")[0], shadow.rounded(layer, 0, x, "wgrad")[0]
@@ -142,8 +144,9 @@ def test_costs_and_the_line_for_the_config():
     pairs = [
         {"none": 1.0, "again": 1.0, "a": 0.99 - i / 1000, "b": 1.0 + (-1) ** i / 100, "all": 0.98} for i in range(8)
     ]
-    layer = dict.fromkeys(("input_underflows%", "input_overflows%", "weight_underflows%", "weight_overflows%",
-                           "gradient_overflows%"), 0.0)  # fmt: skip
+    layer = dict.fromkeys(
+        ("input_underflows%", "input_overflows%", "weight_underflows%", "weight_overflows%", "gradient_overflows%"), 0.0
+    )
     layer |= {"gradient_underflows%": 97.0, "updates_lost%": None, "exp_avg_underflows%": None}
     layer |= {"exp_avg_sq_underflows%": None}
     watched = {

@@ -235,8 +235,9 @@ def test_a_skip_list_is_traced_with(vit, seen, tmp_path):
     path = tmp_path / "mine.yml"
     path.write_text((CONFIGS / "single_fp8_msamp_o2.yml").read_text() + "  skip: 'blocks.0.*'\n")
     plain = of(vit, seen, "single_fp8_msamp_o2")
-    skipped = estimate.estimate(*(lambda asked: (asked, *estimate.tracings_of(vit, [], asked, {})))(
-        estimate.read_config(path)), False)  # fmt: skip
+    skipped = estimate.estimate(
+        *(lambda asked: (asked, *estimate.tracings_of(vit, [], asked, {})))(estimate.read_config(path)), False
+    )
     assert skipped["weights"] > 1.1 * plain["weights"] and skipped["optimizer"] == plain["optimizer"]
     path.write_text(edited(path.read_text(), "blocks.0.*", "blocks.0"))
     with pytest.raises(Refused, match="no Linear layer of the model is called so"):

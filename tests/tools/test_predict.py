@@ -81,8 +81,7 @@ def trained(tmp_path_factory, folder):
         kept.mkdir()
         argv = ("--dataset", folder, "--image_size", 32, "--max_steps", 25, "--save_steps", 0, "--warmup_steps", 5)
         argv += ("--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 8, "--learning_rate", 0.002)
-        train(config, out, *argv, name=name,
-              before=functools.partial(keep_predictions, kept, name))  # fmt: skip
+        train(config, out, *argv, name=name, before=functools.partial(keep_predictions, kept, name))
         batches = [torch.load(kept / f"seen{rank}.pt") for rank in range(record(out)["plan"]["num_processes"])]
         in_turn = [batch for together in zip(*batches, strict=True) for batch in together]
         return out, torch.cat([found for found, _ in in_turn])[:48].tolist()
