@@ -336,24 +336,25 @@ class State:
     def update_scales(self) -> None:
         """Updates the delayed scales of all layers at once."""
         layers = list(self.layers.values())
-        history = torch.stack([layer.amax_history for layer in layers], 1)  # [length, layers, 2]
+        # [layers, length, 2]: each layer's part lies in one piece, else torch would copy them one by one at the end
+        history = torch.stack([layer.amax_history for layer in layers])
         scale = torch.stack([layer.scale for layer in layers])
         updates = torch.stack([layer.updates for layer in layers])
         for slot, dtype in enumerate((scaling.E4M3, self.gradient_format)):
-            slots = history[:, :, slot], scale[:, slot]
+            slots = history[:, :, slot].T, scale[:, slot]
             if self.window:
                 scaling.update_window_(*slots, updates[:, slot], dtype)
                 continue
             if self.comm is not None and self.options["reduce_amax"]:
-                last = history[0, :, slot].contiguous()
+                last = history[:, 0, slot].contiguous()
                 dist.all_reduce(last, dist.ReduceOp.MAX, group=self.group)
                 if self.replica_group is not None:
                     dist.all_reduce(last, dist.ReduceOp.MAX, group=self.replica_group)
                 self.comm.sent += 2 * (self.world - 1) * last.nbytes // self.world
-                history[0, :, slot] = last
+                history[:, 0, slot] = last
             margin, algo = self.options["margin"], self.options["amax_compute_algo"]
             scaling.update_delayed_(*slots, scaling.dtype_max(dtype), margin, algo)
-        torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind(1)))
+        torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind()))
         torch._foreach_copy_([layer.scale for layer in layers], list(scale.unbind()))
         torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
 

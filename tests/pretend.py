@@ -454,6 +454,17 @@ def arrive():
     late.clear()
 
 
+def launches(name, args):
+    """Of an operator: one, but an operator on lists launches one for each tensor if the lists do not lie alike.
+    aten/src/ATen/native/ForeachUtils.h, _check_tensors_share_sizes_and_strides."""
+    lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], torch.Tensor)]
+    if not name.startswith("_foreach_") or not lists:
+        return 1
+    layouts = [[(each.shape, each.stride()) for each in tensors] for tensors in lists]
+    dense = all(torch.ops.aten.is_non_overlapping_and_dense(each) for each in lists[0])
+    return 1 if dense and all(layout == layouts[0] for layout in layouts) else len(lists[0])
+
+
 def count(func, name, args, kwargs, here):
     """A launch for each operator that computes or copies, and a wait where the host needs what the device computes:
     CUDA's documentation, "API synchronization behavior": a copy is asynchronous from and to pinned memory only. Returns
@@ -461,7 +472,7 @@ def count(func, name, args, kwargs, here):
     if name in FREE or func.is_view:
         return False
     now = steps[-1]
-    now["in_compiled" if compiled else "launches"] += 1
+    now["in_compiled" if compiled else "launches"] += launches(name, args)
     waits, to_host = name in ASK, False
     if name in ("_to_copy", "copy_"):
         source, there = (args[1], isinstance(args[0], CudaTensor)) if name == "copy_" else (args[0], here)

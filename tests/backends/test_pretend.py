@@ -501,13 +501,40 @@ COUNTED = {  # program -> waits for the device
 }
 
 
-def test_waits_are_counted(gpu):
-    programs = [
-        f"w = torch.ones(4, **here); steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; "
-        "assert 0, len(steps[0]['waits'])"
-        for program in COUNTED
+LAUNCHES = {  # program -> launches
+    "w * 2": 1,
+    "w.view(2, 2)": 0,
+    "torch._foreach_mul_(list(m.unbind()), 2)": 1,
+    "torch._foreach_mul_(list(m.unbind(1)), 2)": 4,
+    "torch._foreach_copy_(list(m.unbind()), list(n.unbind()))": 1,
+    "torch._foreach_copy_(list(m.unbind()), list(n.unbind(1)))": 4,  # the second have strides
+}
+
+
+@pytest.mark.parametrize(
+    ("programs", "what"), [(COUNTED, "len(steps[0]['waits'])"), (LAUNCHES, "steps[0]['launches']")]
+)
+def test_waits_and_launches_are_counted(gpu, programs, what):
+    made = "w, m, n = torch.ones(4, **here), torch.ones(4, 4, **here), torch.ones(4, 4, **here); "
+    lines = [
+        f"{made}steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; {program}; assert 0, {what}"
+        for program in programs
     ]
-    [found] = said_on((programs, {}))
-    assert dict(zip(COUNTED, found.values(), strict=True)) == {
-        program: str(count) for program, count in COUNTED.items()
+    [found] = said_on((lines, {}))
+    assert dict(zip(programs, found.values(), strict=True)) == {
+        program: str(count) for program, count in programs.items()
     }
+
+
+UPDATED = (
+    "import amp8; from amp8.convert import state_of; layers = [torch.nn.Linear(32, 32) for _ in range({})]; "
+    "net = torch.nn.Sequential(*layers); optimizer = torch.optim.AdamW(net.parameters()); "
+    "net = amp8.initialize(net, optimizer, 'O2', recipe='te_delayed')[0].cuda(); state = state_of(net); "
+    "steps = pretend.steps; steps[:] = [pretend.nothing_yet()]; state.update_scales(); assert 0, steps[0]['launches']"
+)
+
+
+def test_delayed_scales_of_many_layers_take_as_many_launches_as_of_two(gpu):
+    [found] = said_on(([UPDATED.format(layers) for layers in (2, 7)], {}))
+    few, many = found.values()
+    assert few == many and few.isdecimal(), found
