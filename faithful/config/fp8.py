@@ -289,6 +289,9 @@ def problems(settings: "Settings", machine: "Machine") -> Iterator[str]:
     if backend not in BACKENDS:
         yield f"fp8_config backend {backend} is not one of {', '.join(map(key_of, BACKENDS))} (in capitals)"
         return
+    if machine.devices and not machine.nvidia:
+        yield (f"FP8 is for NVIDIA's GPUs here, {machine.name} has other formats or none: use {settings.strategy}_bf16")
+        return
     yield from (f"fp8_config {line}" for line in settings.fp8.without_effect)
     rules = settings.fp8.rules
     if level not in rules.levels:

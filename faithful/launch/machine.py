@@ -61,6 +61,7 @@ class Machine:
     cuda: str | None = None  # for which torch is built
     packages: Sequence[str] = ()  # of PACKAGES
     lacks: Sequence[str] = ()  # see `lacks`
+    nvidia: bool = True  # whether its accelerators are NVIDIA's
 
     @property
     def has_fp8(self) -> bool:
@@ -134,10 +135,11 @@ def of_torch() -> Machine:
     if not torch.accelerator.is_available() or (accelerator := torch.accelerator.current_accelerator()) is None:
         return without_accelerator()
     device = accelerator.type
-    cuda = device == "cuda"
-    name, capability = (torch.cuda.get_device_name(), torch.cuda.get_device_capability()) if cuda else (device, None)
+    nvidia = device == "cuda" and torch.version.hip is None  # ROCm's devices are called cuda, too
+    capability = torch.cuda.get_device_capability() if nvidia else None
+    name = torch.cuda.get_device_name() if device == "cuda" else device
     devices = torch.accelerator.device_count()
-    return Machine(device, devices, name, capability, torch.version.cuda, packages(), lacks())
+    return Machine(device, devices, name, capability, torch.version.cuda, packages(), lacks(), nvidia)
 
 
 def unseen() -> str | None:

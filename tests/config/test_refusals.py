@@ -128,6 +128,7 @@ T4 = replace(H200, name="Tesla T4", capability=(7, 5))
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0))
 RTX5090 = replace(H200, name="NVIDIA RTX 5090", capability=(12, 0))
 BARE = replace(H200, packages=[])
+MI300 = replace(H200, name="AMD Instinct MI300X", capability=None, nvidia=False)
 WIZARDS = {"wizard_ddp": DDP, "wizard_fsdp1": fsdp(), "wizard_fsdp2": fsdp(FSDP2), "wizard_zero3": zero()}
 CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or another name; on what machine; the line)
     # what is no config
@@ -215,6 +216,8 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("fsdp_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use fsdp_bf16"),
     ("single_fp8", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
     ("fsdp_fp8", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use fsdp_bf16"),
+    *((name, {}, MI300, f"FP8 is for NVIDIA's GPUs here, AMD Instinct MI300X has other formats or none: use {name.split('_')[0]}_bf16")
+      for name in ("single_fp8", "fsdp_fp8", "single_fp8_te", "single_fp8_te_mxfp8", "ddp_fp8_msamp_o2")),
     ("single_fp8_te", {}, replace(H200, packages=["torchao"]), "TransformerEngine is not installed: ./launch.sh setup --extra te"),
     ("single_fp8", {}, BARE, "torchao is not installed: pip install torchao"),
     ("fsdp_fp8", {"fp8_config": {"recipe": "rowwise"}}, ANYWHERE, "torchao gathers in FP8 with tensorwise scales only, not rowwise"),

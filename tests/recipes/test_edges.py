@@ -323,3 +323,17 @@ def test_the_model_of_a_record(tmp_path, recipe, model, kind):
 def test_the_standard_library_by_package():
     train, held_out = text.labelled("python_packages", 16)
     assert sorted(train.classes) == train.classes and len(train.classes) == 10 and len(train) > 8 * len(held_out)
+
+
+def test_a_card_of_rocm_is_no_card_of_nvidia(monkeypatch):
+    """torch calls it cuda, and gives it a capability that looks like NVIDIA's."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = machine.of_torch()
+    assert (found.name, found.devices, found.capability, found.nvidia) == ("AMD Instinct MI300X", 8, None, False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert machine.of_torch().nvidia and machine.of_torch().has_fp8
