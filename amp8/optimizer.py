@@ -186,22 +186,22 @@ class Adam(torch.optim.Optimizer):
     def step_converted(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
         linears: list[FP8Linear] = [linear_of(parameter) for parameter in parameters]  # pyrefly: ignore[bad-assignment]
-        sharded = self.model_state.level == "O3"
+        has_master = self.model_state.level == "O3"
         for linear in linears:
-            expected, there = scaling.E4M3 if sharded else torch.float16, linear.codes.dtype
+            expected, there = scaling.E4M3 if has_master else torch.float16, linear.codes.dtype
             if there != expected or linear.cast:
                 there = linear.cast or there
                 raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
-            if sharded and linear.master is not None and linear.master.device != linear.weight.device:
+            if has_master and linear.master is not None and linear.master.device != linear.weight.device:
                 linear.master = linear.master.to(linear.weight.device)
                 linear.master_scale = linear.master_scale.to(linear.weight.device)
         states = [self.moments(parameter, group) for parameter in parameters]
         # pyrefly: ignore[bad-assignment]
-        targets: list[torch.Tensor] = [linear.master if sharded else linear.codes for linear in linears]
-        scales = torch.stack([linear.master_scale if sharded else linear.weight_scale for linear in linears])
+        targets: list[torch.Tensor] = [linear.master if has_master else linear.codes for linear in linears]
+        scales = torch.stack([linear.master_scale if has_master else linear.weight_scale for linear in linears])
         g_scales = torch.stack([linear.gradient.scale for linear in linears])
         w_amax = torch.stack([linear.weight_amax for linear in linears])
-        copies = [linear.codes if sharded else None for linear in linears]  # in FP8, of the masters
+        copies = [linear.codes if has_master else None for linear in linears]  # in FP8, of the masters
         gradients: list[torch.Tensor] = [linear.gradient.codes for linear in linears]  # pyrefly: ignore[bad-assignment]
         # Under fully_shard a gradient that somebody has changed may have a scale of its own on each rank.
         amaxes = (w_amax, self.model_state.largest(scaling.dtype_max(scaling.E4M3) / g_scales))
@@ -210,7 +210,7 @@ class Adam(torch.optim.Optimizer):
         new, copy_scales, w_amax = self.update(
             group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts, numbers
         )
-        if sharded:
+        if has_master:
             torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
             new = copy_scales
         torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
