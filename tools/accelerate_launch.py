@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -23,6 +23,9 @@ sys.path[0] = str(ROOT)  # in place of tools/
 from accelerate.commands import launch  # noqa: E402
 
 from faithful.launch import printing  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: launch/process.py
 # What torch's launcher logs when workers end. Each worker prints its own error.
@@ -52,6 +55,12 @@ def end_of(returncode: int, who: str) -> tuple[int, str]:
     return code, how
 
 
+def cause_first(failure: "ProcessFailure") -> tuple[bool, int]:
+    """A sort key: a process that was killed, then the earliest. Those that have lost it may have ended before torch
+    looked; torch itself ends the others by SIGTERM."""
+    return failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM, failure.timestamp
+
+
 def run() -> tuple[int, str]:
     """Runs Accelerate's launcher with this process's command line. Returns (the exit code, how a worker ended)."""
     for name in ("multiprocessing", "agent.server"):
@@ -65,8 +74,8 @@ def run() -> tuple[int, str]:
     except subprocess.CalledProcessError as failed:
         return end_of(failed.returncode, "the training process")
     except Exception as problem:
-        if hasattr(problem, "get_first_failure"):  # torch's ChildFailedError
-            rank, failure = problem.get_first_failure()
+        if hasattr(problem, "failures"):  # torch's ChildFailedError
+            rank, failure = min(problem.failures.items(), key=lambda item: cause_first(item[1]))
             return end_of(failure.exitcode, f"rank {rank}")
         if hasattr(problem, "sigval"):  # torch's SignalException
             return 128 + problem.sigval, f"the launcher was told to end by {signal.Signals(problem.sigval).name}"

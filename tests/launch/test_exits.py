@@ -9,9 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from conftest import ROOT, STAYING, free_port, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tools import accelerate_launch
 
 # The process that forks. It imports faithful outside the main thread, where Python allows no signal handlers.
 SERVER = """
@@ -289,3 +293,25 @@ def test_ranks_that_the_script_forks_itself(end, door):
 def test_without_a_rank_two_processes_are_refused(end):
     code, said, _ = end("import os\nos.environ['WORLD_SIZE'] = '2'\n" + TRAIN)
     assert code == 2 and "WORLD_SIZE is 2, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set" in said
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        ({0: 1, 1: -9}, (137, "rank 1 was ended by SIGKILL, perhaps because memory ran out")),
+        ({0: -11, 1: 1}, (139, "rank 0 was ended by SIGSEGV")),
+        ({0: -15, 1: 1}, (143, "rank 0 was ended by SIGTERM")),  # torch ends the others by it: then the first counts
+        ({0: 2, 1: 1}, (2, "rank 0 ended with exit code 2")),
+    ],
+)
+def test_of_processes_that_end_at_once_the_killed_one_is_the_cause(monkeypatch, codes, told):
+    failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()}
+    for failure in failures.values():
+        failure.timestamp = 1
+    monkeypatch.setattr(accelerate_launch.launch, "main", partial(raises, ChildFailedError("run", failures)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert accelerate_launch.run() == told
+
+
+def raises(error):
+    raise error
