@@ -8,7 +8,7 @@ once.
 import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -188,6 +188,8 @@ class WeightGradient:
 
     def settle(self) -> None:
         """Prepares the gradient to be sent or used: rounds what is in fp32."""
+        if self.copy is not None and self.phase is not Phase.CONSUMED:
+            self.round_copy(self.copy)
         self.refresh()
         if self.phase is Phase.SUM:  # no last micro-batch was announced
             self.store(self.fp32)  # pyrefly: ignore[bad-argument-type]
@@ -246,9 +248,21 @@ class WeightGradient:
             self.copy = value if shared else None
         return value
 
+    def round_copy(self, copy: torch.Tensor) -> None:
+        """Takes the copy that `.grad` gave, changed or not, before a step: without a wait for the device. If nobody has
+        changed it, its scale is the one it had, and a look has changed nothing in the step."""
+        self.copy = None
+        unchanged = torch.eq(copy, self.grad_in_fp32(False)).all()
+        if self.accumulated is not None:
+            bound = cast(torch.Tensor, self.accumulated[1])  # what has none gives itself, not a copy
+            self.accumulated = copy, torch.where(unchanged, bound, scaling.amax(copy))
+        else:
+            scale = torch.where(unchanged, self.scale, scaling.gradient_scale(scaling.amax(copy)))
+            self.set_phase(self.phase, scaling.quantize(copy, scale, scaling.E4M3), scale)
+
     def take_copy(self) -> None:
-        """If somebody has changed the copy that `.grad` gave, it is the gradient from now on. Else it is dropped, and a
-        look has changed nothing in the step, not even a scale."""
+        """As `round_copy`, where a step may have used the gradient or another pass adds to it: waits for the device. If
+        somebody has changed the copy, it is the gradient from now on. Else it is dropped."""
         copy, self.copy = self.copy, None
         if copy is not None and not torch.equal(copy, self.grad_in_fp32(False)):
             self.set_grad(copy)

@@ -372,6 +372,7 @@ class Accelerator(accelerate.Accelerator):
         written while training goes on. If that fails, training goes on too, and the process exits with an error."""
         others = {name: (value, None) for name, value in kwargs.items()}
         arguments.without_effect(self.record, "save_state", safe_serialization=(safe_serialization, True), **others)
+        self.checkpoints.project = self.project_configuration  # a script may set another one
         state, folder = self.run_state(), self.checkpoints.next_folder(self.steps.taken, output_dir)
         together, behind = saving.all_save(state), saving.behind_training(self.async_save)
         if together or self.is_main_process:
@@ -397,6 +398,7 @@ class Accelerator(accelerate.Accelerator):
                 "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
                 "folder of the run to go on with"
             )
+        self.checkpoints.project = self.project_configuration
         folder = self.checkpoints.find(input_dir)
         self.resumed = True
         if folder is not None:

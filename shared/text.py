@@ -211,9 +211,8 @@ def not_listed(error: OSError) -> NoReturn:
 
 def files(path: Path) -> list[str]:
     """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
-    below = (
-        os.walk(path, onerror=not_listed) if path.exists() else ()
-    )  # Path.rglob finds nothing in a folder that may not be listed
+    # Path.rglob finds nothing in a folder that may not be listed
+    below = os.walk(path, onerror=not_listed) if path.exists() else ()
     every = [path] if path.is_file() else sorted(Path(folder, name) for folder, _, names in below for name in names)
     paths = [file for file in every if file == path or file.suffix in SUFFIXES]
     texts = []

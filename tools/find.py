@@ -175,7 +175,9 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
         print(end="", flush=True)
-    except OSError as error:  # a full disk; Python would print a traceback at its end
+    except OSError as error:
+        if error.filename is not None:  # else stdout's: a full disk; Python would print a traceback at its end
+            raise
         print(f"error: the list cannot be written: {error.strerror}", file=sys.stderr)
         os._exit(1)
     except args.Refused as refused:

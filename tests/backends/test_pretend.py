@@ -538,3 +538,17 @@ def test_delayed_scales_of_many_layers_take_as_many_launches_as_of_two(gpu):
     [found] = said_on(([UPDATED.format(layers) for layers in (2, 7)], {}))
     few, many = found.values()
     assert few == many and few.isdecimal(), found
+
+
+WAITED = (
+    "import amp8; net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)); "
+    "optimizer = torch.optim.AdamW(net.parameters()); net, optimizer = amp8.initialize(net, optimizer, 'O2')[:2]; "
+    "net = net.cuda(); held = amp8.convert.state_of(net).gradients; net(torch.ones(4, 32, **here)).sum().backward(); steps = pretend.steps; "
+    "steps[:] = [pretend.nothing_yet()]; {}; optimizer.step(); assert 0, sum(len(step['waits']) for step in steps)"
+)
+EDITS = ("0", "[each.grad().mul_(0.5) for each in held]", "[each.grad().view(-1) for each in held]")
+
+
+def test_a_changed_gradient_of_a_level_adds_no_wait(gpu):
+    [found] = said_on(([WAITED.format(edit) for edit in EDITS], {}))
+    assert set(found.values()) == {found[WAITED.format("0")]} and found[WAITED.format("0")].isdecimal(), found

@@ -14,7 +14,9 @@ import time
 
 import pytest
 import torch
+from accelerate.utils import ProjectConfiguration
 from conftest import ROOT, Ranks, alive, free_port, launched, metrics, record, train, weights
+from loop import loop
 from safetensors.torch import load_file, save_file
 
 from faithful.checkpoint import checkpoints
@@ -385,3 +387,12 @@ def test_latest_without_any_starts_and_says_so(tmp_path):
     assert "starting at step 0" in (tmp_path / "run.log").read_text()
     result = launched(sys.executable, "recipes/vit.py", *LATEST)
     assert result.returncode == 2 and "needs --output_dir" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_project_configuration_that_the_script_sets_later_counts(tmp_path):
+    def saved(run):
+        run.accelerator.project_configuration = ProjectConfiguration(str(tmp_path / "other"))
+        run.accelerator.save_state()
+
+    train("single_fp32", tmp_path / "run", script=functools.partial(loop, saved=saved))
+    assert [path.name for path in (tmp_path / "other").glob("checkpoint-*")] == ["checkpoint-8"]

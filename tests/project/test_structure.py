@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from faithful.backends import BACKENDS
 from faithful.backends.base import Backend
 from faithful.backends.emulation import Emulated
+from faithful.config import fp8
+from faithful.config import strategies as asked
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Strategy
 from faithful.training.clipping import GradientsElsewhere
@@ -43,6 +45,16 @@ def test_no_name_of_a_strategy_or_backend_is_misspelt():
     classes = {cls for cls in subclasses(Strategy) + subclasses(Backend) if cls.__module__.startswith("faithful.")}
     assert classes >= {*STRATEGIES.values(), *BACKENDS.values(), Emulated}
     assert set().union(*map(unknown, classes)) == OWN.keys()
+
+
+def test_what_is_asked_before_torch_agrees_with_what_runs():
+    """config/ and strategies/, backends/ have a class each for one name."""
+    assert [*asked.STRATEGIES] == [*STRATEGIES] and {*fp8.BACKENDS, None} == {*BACKENDS}
+    for name, strategy in STRATEGIES.items():
+        rules = asked.STRATEGIES[name]
+        assert (rules.name, rules.replicates) == (name, strategy.replicates), name
+        assert strategy.fully_shards is isinstance(rules, asked.FSDPRules), name
+    assert all(rules.name == name for name, rules in fp8.BACKENDS.items())
 
 
 def test_a_misspelt_name_is_found():

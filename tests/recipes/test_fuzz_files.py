@@ -7,11 +7,9 @@ import contextlib
 import copy
 import functools
 import json
-import re
 import shutil
 import struct
 import time
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,6 +21,7 @@ from safetensors.torch import save_file
 from faithful.checkpoint import checkpoints
 from faithful.disk import readers
 from faithful.errors import Refused
+from faithful.launch.machine import Memory
 from faithful.saving import state
 from shared import args, vision
 from tools import accelerate_launch, advise, diagnose, export, judge, predict, records, show
@@ -268,23 +267,6 @@ def headers(draw, tensors):
     return struct.pack("<Q", said) + text + content[8 + size :]
 
 
-def peak():
-    """The most memory that this process has held since `peak_from_now`, in KiB."""
-    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
-def peak_from_now():
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
-
-
-def test_the_peak_of_one_input_is_seen():
-    held = peak_from_now()
-    bytearray(b"x" * (1 << 28))
-    assert peak() - held > 1 << 17
-    assert peak_from_now() < held + (1 << 17)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("name", READERS)
@@ -301,12 +283,12 @@ def test_no_file_does_more_than_be_refused(made, name, record_property):
     )
     @hypothesis.given(inputs_of(name, (run / file).read_bytes()), some.integers(0, 99))
     def looks(content, number):
-        began, held = time.process_time(), peak_from_now()
+        began, memory = time.process_time(), Memory(torch.device("cpu"))
         with in_place(run, name, content):
             fast(run)
             if number == 71:
                 slow(run)
-        assert time.process_time() - began < 5 and peak() - held < 500 * 1024
+        assert time.process_time() - began < 5 and memory.peak() < 500 << 20
 
     looks()
     record_property("inputs", INPUTS)
