@@ -1,6 +1,7 @@
 """`initialize` converts an ordinary model and its Adam to one of MS-AMP's levels."""
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -155,7 +156,12 @@ def converted_class(layer: nn.Module) -> type[FP8Linear]:
     from torch.distributed.fsdp import FSDPModule
 
     # pyrefly: ignore[missing-attribute]
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": type(layer).__deepcopy__})
+    return sharded_class(cls, FSDPModule, type(layer).__deepcopy__)
+
+
+@functools.cache  # one for all layers: compiled blocks are alike only if the classes of their layers are
+def sharded_class(cls: type[FP8Linear], fsdp: type, deepcopy: Callable[..., Any]) -> type[FP8Linear]:
+    return type(f"FSDP{cls.__name__}", (fsdp, cls), {"__deepcopy__": deepcopy})
 
 
 def misused(name: str) -> Callable[[torch.Tensor], None]:

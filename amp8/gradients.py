@@ -1,8 +1,8 @@
 """Weight gradients in FP8: e4m3 codes and a scale, kept beside the parameter.
 
 Torch does not allow an e4m3 `.grad` on an fp16 parameter and cannot add to one, so the gradient of a converted layer is
-stored in its WeightGradient. It arrives in fp32 during the backward pass, layer by layer, and the fp32 copy is freed at
-once.
+stored in its WeightGradient. It arrives in autocast's dtype during the backward pass, layer by layer, and is rounded to
+FP8 at once.
 """
 
 import enum
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from . import scaling
+from . import kernels, scaling
 from .coded import CodedWeight, CodesRead
 from .compiled import compiled_on_cuda
 from .grad_view import FP8Gradient
@@ -44,9 +44,10 @@ class Phase(enum.Enum):
 AVERAGED = {Phase.MEAN, Phase.CHANGED, Phase.RUNNING, Phase.ELSEWHERE}
 
 
-@compiled_on_cuda
 def quantize_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds an fp32 gradient with in-time scaling: (e4m3 codes, scale)."""
+    """Rounds a gradient with in-time scaling: (e4m3 codes, scale)."""
+    if kernels.fits(gradient.device):
+        return kernels.quantize_gradient(gradient)
     scale = scaling.gradient_scale(scaling.amax(gradient))
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
@@ -140,9 +141,11 @@ class WeightGradient:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def store(self, value: torch.Tensor) -> None:
-        """Rounds this rank's fp32 gradient: it is ready to be sent or used."""
+        """Rounds this rank's gradient: it is ready to be sent or used."""
         codes, scale = quantize_gradient(value)
-        unrounded = None if self.piece is None else value.reshape(-1)[self.piece].clone()
+        unrounded = None
+        if self.piece is not None:
+            unrounded = value.reshape(-1)[self.piece].to(torch.float32, copy=True)
         self.set_phase(Phase.READY, codes, scale, unrounded=unrounded)
 
     def receive(self, port: torch.Tensor) -> None:
@@ -155,6 +158,7 @@ class WeightGradient:
         if self.sharding is not None:  # FSDP2 calls the others for the shard
             before = tuple((self.linear.parameter._backward_hooks or {}).values())
         for hook in before:
+            new = new.float()
             changed = hook(new)
             new = new if changed is None else changed.float()
         self.add(new)
@@ -162,7 +166,7 @@ class WeightGradient:
             hook(self.linear.weight)
 
     def add(self, new: torch.Tensor) -> None:
-        """Adds the gradient of one micro-batch, fp32."""
+        """Adds the gradient of one micro-batch, in any dtype."""
         comm = self.state.comm
         if self.copy is None or self.phase is Phase.CONSUMED or self.sharding is not None:  # else it is added to
             self.refresh()
@@ -178,7 +182,7 @@ class WeightGradient:
         # A loop that says nothing may go on: what has been added to stays in fp32 until the step.
         more = not last or (before is not None and comm is None and not self.state.told)
         if more and self.state.accumulate == "high":
-            self.set_phase(Phase.SUM, fp32=new)
+            self.set_phase(Phase.SUM, fp32=new.float())
             return
         if comm is not None:
             comm.plan()

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import scaling
+from . import kernels, scaling
 from .coded import CodedWeight, CodesRead, codes_of, innermost, refuse_a_derivative, refuse_transformed
-from .compiled import compiled_on_cuda, output
+from .compiled import output
 
 if TYPE_CHECKING:
     from .convert import State
@@ -105,11 +105,12 @@ class FP8Linear(nn.Linear):
         """Creates the port, the leaf tensor that receives the weight's gradient from autograd.
 
         The parameter itself cannot receive it, because autograd would cast the gradient to the parameter's fp16 or FP8
-        first. The port is an fp32 leaf with the weight's shape and one element of memory.
+        first. The port is a leaf with the weight's shape and one element of memory. It takes a gradient of any dtype.
         """
         with torch.no_grad():
             self.port = torch.zeros((), device=self.weight.device).expand(self.weight.shape)
         self.port.requires_grad_()
+        self.port.grad_dtype = None  # any
         self.port.register_post_accumulate_grad_hook(self.gradient.receive)
         if self.sharding is not None:
             self.port.register_post_accumulate_grad_hook(self.gradient.backward_runs)
@@ -227,21 +228,24 @@ class FP8Linear(nn.Linear):
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():
-            delayed = self.scale[INPUT], self.updates[INPUT], self.amax_history[:, INPUT] if recording else None
-            x8, x_scale = cast(rows.detach(), *delayed, scaling.E4M3, self.window)
+            x8 = cast(rows.detach(), self.delayed, INPUT, scaling.E4M3, self.window, recording, port is not None)
         y = _Products.apply(
             rows,
             port,
+            self.bias,
             codes,
             weight_scale,
-            x8,
-            x_scale,
-            (self.amax_history, self.scale, self.updates),
+            *x8,
+            self.delayed,
             (self.window, self.gradient_format, self.transposed, self.exact, dtype),
             self.operands,
         )
-        y = y.view(*input.shape[:-1], y.shape[-1])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y.view(*input.shape[:-1], y.shape[-1])
+
+    @property
+    def delayed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The state of the layer's delayed scaling: see scaling.py."""
+        return self.amax_history, self.scale, self.updates
 
     def replaced_weight(self) -> torch.Tensor | None:
         """The weight that somebody has put in place of the converted one, or None."""
@@ -317,22 +321,32 @@ class FP8Conv1D(FP8Linear):
         return super().forward(x)  # Conv1D's own name for it
 
 
-@compiled_on_cuda
 def cast(
     x: torch.Tensor,
-    scale: torch.Tensor,
-    updates: torch.Tensor,
-    history: torch.Tensor | None,
+    delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    slot: int,
     dtype: torch.dtype,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(operand of products in `dtype`, its scale) of a tensor. scale, updates: of its slot, 0-d. history [length]: in
-    which the tensor's amax is recorded, or None."""
+    recording: bool = True,
+    transposed: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(operand of products in `dtype` [M, N], the same transposed [N, M], their scale) of x [M, N]. A GPU gets each in
+    rows of its own, because its products read rows of both operands. delayed: history [length, slots], in which the
+    amax is recorded if `recording`, scale and updates [slots]. transposed: whether to make that too, else None."""
+    history, scales, updates = delayed
+    if not torch.compiler.is_compiling() and kernels.fits(x.device):
+        return kernels.cast_delayed(x, dtype, scales, updates, history, slot, window, recording, transposed)
     amax = scaling.amax(x)
-    scale = cast_scale(amax, scale, updates, dtype, window)
-    if history is not None:
-        scaling.record_(history, amax)
-    return scaling.operand(x, scale, dtype), scale
+    scale = cast_scale(amax, scales[slot], updates[slot], dtype, window)
+    if recording:
+        scaling.record_(history[:, slot], amax)
+    codes = scaling.operand(x, scale, dtype)
+    return codes, turned(codes) if transposed else None, scale
+
+
+def turned(codes: torch.Tensor) -> torch.Tensor:
+    """A matrix transposed: in rows of its own in code that is compiled for a GPU."""
+    return codes.t().contiguous() if codes.is_cuda and torch.compiler.is_compiling() else codes.t()
 
 
 def cast_scale(
@@ -347,21 +361,27 @@ def cast_scale(
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
-def fp8_weight(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 operand of products, its scale) of a weight stored as fp16 or e4m3 codes."""
+def fp8_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 operand of products, its scale) of a weight stored as fp16 or e4m3 codes, or of its transpose."""
+    if weight.is_cuda and weight.dtype != scaling.E4M3:
+        scale = scale * FP16_TO_E4M3
+    if transposed and not torch.compiler.is_compiling() and kernels.fits(weight.device):
+        return kernels.transposed(weight, 1.0 if weight.dtype == scaling.E4M3 else FP16_TO_E4M3), scale
     if weight.dtype == scaling.E4M3:
-        return scaling.operand(weight, scale, scaling.E4M3), scale
-    if weight.is_cuda:
-        return fp16_to_e4m3(weight), scale * FP16_TO_E4M3
-    # On a CPU the operand keeps the units of the FP16 codes, in which e4m3's smallest normal number is another.
-    smallest = torch.finfo(scaling.E4M3).smallest_normal / FP16_TO_E4M3
-    rounded = scaling.in_pieces(lambda x: scaling.round_to_grid(x.float(), smallest, scaling.E4M3), weight)
-    return rounded, scale
+        codes = scaling.operand(weight, scale, scaling.E4M3)
+    elif weight.is_cuda:
+        codes = fp16_to_e4m3(weight)
+    else:
+        # On a CPU the operand keeps the units of the FP16 codes, in which e4m3's smallest normal number is another.
+        smallest = torch.finfo(scaling.E4M3).smallest_normal / FP16_TO_E4M3
+        codes = scaling.in_pieces(lambda x: scaling.round_to_grid(x.float(), smallest, scaling.E4M3), weight)
+    return turned(codes) if transposed else codes, scale
 
 
-@compiled_on_cuda
 def fp16_to_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """The FP8 copy of a weight's fp16 codes."""
+    if not torch.compiler.is_compiling() and kernels.fits(codes.device):
+        return kernels.e4m3_of(codes, FP16_TO_E4M3)
     return (codes.float() * FP16_TO_E4M3).to(scaling.E4M3)
 
 
@@ -372,50 +392,54 @@ def note(operands: set[tuple[torch.dtype, torch.dtype]], a: torch.dtype, b: torc
 
 
 class _Products(torch.autograd.Function):
-    """x [M, in], its operand x8, codes of w [out, in] (or [in, out]) -> y [M, out]. The gradient of w leaves through
-    `port`, fp32."""
+    """x [M, in], its operand x8 and that transposed, codes of w [out, in] (or [in, out]), bias [out] -> y [M, out]. The
+    gradient of w leaves through `port`, in the dtype of y."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         port: torch.Tensor | None,
+        bias: torch.Tensor | None,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         x8: torch.Tensor,
+        x8_turned: torch.Tensor | None,
         x_scale: torch.Tensor,
         delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         settings: tuple[int, torch.dtype, bool, bool, torch.dtype],
         operands: set[tuple[torch.dtype, torch.dtype]],
     ) -> torch.Tensor:
         _, _, transposed, exact, dtype = settings
-        w8, w_scale = fp8_weight(weight, weight_scale)
-        ctx.delayed, ctx.settings, ctx.x_dtype, ctx.operands = delayed, settings, x.dtype, operands
+        w8, w_scale = fp8_weight(weight, weight_scale, transposed)
+        ctx.delayed, ctx.settings, ctx.operands = delayed, settings, operands
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         note(operands, scaling.E4M3, scaling.E4M3)
         # Backward makes the weight's FP8 copy again: keeping one per layer would cost a byte per parameter.
-        ctx.save_for_backward(None if port is None else x8, x_scale, weight, weight_scale)
-        w8 = w8 if transposed else w8.t()
-        return output(scaling.product(x8, w8, x_scale, w_scale, dtype, exact=exact, use_fast_accum=True))
+        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale)
+        y = scaling.product(x8, w8.t(), x_scale, w_scale, dtype, bias=bias, exact=exact, use_fast_accum=True)
+        return output(y)
 
     @staticmethod
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
-        x8, x_scale, weight, weight_scale = ctx.saved_tensors
+        x8_turned, x_scale, weight, weight_scale = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
-        history, scale, updates = ctx.delayed
         window, gradient_format, transposed, exact, _ = ctx.settings
-        slot = OUTPUT_GRADIENT
-        dy8, dy_scale = cast(dy, scale[slot], updates[slot], history[:, slot], gradient_format, window)
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        dy8, dy8_turned, dy_scale = cast(dy, ctx.delayed, OUTPUT_GRADIENT, gradient_format, window, True, of_weight)
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            w8, w_scale = fp8_weight(weight, weight_scale)
-            w8 = w8.t() if transposed else w8
+        if of_x:
+            w8, w_scale = fp8_weight(weight, weight_scale, not transposed)
             note(ctx.operands, gradient_format, scaling.E4M3)
-            dx = scaling.product(dy8, w8, dy_scale, w_scale, dy.dtype, exact=exact).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            a, b, a_scale, b_scale = (x8, dy8, x_scale, dy_scale) if transposed else (dy8, x8, dy_scale, x_scale)
+            dx = scaling.product(dy8, w8.t(), dy_scale, w_scale, dy.dtype, exact=exact).to(ctx.x_dtype)
+        if of_weight:
+            # a [n, M] b [M, k]: this product sums over the rows, so their number is padded with zeros.
+            pair = (dy8_turned, dy_scale), (x8_turned, x_scale)
+            (a, a_scale), (b, b_scale) = reversed(pair) if transposed else pair
             note(ctx.operands, *((scaling.E4M3, gradient_format) if transposed else (gradient_format, scaling.E4M3)))
-            # This product sums over the rows, so their number is padded with zeros.
-            dw = scaling.product(a.t(), b, a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True).float()
-        return dx, dw, None, None, None, None, None, None, None
+            # pyrefly: ignore[bad-argument-type, missing-attribute]
+            dw = scaling.product(a, b.t(), a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True)
+        db = dy.sum(0).to(ctx.bias_dtype) if of_bias else None
+        return dx, dw, db, None, None, None, None, None, None, None, None

@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.optim.adam import adam
 
-from . import scaling
-from .compiled import compiled_on_cuda
-from .gradients import BATCH
+from . import kernels, scaling
 from .rounding import above, random_noise, store
 from .tensors import amaxes_of, flat, linear_of, local, own_rows, without_waiting
 
@@ -67,7 +65,6 @@ class Adam(torch.optim.Optimizer):
         self.model_state, self.replaced = state, type(optimizer)
         # Of the parameters, for their random numbers: {id(parameter): place in the groups}.
         self.numbers: dict[int, int] = {}
-        self.compiled = False  # torch.compile on a CPU as well: what a GPU always does
         for parameter, values in optimizer.state.items():
             self.adopt(parameter, values)
         optimizer.state.clear()
@@ -256,22 +253,13 @@ class Adam(torch.optim.Optimizer):
         self, flats: list[Flat], numbers: torch.Tensor, seeds: list[int], starts: list[int], decoupled: bool
     ) -> torch.Tensor:
         """Adam on each of `flats`, in place: (w, g, m, v, copy or None), 1-d. numbers: [tensors, 16]. Returns the
-        largest magnitudes of the new w, m and v of each: fp32 [tensors, 3]. On a GPU some tensors at a time in one
-        kernel, on a CPU a slice of a tensor at a time."""
+        largest magnitudes of the new w, m and v of each: fp32 [tensors, 3]. On a GPU in one kernel, on a CPU a slice of
+        a tensor at a time."""
         device, noisy = numbers.device, self.model_state.stochastic_rounding
         found = [torch.zeros(3, device=device)] * len(flats)
         some = [i for i, (weight, *_) in enumerate(flats) if len(weight)]  # a shard may have no row of a small tensor
-        if device.type == "cuda" or self.compiled:
-            run = adam_slices if device.type == "cuda" else torch.compile(_adam_slices, dynamic=True)
-            places = without_waiting(torch.tensor([seeds, starts]).T.contiguous(), device)
-            for i in range(0, len(some), BATCH):
-                part = some[i : i + BATCH]
-                columns = [list(column) for column in zip(*[flats[j] for j in part], strict=True)]
-                rows = [numbers[j] for j in part]
-                noise = [places[j] if noisy else None for j in part]
-                for j, amax in zip(part, run(*columns, rows, noise, decoupled), strict=True):
-                    found[j] = amax
-            return torch.stack(found)
+        if kernels.fits(device):
+            return kernels.adam(flats, numbers, seeds, starts, decoupled, noisy)
         for i in some:
             found_in, row = [], numbers[i].unbind()
             for first in range(0, flats[i][0].numel(), SLICE):
@@ -409,7 +397,7 @@ def adam_slice(
     v: torch.Tensor,
     copy: torch.Tensor | None,
     numbers: Sequence[torch.Tensor] | torch.Tensor,
-    place: tuple[int, int] | torch.Tensor | None,
+    place: tuple[int, int] | None,
     decoupled: bool,
 ) -> torch.Tensor:
     """Adam on 1-d tensors of one length, in place. Returns the largest magnitudes of the new w, m and v: fp32 [3].
@@ -432,27 +420,11 @@ def adam_slice(
     noise = {}
     if place is not None:
         seed, start = place
-        noise = {scaling.E4M3: random_noise(len(w), seed, start), torch.float16: random_noise(len(w), seed + 1, start)}
+        noise[scaling.E4M3] = random_noise(len(w), seed, start, w.device)
+        noise[torch.float16] = random_noise(len(w), seed + 1, start, w.device)
     store(weight, new_weight, numbers[W_OUT], noise.get(weight.dtype))
     store(m, first, numbers[M_OUT], noise.get(m.dtype))
     store(v, second, numbers[V_OUT], noise.get(v.dtype))
     if copy is not None:
         copy.copy_(scaling.quantize(new_weight, numbers[COPY_OUT], copy.dtype))
     return torch.stack([new_weight.abs().amax(), first.abs().amax(), second.amax()])
-
-
-def _adam_slices(
-    weights: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    ms: list[torch.Tensor],
-    vs: list[torch.Tensor],
-    copies: list[torch.Tensor | None],
-    numbers: list[torch.Tensor],
-    places: list[torch.Tensor | None],
-    decoupled: bool,
-) -> list[torch.Tensor]:
-    rows = zip(weights, gradients, ms, vs, copies, numbers, places, strict=True)
-    return [adam_slice(*row, decoupled) for row in rows]  # pyrefly: ignore[bad-argument-count]
-
-
-adam_slices = compiled_on_cuda(_adam_slices)

@@ -11,6 +11,7 @@ Integer = TypeVar("Integer", int, torch.Tensor)
 
 BLOCK = 1 << 16  # elements of a tensor whose random numbers come from one table
 MASK = (1 << 32) - 1
+CPU = torch.device("cpu")
 
 
 def store(target: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, noise: torch.Tensor | None = None) -> None:
@@ -32,35 +33,31 @@ def mixed(x: Integer) -> Integer:
 
 
 @functools.cache
-def table() -> torch.Tensor:
+def table(device: torch.device) -> torch.Tensor:
     """A hash of each place in a block, int32 [BLOCK]."""
-    return mixed(torch.arange(BLOCK)).to(torch.int32)
+    return mixed(torch.arange(BLOCK)).to(torch.int32).to(device)
 
 
-def factors(seed: Integer, block: Integer) -> tuple[Integer, Integer]:
+def factors(seed: int, block: int) -> tuple[int, int]:
     """The numbers a (odd) and b by which the table becomes the random numbers of a block: see `random_bits`."""
     a = mixed((seed + block * 0x9E3779B1) & MASK)
     return a | 1, mixed(a ^ 0x5BD1E995)
 
 
-def random_bits(n: int, seed: int | torch.Tensor, start: int | torch.Tensor = 0) -> torch.Tensor:
+def random_bits(n: int, seed: int, start: int = 0, device: torch.device = CPU) -> torch.Tensor:
     """n random int32 for the elements of a tensor from `start` on, which depend on `seed` and each element's index
-    alone: the same on every rank, in a resumed run and in compiled code.
+    alone: the same on every rank, in a resumed run and in the GPU's kernel.
 
-    seed, start: integers, or 0-d int64 tensors in code that is compiled for a GPU. An element's number is a * x + b
-    modulo 2**32, where x is a fixed hash of its place in a block, and a, b are hashes of the seed and the block. So the
-    highest bits of any two elements are independent over the seeds (Dietzfelbinger et al., A Reliable Randomized
-    Algorithm for the Closest-Pair Problem, 1997), at the price of a multiplication and an addition.
+    An element's number is a * x + b modulo 2**32, where x is a fixed hash of its place in a block, and a, b are hashes
+    of the seed and the block. So the highest bits of any two elements are independent over the seeds (Dietzfelbinger et
+    al., A Reliable Randomized Algorithm for the Closest-Pair Problem, 1997), at the price of a multiplication and an
+    addition.
     """
-    if isinstance(seed, torch.Tensor):
-        index = torch.arange(n, device=seed.device) + start
-        a, b = factors(seed, index >> 16)
-        return (mixed(index & (BLOCK - 1)) * a + b).to(torch.int32)
     parts = []
     while n > 0:
-        a, b = map(as_int32, factors(seed, start >> 16))  # pyrefly: ignore[bad-argument-type]
+        a, b = map(as_int32, factors(seed, start >> 16))
         first = start % BLOCK
-        parts.append((table()[first : first + n] * a).add_(b))
+        parts.append((table(device)[first : first + n] * a).add_(b))
         n, start = n - len(parts[-1]), start + len(parts[-1])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -70,9 +67,9 @@ def as_int32(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def random_noise(n: int, seed: int | torch.Tensor, start: int | torch.Tensor = 0) -> torch.Tensor:
+def random_noise(n: int, seed: int, start: int = 0, device: torch.device = CPU) -> torch.Tensor:
     """What stochastic rounding adds to n values, in units of their last bits times 2**-32: fp32, the random bits."""
-    return random_bits(n, seed, start).float()
+    return random_bits(n, seed, start, device).float()
 
 
 def round_stochastically(x: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) -> torch.Tensor:

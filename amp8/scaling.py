@@ -58,19 +58,25 @@ def power_of_two_scale(
     `previous`, or 1.
     """
     # With amax = m * 2**e and m in [0.5, 1), the logarithm's floor is a comparison of mantissas: log2() would round.
-    max_mantissa, max_exponent = math.frexp(dtype_max(dtype))
     if amax.dim() == 0 and not (amax.is_cuda or torch.compiler.is_compiling()):
         value = amax.item()  # on a CPU faster than a dozen operators of torch
         if not 0 < value < math.inf:
             return torch.ones(()) if previous is None else previous.clone()
+        max_mantissa, max_exponent = math.frexp(dtype_max(dtype))
         mantissa, exponent = math.frexp(value)
         exponent = max_exponent - exponent - (mantissa > max_mantissa) - margin
         return torch.tensor(2.0 ** min(max(exponent, -126), 126))
-    # In the bits of fp32, adding `carry` raises the exponent of an amax whose mantissa is larger than the maximum's.
-    carry = (1 << 23) - 1 - int((2 * max_mantissa - 1) * (1 << 23))
-    exponent = max_exponent - margin + 126 - ((amax.float().view(torch.int32) + carry) >> 23)
+    carry, exponent = carry_and_exponent(dtype)
+    exponent = exponent - margin - ((amax.float().view(torch.int32) + carry) >> 23)
     scale = ((exponent.clamp(-126, 126) + 127) << 23).view(torch.float32)  # exp2() need not be exact either
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
+
+
+def carry_and_exponent(dtype: torch.dtype) -> tuple[int, int]:
+    """Two numbers of `power_of_two_scale`, in the bits of fp32: the scale of an amax is 2**(exponent - ((bits + carry)
+    >> 23)). Adding `carry` raises the exponent of an amax whose mantissa is larger than the maximum's."""
+    max_mantissa, max_exponent = math.frexp(dtype_max(dtype))
+    return (1 << 23) - 1 - int((2 * max_mantissa - 1) * (1 << 23)), max_exponent + 126
 
 
 def gradient_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -175,21 +181,22 @@ def product(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
+    bias: torch.Tensor | None = None,
     exact: bool = False,
     use_fast_accum: bool = False,
     pad_inner: bool = False,
 ) -> torch.Tensor:
-    """(a / scale_a) @ (b / scale_b) for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`.
+    """(a / scale_a) @ (b / scale_b) + bias for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`. bias: [N].
 
     scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]. K and N must be multiples of 16, as FP8 tensor cores demand, on
     every device; `pad_inner` allows any K, for tensor cores padded with zeros, which changes nothing.
 
-    On a GPU with FP8 tensor cores: `torch._scaled_mm`; `use_fast_accum` is its own. Elsewhere the codes multiply as
-    bf16, which holds every FP8 value exactly (codes may come as bf16 already), and the result is scaled. For bf16 the
-    sum is rounded before the scale: a power of two adds no error of its own, another scale a second rounding to
-    `out_dtype`. `exact`, or an fp32 out_dtype, multiplies dequantised values in fp32 and rounds once: with
-    power-of-two scales bit for bit what `torch._scaled_mm` gives for fp32 on a CPU (without oneDNN, whose FP8 kernels
-    on newer CPUs sum in another order). Two e5m2 operands raise, as on a GPU.
+    On a GPU with FP8 tensor cores: `torch._scaled_mm`, which adds a bias before it rounds; `use_fast_accum` is its own.
+    Elsewhere the codes multiply as bf16, which holds every FP8 value exactly (codes may come as bf16 already), and the
+    result is scaled. For bf16 the sum is rounded before the scale: a power of two adds no error of its own, another
+    scale a second rounding to `out_dtype`. `exact`, or an fp32 out_dtype, multiplies dequantised values in fp32 and
+    rounds once: with power-of-two scales bit for bit what `torch._scaled_mm` gives for fp32 on a CPU (without oneDNN,
+    whose FP8 kernels on newer CPUs sum in another order). Two e5m2 operands raise, as on a GPU.
     """
     k, n = b.shape
     if n % 16 or (k % 16 and not pad_inner):
@@ -197,7 +204,9 @@ def product(
     if a.dtype == b.dtype == E5M2:
         raise ValueError("FP8 products take at most one e5m2 operand")
     if _has_fp8_hardware(a) and not exact:
-        return _hardware_product(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+        return _hardware_product(a, b, scale_a, scale_b, out_dtype, bias, use_fast_accum)
+    if bias is not None:
+        return product(a, b, scale_a, scale_b, out_dtype, exact=exact).add_(bias.to(out_dtype))
     if exact or out_dtype == torch.float32:
         with torch.autocast(a.device.type, enabled=False):
             return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
@@ -218,26 +227,30 @@ def _hardware_product(
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
     out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
     use_fast_accum: bool,
 ) -> torch.Tensor:
     if padding := -a.shape[1] % 16:
         # through uint8: pad() has no FP8 kernel; the code 0 is zero in both formats
         a = torch.nn.functional.pad(a.view(torch.uint8), (0, padding)).view(a.dtype)
-        b = torch.nn.functional.pad(b.view(torch.uint8), (0, 0, 0, padding)).view(b.dtype)
+        b = torch.nn.functional.pad(b.t().contiguous().view(torch.uint8), (0, padding)).view(b.dtype).t()
     scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
     if scale_a.dim() or scale_b.dim():  # rowwise takes both as vectors, and returns bf16 only
         scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(1, b.shape[1])
         dtype = torch.bfloat16
     else:
         dtype = out_dtype
-    return torch._scaled_mm(
+    in_the_product = bias is not None and dtype == out_dtype != torch.float32
+    out = torch._scaled_mm(
         a.contiguous(),
         b.t().contiguous().t(),  # tensor cores read rows of a and columns of b
         scale_a=scale_a.contiguous(),
         scale_b=scale_b.contiguous(),
+        bias=bias.to(dtype) if in_the_product else None,  # pyrefly: ignore[missing-attribute]
         out_dtype=dtype,
         use_fast_accum=use_fast_accum,
     ).to(out_dtype)
+    return out if bias is None or in_the_product else out.add_(bias.to(out_dtype))
 
 
 # Delayed scaling

@@ -13,8 +13,8 @@ CUDA's rules only those written below are known. What a card could still refuse,
 - NCCL is gloo, and each collective is waited for at once. An order of collectives or of communicators that hangs NCCL
   is not seen. A lost process is an error in Python here, where NCCL waits or aborts. Runs have up to four processes:
   what is different with eight is not seen.
-- Compiled code: `torch.compile` hands the function back. Graph breaks, too many recompilations, Triton and a missing
-  C compiler are not seen.
+- Compiled code: `torch.compile` hands the function back. Graph breaks, too many recompilations and a missing C compiler
+  are not seen. Triton's kernels are replaced by the functions that say what they compute.
 - Kernels are the CPU's: the same bits in every run, no TF32, and torch's plain attention, so nothing is learned about
   which attention kernel a card would take or refuse. Random numbers are the CPU's too; `torch.cuda.manual_seed` and
   `set_rng_state` do nothing.
@@ -620,6 +620,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
     }.items():  # fmt: skip
         for key, value in names.items():
             setattr(module, key, value)
+    replace_kernels()
     c10d.Backend._ensure_backend_registered("nccl")
     c10d.Backend._plugins["NCCL"] = c10d.Backend._BackendPlugin(nccl, True)
     register_optimizer_step_post_hook(lambda *_: steps.append(nothing_yet()))
@@ -666,6 +667,41 @@ def compile(function=None, **options):
             compiled -= 1
 
     return call
+
+
+def replace_kernels():
+    """amp8's Triton kernels, as the functions that say what they compute."""
+    sys.path.append(str(ROOT))
+    from amp8 import kernels, linear, optimizer, scaling
+
+    def cast_delayed(x, dtype, scale, updates, history, slot, window, recording, transposed):
+        amax = scaling.amax(x)
+        scale = linear.cast_scale(amax, scale[slot], updates[slot], dtype, window)
+        if recording:
+            scaling.record_(history[:, slot], amax)
+        codes = scaling.quantize(x, scale, dtype)
+        return codes, codes.t().contiguous() if transposed else None, scale
+
+    def adam(flats, numbers, seeds, starts, decoupled, noisy):
+        found = []
+        for flat, row, *place in zip(flats, numbers, seeds, starts, strict=True):
+            slice_of = functools.partial(optimizer.adam_slice, *flat, row.unbind())
+            found.append(slice_of(place if noisy else None, decoupled) if len(flat[0]) else torch.zeros_like(row[:3]))
+        return torch.stack(found)
+
+    def quantize_gradient(x):
+        scale = scaling.gradient_scale(scaling.amax(x))
+        return scaling.quantize(x, scale, scaling.E4M3), scale
+
+    def e4m3_of(x, factor):
+        return (x.float() * factor).to(scaling.E4M3)
+
+    def transposed(x, factor):
+        return e4m3_of(x, factor).t().contiguous()
+
+    for function in (cast_delayed, adam, quantize_gradient, e4m3_of, transposed):
+        assert hasattr(kernels, function.__name__)
+        setattr(kernels, function.__name__, compile(function))
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

@@ -1,5 +1,6 @@
 """torchao's Float8Linear: dynamic scales, e4m3 forward, e5m2 gradients (tensorwise) or e4m3 (rowwise)."""
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,7 @@ def config(plan: "Plan") -> "Float8LinearConfig":
     return replace(Float8LinearConfig.from_recipe_name(str(plan.level)), emulate=plan.emulated, **options)
 
 
+@functools.cache  # one for all layers: compiled blocks are alike only if the classes of their layers are
 def evaluating(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of torchao's layer `cls` that computes an evaluation without FP8, and no rows at all, which an expert
     gets that no token is sent to: torchao takes no amax of them."""

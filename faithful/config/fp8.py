@@ -203,8 +203,6 @@ class MSAMPRules(BackendRules):
                 f"MS-AMP's levels under {strategy} are not offloaded: FSDP2's offloading moves .grad to the host, and "
                 "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"
             )
-        if settings.compile:
-            yield "MS-AMP's levels are not combined with a compiled model here: use the config without dynamo_config"
 
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: "Settings") -> None:
         n = settings.shards

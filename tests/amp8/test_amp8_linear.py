@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import amp8
 from amp8 import scaling
 from amp8.coded import CodesRead, codes_of
-from amp8.linear import FP8Conv1D, FP8Linear, cast, fp8_weight
+from amp8.linear import FP8Conv1D, FP8Linear, fp8_weight
 
 E4M3, E5M2 = scaling.E4M3, scaling.E5M2
 
@@ -77,7 +77,7 @@ def test_saves_one_byte_per_input_element_and_no_copy_of_the_weight(level, monke
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear(seeded(128, 64).requires_grad_())
-    fp8 = [t for t in saved if t.dtype == E4M3 and t.shape == (128, 64)]
+    fp8 = [t for t in saved if t.dtype == E4M3 and t.shape == (64, 128)]  # transposed
     assert len(fp8) == 1
     expected = {linear.weight.data_ptr(), fp8[0].data_ptr()}
     assert sum(t.nbytes for t in saved if t.data_ptr() not in expected) <= 64  # scales
@@ -135,7 +135,7 @@ def test_warm_up_is_in_time_then_the_window_decides():
     # a small input is now rounded with the window's scale, which leaves little of it
     x = seeded(32, 64) * 1e-4
     x8 = scaling.dequantize(scaling.quantize(x, linear.scale[0], E4M3), linear.scale[0])
-    w8 = scaling.dequantize(*fp8_weight(linear.codes, linear.weight_scale))
+    w8 = scaling.dequantize(*fp8_weight(linear.codes, linear.weight_scale, False))
     linear.exact = True
     assert torch.equal(linear(x), x8 @ w8.t() + linear.bias)
     assert relative_error(x8, x) > 0.5
@@ -395,22 +395,3 @@ def test_under_o3_a_weight_put_in_for_an_evaluation_leaves_the_master_as_it_was(
     with torch.no_grad():
         linear.weight.data.copy_(kept)
     assert torch.equal(linear.true_weight(), kept) and not torch.equal(linear.master, master)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [scaling.E4M3, scaling.E5M2])
-def test_the_compiled_cast_is_the_written_one(dtype, backend):
-    """A GPU runs the compiled cast: one graph for all layers, which records the amax in place."""
-    torch._dynamo.reset()
-    compiled = torch.compile(cast.__wrapped__, dynamic=True, backend=backend)
-    for updates, rows, record in ((0, 32, True), (16, 48, True), (16, 48, False)):
-        x = (torch.randn(rows, 64) * 3).bfloat16()
-        results = []
-        for run in (cast, compiled):
-            history, scale = torch.zeros(16, 2), torch.full((2,), 4.0)
-            slot = torch.full((2,), updates, dtype=torch.int32)[1]
-            with torch.no_grad():
-                codes, used = run(x, scale[1], slot, history[:, 1] if record else None, dtype, 16)
-            results.append((codes, used, history))
-        assert all(map(torch.equal, *results))
-        assert results[0][2].any() == record

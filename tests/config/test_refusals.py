@@ -226,7 +226,6 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("single_fp8", {"fp8_config": {"skip": True}}, ANYWHERE, "write names or patterns in one string"),
     ("ddp_fp8_msamp_o2", {"fp8_config": {"backend": "mslinear", "opt_level": None}}, ANYWHERE, "fp8_config backend mslinear is not one of"),
     ("ddp_fp8_msamp_o2", {"fp8_config": {"recipe": "current"}}, ANYWHERE, "MSAMP combines with te_delayed only"),
-    ("ddp_fp8_msamp_o2", {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}, ANYWHERE, "MS-AMP's levels are not combined with a compiled model"),
     ("fsdp_fp8_msamp_o2", {"fp8_config": {"opt_level": "O3"}}, ANYWHERE, "o3 keeps a whole FP8 weight in each process, fsdp shards it: use fsdp_fp8_msamp_o2"),
     ("fsdp_fp8_msamp_o2", {"fsdp_config": {"fsdp_offload_params": True}}, ANYWHERE, "levels under fsdp are not offloaded"),
     ("wizard_ddp", {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "optimization_level": "O1"}}, ANYWHERE, "optimization_level O1 is not read by Accelerate, which takes O2: did you mean opt_level?"),

@@ -1,0 +1,31 @@
+"""The Triton kernels, without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp8 import kernels
+
+
+def test_the_kernels_compute_what_is_written():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "interpreted.py"]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def test_only_gpus_with_fp8_tensor_cores_run_them(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    kernels.fits.cache_clear()
+    for capability, fits in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert kernels.fits(torch.device("cuda", 0)) is fits
+        kernels.fits.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not kernels.fits(torch.device("cuda", 0)) and not kernels.fits(torch.device("cpu"))
+    kernels.fits.cache_clear()
