@@ -26,7 +26,6 @@ from typing import Any
 
 from faithful.config.fp8 import FP8, LinearCost
 from faithful.config.settings import Settings
-from faithful.config.strategies import computed
 from faithful.launch.machine import PACKAGES, Machine
 from shared.args import Refused
 from tools import cli, estimate
@@ -210,13 +209,14 @@ def step_of(settings: Settings, tracings: Mapping[estimate.Key, Any], accumulate
     sent = settings.fp8.rules.bytes_sent(settings, inside, model.elements - inside)
     if sent is None:
         raise Refused(f"{settings.strategy}: what it sends depends on the batch, no rule counts it")
+    in_16_bit = counted["bf16_weights"] > counted["weights"] / 2  # as a script, or `prepare`, has left them
     work = replace(work, over_gradients=work.over_gradients * memory.gradients / counted["gradients"]["ordinary"])
     return Step(
         work=work,
         cost=settings.fp8.rules.linear_cost(settings),
-        plain=FP8().rules.linear_cost(settings),
+        plain=LinearCost() if in_16_bit else FP8().rules.linear_cost(settings),
         fp8=frozenset(fp8),
-        rate="fp32" if computed(settings) == 4 else "bf16",
+        rate="fp32" if settings.precision == "fp32" and not in_16_bit else "bf16",
         compiled=settings.compile,
         again=float(settings.ckpt),
         optimizer=state * (1 if counted["fused"] or settings.precision == "fp8" else UNFUSED_OPTIMIZER),
