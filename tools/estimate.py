@@ -1,8 +1,9 @@
-"""How much memory will this training need, per process, before anything is trained?
+"""How much memory will this training need, per process, before anything is trained? And how long will a step take?
 
     ./launch.sh estimate single_bf16 fsdp_fp8 -- vit --model vit_huge --dataset synthetic
     ./launch.sh estimate --memory 80GB --num_processes 8 -- vit --model vit_huge      which of all configs would fit
     ./launch.sh estimate single_bf16 single_fp8 -- train.py --epochs 1                a script of your own
+    ./launch.sh estimate --time H100 single_bf16 single_fp8 -- vit                    on a card: tools/step_time.py
 
 The recipe's own `main` runs through one optimizer step on fake tensors (shapes and dtypes, no storage), on the batch
 it would begin with, converted to FP8 as in a rehearsal. So model, loss and optimizer are the recipe's, whatever they
