@@ -118,7 +118,7 @@ def traced(model, batch, length, everything=False):
     return {
         "work": count.work, "blocks": blocks, "parameters": parameters, "weights": 4 * parameters, "frozen": 0,
         "gradients": {"ordinary": 4 * parameters, "bf16": 0, "fp8": 0}, "master": 0, "optimizer": 8 * parameters,
-        "bf16_weights": 0, "bf16_state": 0, "fp8_optimizer": 8 * inside, "fused": True,
+        "bf16_weights": 0, "bf16_state": 0, "fp8_optimizer": 8 * inside, "fused": True, "tensors": 0,
         "fp8_linear": names if everything else [name for name in names if name != "output"],
     }  # fmt: skip
 

@@ -9,8 +9,8 @@ the (M, K, N) of each Linear layer, other products, attention, and the bytes of 
   the rest        its bytes by the memory's bandwidth; attention by a rate of its own
   optimizer       weights, masters and moments read and written, gradients read
   communication   bytes that faithful/config counts, by the link's bandwidth, but what computation hides
-  the host        so many launches of kernels. A step takes the longer of host and card, up to the optimizer and in it:
-                  a recipe reads its loss in between
+  the host        launches of kernels: forward and backward take the longer of host and card. Then the loss is read, and
+                  the card waits until the update is prepared
 
 Rates are those of NVIDIA's data sheets, dense, times the shares in REACHED, which hold for large shapes on an H100.
 How far off all this is: results/step_time.json compares it with published trainings.
@@ -65,6 +65,7 @@ REACHED = {  # the share of the data sheet's rate in a training
 }
 TILE = 128  # rows and columns of a result that a multiprocessor computes
 EAGER, COMPILED = 9e-6, 4e-6  # seconds of the host for each kernel
+PER_TENSOR = 4e-6  # seconds in which the host prepares the update of a parameter, while the card waits
 FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25  # of elementwise operators that are left when a block is compiled
 CONTENTION = 0.1  # of what is sent while it computes, by which that computes longer
 UNFUSED_OPTIMIZER = 2.5  # passes over the state that torch's foreach optimizers make, where a fused one makes one
@@ -83,7 +84,7 @@ class Step:
     compiled: bool = False
     again: float = 0  # the part of the forward pass that the backward pass computes again
     optimizer: float = 0  # bytes read and written
-    optimizer_kernels: float = 0
+    tensors: int = 0  # that the optimizer updates
     sent: float = 0  # bytes
     hidden_behind: float = 0  # the part of forward and backward during which it can send
 
@@ -167,7 +168,7 @@ def seconds(step: Step, card: Card) -> dict[str, float]:
     parts["rest"] += 2 * step.sent / memory  # what is sent is packed, what comes is unpacked
     hidden = min(sending, step.hidden_behind * passes)
     parts["waits"] = sending - hidden + CONTENTION * hidden
-    parts["waits"] += max(host - passes, 0) + max(step.optimizer_kernels * EAGER - parts["optimizer"], 0)
+    parts["waits"] += max(host - passes, 0) + step.tensors * PER_TENSOR
     return parts | {"total": sum(parts.values())}
 
 
@@ -220,6 +221,7 @@ def step_of(settings: Settings, tracings: Mapping[estimate.Key, Any], accumulate
         compiled=settings.compile,
         again=float(settings.ckpt),
         optimizer=state * (1 if counted["fused"] or settings.precision == "fp8" else UNFUSED_OPTIMIZER),
+        tensors=held["tensors"],
         sent=sent,
         hidden_behind=settings.rules.hidden_behind,
     )

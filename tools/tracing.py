@@ -352,6 +352,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": len(list(model.parameters())),
         "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),
