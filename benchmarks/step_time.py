@@ -139,7 +139,6 @@ def of_layer(config, shape, card, compiled=True, input_grad=True):
     """Seconds of one Linear layer (M, K, N) alone, forward and backward, whose weight is in bf16."""
     settings = settings_of(config, compiled, 1)
     settings = replace(settings, strategy="fsdp")  # whose layers find their weights in bf16
-    settings.fp8.options.pop("enable_fsdp_float8_all_gather", None)
     cost = settings.fp8.rules.linear_cost(settings)
     linear = Linear("layer", *shape, input_grad=input_grad)
     plain = step_time.high_precision(settings)
