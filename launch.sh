@@ -15,7 +15,8 @@
 #   ./launch.sh diagnose CONFIG -- RECIPE [recipe options]
 #                                          where FP8 hurts: each layer, and what it costs the loss
 #   ./launch.sh estimate [CONFIG...] -- RECIPE [recipe options]
-#                                          memory per process before anything is trained, and what fits
+#                                          memory per process before anything is trained, and what fits;
+#                                          --time H100: how long a step would take there, and where FP8 is slower
 #   ./launch.sh show RUN_FOLDER [--html]   a run as a short table: results, memory, what was proved; or as a page
 #   ./launch.sh export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
 #   ./launch.sh predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on

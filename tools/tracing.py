@@ -37,12 +37,14 @@ from faithful.models.layers import FP8Layers, linear_names
 from faithful.plan import Plan
 from faithful.strategies import tp
 from faithful.strategies.deepspeed import zero
+from faithful.tensors.names import plain_names, unwrapped
 from faithful.training.clipping import GradientsElsewhere
 from faithful.training.model import trains
 from shared import args as options
 from shared import images, sft, text
 from shared.args import Refused
 from tools.fake import Memory, Watch, make_fake, without_reading, without_storage, without_values
+from tools.work import Count
 
 ORIGINAL = accelerate.Accelerator
 
@@ -171,11 +173,14 @@ class Traced(accelerate.Accelerator):
         if trace.split > 1:
             tp.check(model, trace.split)  # raises Refused where it cannot be
         linear = linear_names(model)
+        trace.fused = not trace.script or bool(optimizer.defaults.get("fused"))  # recipes fuse theirs on a GPU
+        trace.count.watch(plain_names(unwrapped(model).named_modules()))
         trace.blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
         if fp8:
             fp8.convert(self, model, optimizer)  # pyrefly: ignore[bad-argument-type]
             refuse_unknown(trace.plan.skip, linear)
-            if not FP8Layers(fp8.kinds, model).linear:
+            trace.fp8_linear = list(FP8Layers(fp8.kinds, model).linear)
+            if not trace.fp8_linear:
                 raise Refused("none of its Linear layers can be FP8")
         if trace.checkpointed:
             apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in names)
@@ -191,14 +196,14 @@ class Traced(accelerate.Accelerator):
                 parameter.register_post_accumulate_grad_hook(trace.memory.is_gradient)
         if trace.script:
             self.optimizer.optimizer.register_step_post_hook(self.enough)
-            trace.watching.enter_context(Watch(trace.memory))
+            trace.watching.enter_context(trace.observed())
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        with super().accumulate(*models), contextlib.nullcontext() if self.trace.script else Watch(self.trace.memory):
+        with super().accumulate(*models), contextlib.nullcontext() if self.trace.script else self.trace.observed():
             yield
         if self.sync_gradients:
             self.enough()
@@ -216,7 +221,7 @@ class Traced(accelerate.Accelerator):
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def before_step(self, *_: object) -> None:
-        self.trace.memory.on = False
+        self.trace.memory.on = self.trace.count.on = False
         self.trace.gradients = gradients(self.model)
         if self.trace.checkpointed:
             raise Enough
@@ -241,11 +246,20 @@ class Trace:
         self.plan, self.checkpointed, self.split, self.dtype = plan, checkpointed, split, dtype
         self.name, self.script = Path(str(module.__file__)).name, isinstance(module, Script)
         self.backend = backends.get_backend(plan) if plan.backend else None
-        self.memory, self.watching = Memory(), contextlib.ExitStack()
+        self.memory, self.count, self.watching = Memory(), Count(), contextlib.ExitStack()
+        self.fp8_linear: list[str] = []  # the names of the layers that are converted
+        self.fused = True  # whether the optimizer's step is one pass on a GPU
         self.blocks: list[int] | None = None  # parameters of each block
         self.gradients: dict[str, int] | None = None  # bytes, see `gradients`
         self.held: dict[str, Any] = {}  # see `held`
         self.frozen = 0  # bytes of models that are prepared and not trained
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Counts what a step holds; and what it computes, where that says something of a GPU."""
+        counts = self.backend is None and not self.checkpointed
+        with Watch(self.memory), self.count if counts else contextlib.nullcontext():
+            yield
 
     def run(self, argv: list[str]) -> NoReturn:
         """Raises Enough at the end of the first optimizer step, and Refused for a script that has none."""
@@ -303,6 +317,7 @@ def trace(
         traced.run(argv)
     except Enough:
         figures = {"blocks": traced.blocks, "gradients": traced.gradients, "moments": traced.memory.moments}
+        figures |= {"work": traced.count.work, "fp8_linear": traced.fp8_linear, "fused": traced.fused}
         return (
             {key: value for key, value in figures.items() if value is not None} | traced.held | {"precision": precision}
         )
@@ -337,6 +352,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": len(list(model.parameters())),
         "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),

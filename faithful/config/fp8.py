@@ -5,11 +5,11 @@ BACKENDS names it. What a backend does is in faithful/backends. This module impo
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from faithful.config.schema import digits, on
-from faithful.config.strategies import Memory, StrategyRules, WholeModel, others
+from faithful.config.strategies import Memory, StrategyRules, WholeModel, computed, others
 
 if TYPE_CHECKING:
     from faithful.config.settings import Settings
@@ -39,6 +39,24 @@ class FP8:
     @property
     def rules(self) -> "BackendRules":
         return BACKENDS.get(self.backend, HIGH_PRECISION)
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """What a Linear layer costs a GPU in a step beside its three products, in tools/step_time.py. The first four are
+    the bytes that casts, amaxes and transposed copies read and write for each element of a tensor, counted by hand in
+    the code of each backend."""
+
+    input: float = 0
+    output_gradient: float = 0
+    weight: float = 0
+    weight_gradient: float = 0
+    strided: int = 0  # transposed copies of input, output gradient and weight by torch's own kernel, which is slow
+    kernels: tuple[int, int] = (1, 2)  # in forward and backward, those of the products, too
+    host: float = 0  # seconds of Python beside the launches of kernels
+    shares_casts: bool = False  # whether layers that have the same input cast it once
+    speed: float = 1  # of FP8 products, relative to those with one scale for each tensor
+    fp8_weight_gradient: bool = True  # whether this product is in FP8, too
 
 
 class BackendRules:
@@ -84,6 +102,16 @@ class BackendRules:
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: "Settings") -> None:
         """Changes the memory of a process where the strategy's rule does not cover this backend."""
 
+    def linear_cost(self, settings: "Settings") -> LinearCost:
+        """What one of its layers costs in a step beside its products."""
+        if own_bytes(settings) == computed(settings):
+            return LinearCost()
+        return LinearCost(weight=4 + 2, weight_gradient=2 + 4, kernels=(2, 3))  # fp32 to 16 bits, and back
+
+    def bytes_sent(self, settings: "Settings", fp8: float, rest: float) -> float | None:
+        """Bytes that each process sends in a step for so many parameters of FP8 layers, and the rest."""
+        return settings.rules.bytes_sent(settings, fp8 + rest)
+
 
 class TorchAORules(BackendRules):
     implementation = "torchao"
@@ -112,6 +140,34 @@ class TorchAORules(BackendRules):
         runs = machine.devices or not self.in_software(settings.rules)
         if runs and "torchao" not in machine.packages:
             yield "torchao is not installed: pip install torchao"
+
+    def linear_cost(self, settings: "Settings") -> LinearCost:
+        own = own_bytes(settings)
+        weight, weight_gradient = (0, 0) if own == 2 else (4 + 2, 2 + 4)
+        of_rows = str(settings.level).startswith("rowwise")  # scales of rows, and of columns for the other product
+        cost = LinearCost(
+            weight_gradient=weight_gradient,
+            speed=0.8 if of_rows else 1,
+            fp8_weight_gradient=settings.level != "rowwise_with_gw_hp",
+        )
+        columns = of_rows and cost.fp8_weight_gradient
+        if not settings.compile:
+            # abs 2 + 2, max 2, times scale 2 + 4, clamp 4 + 4, to FP8 4 + 1, each over a whole tensor
+            x, w = 25 * (1 + columns), 25 * (1 + of_rows)
+            return replace(cost, input=x, output_gradient=x, weight=weight + w, strided=1, kernels=(26, 30), host=3e-4)
+        cost = replace(cost, kernels=(3, 6), shares_casts=True)
+        if of_rows:  # amax and cast of a row read it once; of a column, twice
+            x, w = 2 + 1 + (2 + 2 + 1) * columns, own + 1 + 2 * own + 1
+            return replace(cost, input=x, output_gradient=x, weight=w)
+        # The kernel that makes x finds its amax. Each is written twice, the second time transposed.
+        w = 2 * own + 1 + 1
+        if settings.fp8.options.get("enable_fsdp_float8_all_gather"):  # each process casts its part
+            w = (4 + 4 + 1) / settings.shards + 1 + 1
+        return replace(cost, input=2 + 1 + 1, output_gradient=2 + 2 + 1 + 1, weight=w)
+
+    def bytes_sent(self, settings: "Settings", fp8: float, rest: float) -> float | None:
+        rules, in_fp8 = settings.rules, settings.fp8.options.get("enable_fsdp_float8_all_gather")
+        return (rules.bytes_sent(settings, fp8, 1 if in_fp8 else 0) or 0) + (rules.bytes_sent(settings, rest) or 0)
 
 
 class TransformerEngineRules(BackendRules):
@@ -151,6 +207,15 @@ class TransformerEngineRules(BackendRules):
             yield f"te block needs CUDA 12.9, torch was built for {machine.cuda}: use {strategy}_fp8_te"
         if machine.devices and "transformer_engine" not in machine.packages:
             yield "TransformerEngine is not installed: ./launch.sh setup --extra te (docs/fp8.md says what it needs)"
+
+    def linear_cost(self, settings: "Settings") -> LinearCost:
+        amax = 2 if settings.level == "current" else 0  # else the kernel that casts finds it, for the next step
+        cast = amax + 2 + 1 + 1  # and writes a transposed copy
+        weight, weight_gradient = (0, 0) if own_bytes(settings) == 2 else (4 + 2, 2 + 4)
+        speed = 0.8 if settings.level == "block" else 1
+        return LinearCost(
+            cast, cast, weight + cast, weight_gradient, kernels=(5, 7), host=1.5e-4, speed=speed
+        )  # its modules are written in Python
 
 
 class MSAMPRules(BackendRules):
@@ -204,6 +269,18 @@ class MSAMPRules(BackendRules):
                 "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"
             )
 
+    def linear_cost(self, settings: "Settings") -> LinearCost:
+        # One kernel casts with the scale of earlier steps, finds the amax and writes a transposed copy. So for the
+        # weight, in forward and again in backward. The weight's gradient leaves in bf16: amax 2, to FP8 2 + 1.
+        held = 1 if settings.level == "o3" or settings.sharded else 2
+        x = 1 + 1 if settings.compile else 2 + 1 + 1  # the kernel that makes x casts it
+        kernels = (3, 5) if settings.compile else (6, 8)
+        return LinearCost(x, 2 + 1 + 1, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=kernels, host=5e-5)
+
+    def bytes_sent(self, settings: "Settings", fp8: float, rest: float) -> float | None:
+        rules = settings.rules
+        return (rules.bytes_sent(settings, fp8, 1, 1) or 0) + (rules.bytes_sent(settings, rest) or 0)
+
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: "Settings") -> None:
         n = settings.shards
         if settings.sharded:  # the bucket's codes, what is sent and received of them, and this process's part in fp32
@@ -226,6 +303,11 @@ BACKENDS: dict[str | None, BackendRules] = {  # the first is Accelerate's defaul
     "te": TransformerEngineRules("te"),
     "msamp": MSAMPRules("msamp"),
 }
+
+
+def own_bytes(settings: "Settings") -> int:
+    """Bytes of a weight in high precision as a layer finds it: a strategy that divides the state casts it."""
+    return computed(settings) if settings.rules.divides_state else 4
 
 
 def key_of(name: str | None) -> str:

@@ -66,6 +66,7 @@ class StrategyRules:
     keeps_fp32 = False  # whether weights and state are fp32, whatever dtype the model has
     splits_layers = False  # whether each process computes a part of each layer
     one_model = False  # whether a second model is refused, also one that is not trained
+    hidden_behind = 0.0  # the part of forward and backward during which it can send
     fp16_needs_gpu: str | None = None  # what of it does not run on a CPU
 
     def __init__(self, name: str) -> None:
@@ -90,8 +91,9 @@ class StrategyRules:
         gradients = model.gradients + model.fp8_gradients
         return Memory(model.weights + model.frozen, gradients, model.master, model.optimizer)
 
-    def bytes_sent(self, settings: "Settings", parameters: float) -> float | None:
-        """Bytes that each of N processes sends in one step, or None if no rule covers it.
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+        """Bytes that each of N processes sends in one step, or None if no rule covers it. weight, gradient: bytes of a
+        gathered weight, 0 for one in the dtype of products, and of a gradient.
 
         A collective sends (N-1)/N of its tensor; an all-reduce sends twice that."""
         return 0
@@ -104,20 +106,22 @@ class SingleRules(StrategyRules):
 class DDPRules(StrategyRules):
     title = "DDP: every process holds the whole model (--num_processes 8 for eight devices)"
     family, rank = "ddp", 1
+    hidden_behind = 0.6  # the backward pass
 
     def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
         memory = super().memory(model, settings, accumulates)
         memory.communication = model.gradients  # its buckets
         return memory
 
-    def bytes_sent(self, settings: "Settings", parameters: float) -> float | None:
-        return 2 * 4 * others(settings.num_processes) * parameters
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+        return 2 * gradient * others(settings.num_processes) * parameters
 
 
 class FSDPRules(StrategyRules):
     title = "FSDP2: parameters, gradients and optimizer state are sharded over the processes"
     family, rank = "fsdp", 3
     replicates, divides_state, keeps_fp32 = False, True, True
+    hidden_behind = 0.9  # all but the first gather and the last reduction
     fp16_needs_gpu = "FSDP2's gradient scaler"
 
     def problems(self, settings: "Settings") -> Iterator[str]:
@@ -143,9 +147,9 @@ class FSDPRules(StrategyRules):
         memory.communication = model.gathered + max(model.blocks) * (model.compute + 4)
         return memory
 
-    def bytes_sent(self, settings: "Settings", parameters: float) -> float | None:
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
         gathers = 1 if settings.noreshard else 2
-        return (gathers * computed(settings) + 4) * others(settings.shards) * parameters
+        return (gathers * (weight or computed(settings)) + gradient) * others(settings.shards) * parameters
 
 
 class HSDPRules(FSDPRules):
@@ -156,10 +160,11 @@ class HSDPRules(FSDPRules):
             return None
         return "hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"
 
-    def bytes_sent(self, settings: "Settings", parameters: float) -> float | None:
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
         n = settings.shards
-        within = super().bytes_sent(settings, parameters) or 0
-        return within + 2 * 4 * others(settings.num_processes // n) * parameters / n  # then an all-reduce between them
+        within = super().bytes_sent(settings, parameters, weight, gradient) or 0
+        between = 2 * gradient * others(settings.num_processes // n) * parameters / n  # an all-reduce
+        return within + between
 
 
 class TensorParallelRules(StrategyRules):
@@ -184,7 +189,7 @@ class TensorParallelRules(StrategyRules):
         gradients = (model.gradients + model.fp8_gradients) / n
         return Memory(model.weights / n + model.frozen, gradients, model.master, model.optimizer / n)
 
-    def bytes_sent(self, settings: "Settings", parameters: float) -> float | None:
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
         return None  # activations, whose size depends on the batch
 
 
@@ -194,6 +199,7 @@ class ZeRORules(StrategyRules):
     title = "DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) are partitioned"
     family, package = "zero", "deepspeed"
     replicates, divides_state, keeps_fp32, one_model = False, True, True, True
+    hidden_behind = 0.6  # the backward pass
     fp16_needs_gpu = "DeepSpeed's fp16"
 
     def __init__(self, name: str) -> None:
@@ -218,7 +224,7 @@ class ZeRORules(StrategyRules):
         memory.communication += compute * min(LIVE, elements) if self.stage == 3 else 0
         return memory
 
-    def bytes_sent(self, settings: "Settings", parameters: float) -> float | None:
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
         compute = computed(settings)
         # below stage 3 DeepSpeed sums gradients as all-reduce, then gathers weights
         return (3 * compute if self.stage == 3 else 2 * 4 + compute) * others(settings.shards) * parameters
