@@ -430,7 +430,8 @@ ASK = {
 
 
 def nothing_yet():
-    return {"launches": 0, "in_compiled": 0, "waits": []}
+    """`behind`: for what was asked of the device in an earlier step. It is no wait, as the device has work meanwhile."""
+    return {"launches": 0, "in_compiled": 0, "waits": [], "behind": []}
 
 
 steps = [nothing_yet()]  # from one optimizer step to the next; the last one is the one in progress
@@ -447,11 +448,11 @@ def postpone(tensor):
         tensor.fill_(torch.nan)
 
 
-def arrive():
-    """The host waits: all copies to it are complete."""
-    for tensor, values in late:
-        tensor.copy_(values)
-    late.clear()
+def arrive(copies=late):
+    """The host waits: these copies to it are complete."""
+    for copy in [copy for copy in late if any(copy is each for each in copies)]:
+        copy[0].copy_(copy[1])
+        late[:] = [each for each in late if each is not copy]
 
 
 def launches(name, args):
@@ -536,7 +537,9 @@ class Stream:
         pass
 
     def record_event(self, event=None):
-        return event or Stream()
+        event = event or Event()
+        event.record()
+        return event
 
     def query(self):
         return True
@@ -551,7 +554,20 @@ class Stream:
         steps[-1]["waits"].append(["synchronize", place()])
         arrive()
 
-    record = wait = wait_stream = wait_event = lambda self, *_: None
+    wait = wait_stream = wait_event = lambda self, *_: None
+
+
+class Event(Stream):
+    """Has happened when all that was asked for before is done."""
+
+    step, copies = 0, ()
+
+    def record(self, stream=None):
+        self.step, self.copies = len(steps), list(late)
+
+    def synchronize(self):
+        steps[-1]["waits" if self.step == len(steps) else "behind"].append(["synchronize", place()])
+        arrive(self.copies)
 
 
 def properties(capability=(9, 0), name="NVIDIA H100 (pretended)"):
@@ -600,7 +616,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
             "get_device_properties": lambda *_: card, "is_bf16_supported": lambda *_, **__: True,
             "manual_seed": nothing, "manual_seed_all": nothing, "utilization": asked_for_utilization,
             "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": nothing,
-            "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Stream,
+            "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Event,
             "current_stream": lambda *_: queue, "default_stream": lambda *_: queue, "stream": lambda *_: Stream(),
             "device": lambda *_: contextlib.nullcontext(), "max_memory_allocated": lambda *_: 1 << 20,
             "memory_allocated": lambda *_: 1 << 20, "memory_reserved": lambda *_: 1 << 20, "reset_peak_memory_stats": nothing,

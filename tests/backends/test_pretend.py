@@ -72,11 +72,12 @@ MORE = {
 
 
 def most_waits(config):
-    """How often the host may wait for the device in an optimizer step: once, for the losses and the norm. DeepSpeed's
-    engine waits by itself, and for each parameter on the host; FSDP2 waits for each gradient that it sends there."""
+    """How often the host may wait for the device in an optimizer step. Once, for the losses and the norm, where a
+    gradient scaler or MS-AMP's Adam takes no flag. DeepSpeed's engine waits by itself, and for each parameter on the
+    host; FSDP2 waits for each gradient that it sends there."""
     if Path(config).stem.endswith("offload"):
         return 70
-    return 9 if config.startswith("zero") else 1
+    return 9 if config.startswith("zero") else int("fp16" in Path(config).stem or "msamp" in Path(config).stem)
 
 
 def processes(config):
@@ -498,6 +499,8 @@ COUNTED = {  # program -> waits for the device
     "torch.ones(4).pin_memory().to('cuda', non_blocking=True)": 0,
     "torch.cuda.synchronize()": 1,
     "w * 2 + w.sum()": 0,
+    "e = torch.cuda.Event(); e.record(); e.synchronize()": 1,
+    "e = torch.cuda.Event(); e.record(); steps.append(pretend.nothing_yet()); e.synchronize()": 0,  # a step later
 }
 
 
