@@ -225,7 +225,7 @@ class Mode(TorchDispatchMode):
         return dispatch(func, types, args, kwargs or {})
 
 
-lost_process = None  # see `wear`
+lost_process, has_fp64 = None, True  # see `wear`
 ORDINARY = torch.Tensor.__torch_dispatch__
 
 
@@ -252,6 +252,8 @@ def dispatch(func, kinds, args, kwargs):
     out = (scaled_mm if name == "_scaled_mm" else func)(
         *(each(inside, value) for value in args), **{key: each(inside, value) for key, value in kwargs.items()}
     )
+    if here and not has_fp64 and any(getattr(leaf, "dtype", None) == torch.float64 for leaf in flat([out])):
+        raise Refused(f"{func}: Cannot convert a MPS Tensor to float64 dtype")
     if to_host_later:
         postpone(out)
     out = each(lambda value: given[id(value)] if id(value) in given else wrapped(value, here), out)
@@ -579,15 +581,16 @@ def properties(capability=(9, 0), name="NVIDIA H100 (pretended)"):
     )  # fmt: skip
 
 
-def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None):
+def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None, fp64=True):
     """Puts the device in the place of CUDA, for the rest of this process.
 
     utilization: what torch.cuda.utilization returns; None: it raises, as NVML does for a slice of a card. lost: what
-    NCCL says in every collective after the second optimizer step, as if another process had ended.
+    NCCL says in every collective after the second optimizer step, as if another process had ended. fp64: whether the
+    device has it, as CUDA's have and MPS has not.
     """
     capability = tuple(capability)
-    global lost_process
-    lost_process = lost
+    global lost_process, has_fp64
+    lost_process, has_fp64 = lost, fp64
     if isinstance(DRIVER, str):
         raise SystemExit(DRIVER)
     importlib.import_module("torch._dynamo")  # makes a table of torch's functions, of those of CUDA too

@@ -141,6 +141,17 @@ def test_a_trainer_under_a_single_config_takes_one_card_of_eight(gpu, tmp_path):
     assert record(run)["evidence"]["truth"].startswith("single | bf16 compute |")
 
 
+@pytest.mark.parametrize("name", ["vit", "gpt", "bert", "diffusion", "sft"])
+def test_a_device_needs_no_fp64(gpu, tmp_path, name):
+    """MPS has none: nothing of a run, its evaluation included, makes such a tensor on the device. (This one has no
+    batch normalisation, as resnet needs it.)"""
+    argv = (*SHORT, "--max_steps", 2, *(GPT if name == "gpt" else ()))
+    if name in ("bert", "sft"):
+        argv = (*argv, "--sequence_length", 64)
+    run = gpu.train("single_fp32", tmp_path / "run", *argv, name=name, wear={"fp64": False})
+    assert record(run)["final"]["metrics"]["eval_loss"] > 0
+
+
 def test_a_card_that_does_not_count_its_utilization(gpu, tmp_path):
     """NVML raises an error of its own for a slice of a card; one that counts is recorded."""
     short = (*SHORT, "--max_steps", 1, "--save_steps", 0)
