@@ -445,9 +445,9 @@ late = []  # (tensor on the host, its values) of copies for which nobody has wai
 
 def postpone(tensor):
     """A copy to the host that is not waited for: until the next wait it holds no values."""
-    if tensor.is_floating_point():
+    if tensor.dtype != torch.bool:
         late.append((tensor, tensor.clone()))
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
 def arrive(copies=late):
