@@ -32,8 +32,8 @@ are kept. `--only vit_huge-128 --minutes 9` measures some of them for nine minut
                 --rehearse a CPU is compared with itself: no evidence)
   digits-CONFIG 200 steps on digits on this GPU and on the CPU: the final loss of each
 
-A recipe waits for the device once per step (for the losses), so the median step time includes the device's work. FLOP
-are three times those of the products in a forward pass; activation checkpointing does not add to them.
+A recipe waits in each step for the losses of that step or of the one before, so the median step time is the device's.
+FLOP are three times those of the products in a forward pass; activation checkpointing does not add to them.
 """
 
 import argparse

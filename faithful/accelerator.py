@@ -74,7 +74,7 @@ class Accelerator(accelerate.Accelerator):
         self.preparing = False  # whether this is inside `prepare`
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
-        self.steps, self.communication = Steps(self.num_processes), OneStep()
+        self.communication = OneStep()
         self.norms = clipping.Norms(self.strategy, self.backend)
         memory = Memory(self.device)
         self.record = Record(self.plan, folder, recorded, self.is_main_process)
@@ -85,6 +85,7 @@ class Accelerator(accelerate.Accelerator):
         self.computed = 0, 0  # both at the last micro-batch
         self.resumed = False
         self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
+        self.steps = Steps(self.num_processes, self.checkpoints.newest_complete)
         self.run = ending.Run(self.strategy, self.record, self.steps, self.checkpoints, memory)
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
@@ -251,6 +252,9 @@ class Accelerator(accelerate.Accelerator):
         """The optimizer whose steps are those of the run: the first one of the first model, or None."""
         return next((model.optimizers[0] for model in self.models if model.evidence), None)
 
+    def is_leading(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer is (self.leading() or optimizer)
+
     def note(self, line: str) -> None:
         """Prints a note for the user and keeps it in the record."""
         self.record.note(line)
@@ -309,8 +313,9 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self.uneven = False
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite."""
+    def before_update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite, or
+        returns a flag that says so on the device, see `Steps.check`."""
         self.validate_prepared()  # here too, as a script may call loss.backward() itself
         if self.never_accumulates:
             steps = self.gradient_accumulation_steps
@@ -321,10 +326,12 @@ class Accelerator(accelerate.Accelerator):
         for model in self.models:
             if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
-        self.steps.check(self.norms.of(optimizer), self.scaler, self.checkpoints.newest_complete)
+        inner, counts = optimizer.optimizer, self.is_leading(optimizer)  # pyrefly: ignore[missing-attribute]
+        found_inf = self.steps.check(self.norms.of(optimizer), self.scaler, inner, counts)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:
                 evidence.before_first_update(optimizer)
+        return found_inf
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         skipped, samples = self.optimizer_step_was_skipped, self.samples_per_step()
@@ -334,10 +341,9 @@ class Accelerator(accelerate.Accelerator):
                 what = evidence.record["model"] if len(self.evidence) > 1 else self.record.script
                 if evidence.complete:
                     self.print(f"{what} | {evidence.summary()} | global batch {samples}")
-        if optimizer is (self.leading() or optimizer):
+        if self.is_leading(optimizer):
             self.steps.done(skipped)
-            if self.steps.loss_is_of_all:
-                self.record.point(self.steps.taken, self.steps.loss)
+            self.run.draw()
             self.between_steps = True
             self.checkpoints.poll()
             process.handle_signals(self.note)
@@ -373,6 +379,7 @@ class Accelerator(accelerate.Accelerator):
         others = {name: (value, None) for name, value in kwargs.items()}
         arguments.without_effect(self.record, "save_state", safe_serialization=(safe_serialization, True), **others)
         self.checkpoints.project = self.project_configuration  # a script may set another one
+        self.run.settle()
         state, folder = self.run_state(), self.checkpoints.next_folder(self.steps.taken, output_dir)
         together, behind = saving.all_save(state), saving.behind_training(self.async_save)
         if together or self.is_main_process:
@@ -418,6 +425,7 @@ class Accelerator(accelerate.Accelerator):
         safe_serialization: bool = True,
     ) -> None:
         """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
+        self.run.settle()
         self.run.peak = self.run.peak or self.run.memory.peak()  # training's: saving gathers and copies the weights
         folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node
         if not saving.can_save(model, folder, self.record):
@@ -445,6 +453,7 @@ class Accelerator(accelerate.Accelerator):
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Logs to the trackers and to metrics.jsonl. May be called by one process, before the first step too."""
+        self.run.settle()
         super().log(values, step=step, log_kwargs=log_kwargs)
         self.record.log(values, step, self.steps.taken, self.device)
         self.run.peak = self.run.memory.peak()

@@ -41,8 +41,21 @@ class Run:
         """A Refused, if a library's error means that the script needs what the config has not; else None."""
         return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
 
+    def settle(self) -> None:
+        """Reads the loss and the norm of the last step, if the host has not yet. Raises Diverged if it was not finite:
+        called before anything is written that a run which has diverged must not leave."""
+        self.steps.settle()
+        self.draw()
+
+    def draw(self) -> None:
+        """Adds the newest loss of all processes to the curve."""
+        if self.steps.point is not None:
+            self.record.point(*self.steps.point)
+            self.steps.point = None
+
     def stop(self, save_state: Callable[[Path], object]) -> NoReturn:
         """Ends the run after SIGTERM or Ctrl-C, on all processes, with a checkpoint of the last complete step."""
+        self.settle()
         step, checkpoints = self.steps.taken, self.checkpoints
         checkpoints.wait()
         folder = Path(checkpoints.project_dir, f"checkpoint-{step}")
@@ -69,6 +82,7 @@ class Run:
     def finish(self) -> None:
         """Closes the record when the script calls `end_training`, while the processes can still communicate."""
         record, steps = self.record, self.steps
+        self.settle()
         self.checkpoints.wait()
         if not self.closed and record.opened and record.status == "running":
             self.closed, record.status = True, "finished"

@@ -55,7 +55,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
         seen.append(accelerator.gather_for_metrics(loss))
     measures = samples.measures(accelerator, model, step)
     model.train()
-    losses = torch.cat(seen).double()
+    losses = torch.cat(seen).cpu().double()
     assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     return {"eval_loss": losses.mean().item()} | measures
 

@@ -58,7 +58,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
         loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(batch["labels"]).sum(1)
         seen.append(accelerator.gather_for_metrics((loss, (batch["labels"] >= 0).sum(1))))
     model.train()
-    losses, counts = (torch.cat(values).double() for values in zip(*seen, strict=True))
+    losses, counts = (torch.cat(values).cpu().double() for values in zip(*seen, strict=True))
     assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     loss = losses.sum() / counts.sum()
     return {"eval_loss": loss.item(), "perplexity": loss.exp().item()}

@@ -58,7 +58,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
         loss = F.cross_entropy(logits, batch["labels"], reduction="none")
         seen.append(accelerator.gather_for_metrics((loss, logits.argmax(-1) == batch["labels"])))
     model.train()
-    losses, hits = (torch.cat(values).double() for values in zip(*seen, strict=True))
+    losses, hits = (torch.cat(values).cpu().double() for values in zip(*seen, strict=True))
     assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     return {"eval_loss": losses.mean().item(), "accuracy": hits.mean().item()}
 

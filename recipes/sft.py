@@ -61,7 +61,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
         exact = ((logits.argmax(-1) == labels) | (labels < 0)).all(1)
         seen.append(accelerator.gather_for_metrics((loss, (labels >= 0).sum(1), exact)))
     model.train()
-    losses, counts, exact = (torch.cat(values).double() for values in zip(*seen, strict=True))
+    losses, counts, exact = (torch.cat(values).cpu().double() for values in zip(*seen, strict=True))
     assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
     return {"eval_loss": (losses.sum() / counts.sum()).item(), "exact_match": exact.mean().item()}
 

@@ -225,7 +225,7 @@ class Mode(TorchDispatchMode):
         return dispatch(func, types, args, kwargs or {})
 
 
-lost_process = None  # see `wear`
+lost_process, has_fp64 = None, True  # see `wear`
 ORDINARY = torch.Tensor.__torch_dispatch__
 
 
@@ -252,6 +252,8 @@ def dispatch(func, kinds, args, kwargs):
     out = (scaled_mm if name == "_scaled_mm" else func)(
         *(each(inside, value) for value in args), **{key: each(inside, value) for key, value in kwargs.items()}
     )
+    if here and not has_fp64 and any(getattr(leaf, "dtype", None) == torch.float64 for leaf in flat([out])):
+        raise Refused(f"{func}: Cannot convert a MPS Tensor to float64 dtype")
     if to_host_later:
         postpone(out)
     out = each(lambda value: given[id(value)] if id(value) in given else wrapped(value, here), out)
@@ -430,7 +432,8 @@ ASK = {
 
 
 def nothing_yet():
-    return {"launches": 0, "in_compiled": 0, "waits": []}
+    """`behind`: for what was asked of the device in an earlier step. It is no wait, as the device has work meanwhile."""
+    return {"launches": 0, "in_compiled": 0, "waits": [], "behind": []}
 
 
 steps = [nothing_yet()]  # from one optimizer step to the next; the last one is the one in progress
@@ -442,16 +445,16 @@ late = []  # (tensor on the host, its values) of copies for which nobody has wai
 
 def postpone(tensor):
     """A copy to the host that is not waited for: until the next wait it holds no values."""
-    if tensor.is_floating_point():
+    if tensor.dtype != torch.bool:
         late.append((tensor, tensor.clone()))
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
-def arrive():
-    """The host waits: all copies to it are complete."""
-    for tensor, values in late:
-        tensor.copy_(values)
-    late.clear()
+def arrive(copies=late):
+    """The host waits: these copies to it are complete."""
+    for copy in [copy for copy in late if any(copy is each for each in copies)]:
+        copy[0].copy_(copy[1])
+        late[:] = [each for each in late if each is not copy]
 
 
 def launches(name, args):
@@ -536,7 +539,9 @@ class Stream:
         pass
 
     def record_event(self, event=None):
-        return event or Stream()
+        event = event or Event()
+        event.record()
+        return event
 
     def query(self):
         return True
@@ -551,7 +556,20 @@ class Stream:
         steps[-1]["waits"].append(["synchronize", place()])
         arrive()
 
-    record = wait = wait_stream = wait_event = lambda self, *_: None
+    wait = wait_stream = wait_event = lambda self, *_: None
+
+
+class Event(Stream):
+    """Has happened when all that was asked for before is done."""
+
+    step, copies = 0, ()
+
+    def record(self, stream=None):
+        self.step, self.copies = len(steps), list(late)
+
+    def synchronize(self):
+        steps[-1]["waits" if self.step == len(steps) else "behind"].append(["synchronize", place()])
+        arrive(self.copies)
 
 
 def properties(capability=(9, 0), name="NVIDIA H100 (pretended)"):
@@ -563,15 +581,16 @@ def properties(capability=(9, 0), name="NVIDIA H100 (pretended)"):
     )  # fmt: skip
 
 
-def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None):
+def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None, fp64=True):
     """Puts the device in the place of CUDA, for the rest of this process.
 
     utilization: what torch.cuda.utilization returns; None: it raises, as NVML does for a slice of a card. lost: what
-    NCCL says in every collective after the second optimizer step, as if another process had ended.
+    NCCL says in every collective after the second optimizer step, as if another process had ended. fp64: whether the
+    device has it, as CUDA's have and MPS has not.
     """
     capability = tuple(capability)
-    global lost_process
-    lost_process = lost
+    global lost_process, has_fp64
+    lost_process, has_fp64 = lost, fp64
     if isinstance(DRIVER, str):
         raise SystemExit(DRIVER)
     importlib.import_module("torch._dynamo")  # makes a table of torch's functions, of those of CUDA too
@@ -600,7 +619,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
             "get_device_properties": lambda *_: card, "is_bf16_supported": lambda *_, **__: True,
             "manual_seed": nothing, "manual_seed_all": nothing, "utilization": asked_for_utilization,
             "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": nothing,
-            "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Stream,
+            "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Event,
             "current_stream": lambda *_: queue, "default_stream": lambda *_: queue, "stream": lambda *_: Stream(),
             "device": lambda *_: contextlib.nullcontext(), "max_memory_allocated": lambda *_: 1 << 20,
             "memory_allocated": lambda *_: 1 << 20, "memory_reserved": lambda *_: 1 << 20, "reset_peak_memory_stats": nothing,

@@ -82,6 +82,7 @@ class Watch:
                 group["lr"] = rate
 
     def after_update(self) -> None:
+        self.accelerator.steps.settle()
         loss = self.accelerator.steps.loss
         for shadow in self.shadows:
             shadow.step(self.accelerator)

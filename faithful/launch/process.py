@@ -256,7 +256,7 @@ def ignore_ctrl_c() -> None:
 
 
 def report_end(problem: BaseException | None, run: "Run | None", print_error: Printer | None) -> int:
-    problem = as_refusal(problem, run)
+    problem = as_refusal(last_step(problem, run), run)
     error, code = outcome(problem, run)
     print_error_line(problem, error, run, print_error)
     code = close_record(run, error, code)
@@ -264,6 +264,16 @@ def report_end(problem: BaseException | None, run: "Run | None", print_error: Pr
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def last_step(problem: BaseException | None, run: "Run | None") -> BaseException | None:
+    """`problem`, or if that is none, that the last step, which the host may not have looked at, was not finite."""
+    if run is not None and (problem is None or (isinstance(problem, SystemExit) and not problem.code)):
+        try:
+            run.settle()
+        except Exception as found:
+            return found
+    return problem
 
 
 def as_refusal(problem: BaseException | None, run: "Run | None") -> BaseException | None:

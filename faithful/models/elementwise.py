@@ -280,7 +280,7 @@ def fits(whole: list[Kept], pieces: list[list[Kept]]) -> bool:
 
 def close(one: Kept, other: Kept, bound: Kept | None = None) -> bool:
     """Whether two tensors or numbers are equal, to `bound`, by default to BOUND of the largest."""
-    one, other = (torch.as_tensor(value).detach().flatten().double().cpu() for value in (one, other))
+    one, other = (torch.as_tensor(value).detach().flatten().cpu().double() for value in (one, other))
     if one.numel() != other.numel():
         return False
     if not one.numel() or torch.equal(one, other):

@@ -5,6 +5,7 @@ scaler, registered objects, the step, and random states. Of each rank: its shard
 state, its place in the data. The rest is stored once. Tensors are stored as safetensors, other values as JSON.
 """
 
+import collections
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from faithful.training.model import PreparedModel
     from faithful.training.steps import Steps
 
+STAGED = 64 << 20  # bytes of each of the two buffers through which tensors leave a GPU
 WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
@@ -157,8 +159,45 @@ def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def host_copy(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the host, in memory of their own."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in parts.items()}
+    """The tensors on the host, in memory of their own. The copies are complete when this returns.
+
+    Those of a GPU come piece by piece through two pinned buffers: one is filled while the other one is emptied. Into
+    memory that is not pinned CUDA copies at a fraction of the speed, and waits for each tensor. torch keeps the buffers
+    for the next checkpoint.
+    """
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) if is_staged(tensor) else tensor.to("cpu", copy=True)
+        for name, tensor in parts.items()
+    }
+    staged = [(tensor.detach(), copies[name]) for name, tensor in parts.items() if is_staged(tensor)]
+    if not staged:
+        return copies
+    buffers = [torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    on_the_way: collections.deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = collections.deque()
+
+    def empty_one() -> None:
+        arrived, buffer, place = on_the_way.popleft()
+        arrived.synchronize()
+        place.copy_(buffer)
+
+    for tensor, copy in staged:
+        size = STAGED // tensor.itemsize
+        for piece, place in zip(tensor.view(-1).split(size), copy.view(-1).split(size), strict=True):
+            if len(on_the_way) == len(buffers):
+                empty_one()
+            buffers.reverse()
+            buffer = buffers[0][: piece.nbytes].view(piece.dtype)
+            buffer.copy_(piece, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            on_the_way.append((arrived, buffer, place))
+    while on_the_way:
+        empty_one()
+    return copies
+
+
+def is_staged(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.is_contiguous()
 
 
 def rest_of(

@@ -73,7 +73,8 @@ def average(scalars: list[nn.Parameter]) -> None:
     trained = [parameter for parameter in scalars if parameter.requires_grad]
     if not trained:
         return
-    gradients = torch.stack([(p.new_zeros(()) if p.grad is None else p.grad).double() for p in trained])
+    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in trained), torch.float32)
+    gradients = torch.stack([(p.new_zeros(()) if p.grad is None else p.grad).to(dtype) for p in trained])
     dist.all_reduce(gradients)
     for parameter, gradient in zip(trained, gradients / dist.get_world_size(), strict=True):
         parameter.grad = gradient.to(parameter.dtype)

@@ -29,11 +29,22 @@ class Optimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
-        self.accelerator.before_update(self)
-        super().step(closure)
+        found_inf = self.accelerator.before_update(self)
+        if found_inf is None:
+            super().step(closure)
+        else:
+            self.step_unless(found_inf, closure)
         if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):  # pyrefly: ignore[bad-argument-type]
             self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
         self.accelerator.after_update(self)
+
+    def step_unless(self, found_inf: torch.Tensor, closure: Callable[[], Any] | None) -> None:
+        """A step that changes nothing if `found_inf` is 1, as torch's gradient scaler hands it to fused optimizers."""
+        self.optimizer.found_inf = found_inf
+        try:
+            super().step(closure)
+        finally:
+            del self.optimizer.found_inf
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Accelerate's inspects the signature in every step, which torch's own `zero_grad` does not need."""

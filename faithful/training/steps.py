@@ -4,12 +4,19 @@ All processes see the same gradient norm, that of the mean gradients, and stop a
 the norm and requests to stop before an update, every AGREE_SECONDS or every step, whichever is longer: with steps of
 8 ms, an exchange in each of them would take a tenth of the time. All processes update together, but how many backward
 passes they have had is their own.
+
+On a GPU the host does not wait for these numbers, which would leave the device without work until the update is
+launched. An optimizer that can leave its update out is told on the device whether the norm is finite (`masked`), and
+the host reads the numbers before the next update, when the device has another step to do. So between a norm that is not
+finite and the end of the run nothing is updated. A loss that is not finite makes the gradients NaN, on all processes.
 """
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +29,7 @@ AGREE_SECONDS = 0.1
 WARMUP_STEPS = 3  # not timed: they allocate, compile and count
 SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a different order
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
+MASKED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # with fused=True
 
 
 class Passes:
@@ -35,9 +43,24 @@ class Passes:
         self.count += torch.is_grad_enabled()
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a check has sent to the host. taken, tried, checked: as they were then."""
+
+    rows: torch.Tensor  # has its values once `arrived` has happened
+    arrived: torch.cuda.Event
+    of_all: bool
+    counts: bool
+    taken: int
+    tried: int
+    checked: int
+
+
 class Steps:
-    def __init__(self, num_processes: int) -> None:
-        self.num_processes = num_processes
+    """newest_checkpoint: returns the path of the newest complete one, or None."""
+
+    def __init__(self, num_processes: int, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
+        self.num_processes, self.newest_checkpoint = num_processes, newest_checkpoint
         self.taken = self.tried = 0  # optimizer steps; tried includes those that a gradient scaler skipped
         self.losses: list[torch.Tensor] = []  # of each backward pass since the last step
         self.norm: float | None = None
@@ -48,69 +71,118 @@ class Steps:
         self.times: list[float] = []
         self.excluded = 0
         self.clock: float | None = None
-        self.stopping = False
+        self.stopping = self.heard = False  # heard: that a process was told to stop, not yet by all
         self.told: torch.Tensor | None = None  # whether any rank was told to stop, as asked last in an evaluation
         self.checked = 0  # updates of all optimizers; taken and tried count the first one's
         self.next_exchange = 0  # the value of `checked` from which the processes exchange again
         self.last_exchange = (time.perf_counter(), 0)  # when, and `checked` at that time
+        self.sent: Sent | None = None  # what the host has not read yet
+        self.point: tuple[int, float] | None = None  # newly read: (step, its loss over all processes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"sent": None}  # an event cannot be copied
 
     def backward(self, loss: torch.Tensor, divided: bool = True) -> None:
         """Called before each backward pass. divided: whether Accelerate divides the loss afterwards. transformers'
         Trainer and other scripts do so themselves."""
         self.divided = divided
+        if loss.requires_grad:
+            loss.register_hook(nan_unless_finite(loss.detach()))
         loss = loss.detach()
-        self.losses.append(loss.double().mean() if loss.dim() else loss)
+        self.losses.append(loss.to(at_least_fp32(loss)).mean() if loss.dim() else loss)
         self.device = loss.device
 
     def check(
-        self, norm: torch.Tensor, scaler: torch.amp.GradScaler | None, newest_checkpoint: Callable[[], Path | None]
-    ) -> None:
-        """Called before each optimizer step, on all ranks. Raises Diverged if the loss or the norm is not finite."""
-        row = self.row(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self.loss_is_of_all = self.checked >= self.next_exchange or self.num_processes == 1
-        rows = self.gathered(row) if self.loss_is_of_all else [row.tolist()]  # the step's only sync with the device
-        self.norm = rows[0][-1]
-        if not math.isfinite(self.norm) and not self.loss_is_of_all:  # on all ranks, as all have the same norm
-            self.loss_is_of_all, rows = True, self.gathered(row)
-        if self.loss_is_of_all:
-            self.agree(rows)
-        self.checked += 1
+        self, norm: torch.Tensor, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer, counts: bool
+    ) -> torch.Tensor | None:
+        """Called before each optimizer step, on all ranks. Raises Diverged if the loss or the norm is not finite. Or
+        returns a flag for the optimizer, 1 if the norm is not finite, and the next `settle` raises it; but not in the
+        first steps, in which evidence is counted and most runs diverge that do. counts: whether these steps are those
+        of the run."""
+        self.settle()
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        row = self.row(norm)
+        of_all = self.checked >= self.next_exchange or self.num_processes == 1
+        rows = self.gathered(row) if of_all else row.unsqueeze(0)
         self.losses.clear()
+        late = norm.device.type == "cuda" and scaler is None and self.excluded >= WARMUP_STEPS and masked(optimizer)
+        if late:
+            rows, arrived = rows.to("cpu", non_blocking=True), torch.cuda.Event()
+            arrived.record()
+            self.sent = Sent(rows, arrived, of_all, counts, self.taken, self.tried, self.checked)
+        else:
+            values = rows.tolist()  # the host waits for the device
+            if not of_all and not math.isfinite(values[0][-1]):  # on all ranks, as all have the same norm
+                of_all, values = True, self.gathered(row).tolist()
+            self.judge(values, of_all, counts, self.checked, scaler)
+        self.checked += 1
+        heard = process.told_to_stop() if self.num_processes == 1 else self.heard
+        self.stopping = self.stopping or heard  # here, as some processes may have called `settle` before
+        return (norm - norm).ne(0).float() if late else None
+
+    def settle(self) -> None:
+        """Reads what the last check has sent, if the host has not yet. Raises Diverged, with `taken` and `tried` as
+        they were before that step. Not a collective: a process may call it alone, before it saves or logs."""
+        if self.sent is None:
+            return
+        (sent, self.sent), counts = (self.sent, None), (self.taken, self.tried)
+        sent.arrived.synchronize()
+        self.taken, self.tried = sent.taken, sent.tried
+        self.judge(sent.rows.tolist(), sent.of_all, sent.counts, sent.checked)
+        self.taken, self.tried = counts
+
+    def judge(
+        self,
+        rows: list[list[float]],
+        of_all: bool,
+        counts: bool,
+        checked: int,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Takes the rows of all processes (`of_all`) or this one's. Raises Diverged if they are not finite. checked: as
+        it was when the rows were made."""
+        self.norm, self.loss_is_of_all = rows[0][-1], of_all
+        if of_all:
+            self.agree(rows, checked)
         means = [total / count for total, count, *_ in rows if count]
         self.loss = sum(means) / max(1, len(means))
         finite = all(map(math.isfinite, means))
-        if finite and (math.isfinite(self.norm) or (scaler is not None and scaler.get_scale() > SMALLEST_SCALE)):
-            return  # a gradient scaler handles an overflow: it skips the step and lowers the scale
+        if finite and math.isfinite(self.norm):
+            self.point = (self.taken + 1, self.loss) if of_all and counts else self.point
+            return
+        if finite and scaler is not None and scaler.get_scale() > SMALLEST_SCALE:
+            return  # it skips the step and lowers the scale
         what = f"gradient norm {self.norm}" if finite else f"loss {means} (one per rank)"
         raise Diverged(
             f"step {self.taken + 1}: {what} is not finite; nothing was updated. Newest checkpoint: "
-            f"{newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
+            f"{self.newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
         )
 
     def row(self, norm: torch.Tensor) -> torch.Tensor:
         """What this process tells the others, on its device: the sum of its losses, what to divide it by (0: there are
-        none), whether it was told to stop, seconds per step, the norm."""
+        none), whether it was told to stop, seconds per step, the norm. All in the norm's dtype, which all processes
+        have, or fp32: not every device has fp64."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         seconds = (now - before) / max(1, self.checked - checked_before)
         device = (self.device if norm.device.type == "cpu" else None) or norm.device  # optimizer offload: norm on a CPU
-        count = len(self.losses) if self.divided else min(1, len(self.losses))
-        known = torch.tensor([count, process.told_to_stop(), seconds], dtype=torch.float64)
-        total = sum(loss.double() for loss in self.losses) if self.losses else torch.zeros((), dtype=torch.float64)
-        parts = (total.view(1), known, norm.detach().double().view(1))  # pyrefly: ignore[missing-attribute]
+        dtype, count = at_least_fp32(norm), len(self.losses) if self.divided else min(1, len(self.losses))
+        known = torch.tensor([count, process.told_to_stop(), seconds], dtype=dtype)
+        total = sum(loss.to(dtype) for loss in self.losses) if self.losses else torch.zeros((), dtype=dtype)
+        parts = (total.view(1), known, norm.to(dtype).view(1))  # pyrefly: ignore[missing-attribute]
         return torch.cat([to_device(part, device) for part in parts])
 
-    def gathered(self, row: torch.Tensor) -> list[list[float]]:
+    def gathered(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all processes."""
         if self.num_processes == 1:
-            return [row.tolist()]
+            return row.unsqueeze(0)
         rows = row.new_empty(self.num_processes * len(row))
         dist.all_gather_into_tensor(rows, row)
-        return rows.view(self.num_processes, -1).tolist()
+        return rows.view(self.num_processes, -1)
 
-    def agree(self, rows: list[list[float]]) -> None:
+    def agree(self, rows: list[list[float]], checked: int) -> None:
         """Takes what all processes have told. Raises Refused if their norms differ."""
         self.last_exchange = time.perf_counter(), self.checked
-        self.stopping = self.stopping or any(told for _, _, told, _, _ in rows)
+        self.heard = any(told for _, _, told, _, _ in rows)
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
             each = ", ".join(f"{norm:.4g}" for norm in norms)
@@ -119,9 +191,9 @@ class Steps:
                 "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
                 "single config"
             )
-        self.next_exchange = self.checked + 1
+        self.next_exchange = checked + 1
         if self.excluded >= WARMUP_STEPS and seconds > 0:  # all ranks compute the same number
-            self.next_exchange = self.checked + max(1, int(AGREE_SECONDS / seconds))
+            self.next_exchange = checked + max(1, int(AGREE_SECONDS / seconds))
 
     def done(self, skipped: bool) -> None:
         """Called after each optimizer step. skipped: by the gradient scaler."""
@@ -150,6 +222,23 @@ class Steps:
             dist.all_reduce(self.told, dist.ReduceOp.MAX)
             self.stopping = before is not None and bool(before.item())
         return self.stopping
+
+
+def masked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer changes neither weights nor its state where a `found_inf` on the GPU is 1: torch's fused
+    kernels, which read it there for the sake of gradient scalers. All others would need a copy of what they change."""
+    if type(optimizer) not in MASKED or not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    return all(parameter.device.type == "cuda" for group in optimizer.param_groups for parameter in group["params"])
+
+
+def nan_unless_finite(loss: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A hook for the gradient of a loss, which may be finite where the loss is not (of a label whose logit is -inf)."""
+    return lambda gradient: gradient + (loss - loss)
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

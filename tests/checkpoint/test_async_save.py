@@ -217,3 +217,30 @@ def test_a_file_of_tensors_is_what_safetensors_reads(tmp_path, dtype):
             assert torch.equal(
                 other.contiguous().reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
             )
+
+
+STAGED = """
+import pretend, torch
+from faithful.saving import state
+state.STAGED = 64  # bytes: several pieces of most tensors
+dtypes = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int64, torch.bool
+parts = {str(dtype): torch.randint(0, 9, (101,)).to(dtype).to("cuda") for dtype in dtypes}
+parts |= {"number": torch.ones((), device="cuda"), "empty": torch.ones(0, 3, device="cuda"), "host": torch.ones(2),
+          "turned": torch.arange(6.0).view(2, 3).to("cuda").t(), "cut": torch.arange(99.0).to("cuda")[7:80]}
+right = {name: part.cpu().clone() for name, part in parts.items()}
+pretend.steps[:] = [pretend.nothing_yet()]
+copies = state.host_copy(parts)
+waits = [what for what, _ in pretend.steps[0]["waits"]]
+for name, part in parts.items():
+    part.zero_()
+    assert copies[name].device.type == "cpu" and copies[name].dtype == part.dtype
+    assert torch.equal(copies[name].double(), right[name].double()) and copies[name].shape == part.shape, name
+    assert not copies[name].is_pinned(), name
+assert set(waits) == {"synchronize", "_to_copy"} and waits.count("_to_copy") == 1, waits
+"""
+
+
+def test_tensors_leave_a_gpu_through_pinned_memory(gpu, tmp_path):
+    """One that is not contiguous is copied by itself; the pieces of all others are read after an event."""
+    (tmp_path / "script.py").write_text(STAGED)
+    gpu.train("single_bf16", tmp_path / "run", script=str(tmp_path / "script.py"))

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from faithful import Accelerator
+from faithful.errors import Refused
+from faithful.models import dtypes
 
 HALF = torch.bfloat16
 
@@ -288,3 +291,12 @@ def test_a_cast_of_frozen_weights_after_prepare(tmp_path, config, code):
     """Plain torch's effect, where each process has whole weights."""
     train(config, tmp_path / "run", code=code, script=casts_what_is_frozen)
     assert (tmp_path / "run.log").read_text().count("refused: ") == (code > 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "why"), [("mps", "fp32", "which MPS does"), ("cpu", "bf16", "and bf16")]
+)
+def test_float64_is_refused_where_it_cannot_be(device, precision, why):
+    strategy = SimpleNamespace(plan=SimpleNamespace(device=device, precision=precision))
+    with pytest.raises(Refused, match=f"are in float64, {why}"):
+        dtypes.train_in_fp32(strategy, [nn.Linear(2, 2, dtype=torch.float64)])

@@ -1,12 +1,14 @@
 """Processes take their optimizer steps together. How many backward passes each has had before is its own."""
 
 import functools
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import Ranks, train
+from conftest import Ranks, metrics, record, train
 from torch import nn
 
 from faithful import Accelerator
@@ -125,3 +127,134 @@ def test_the_loss_of_each_is_said_when_one_is_not_finite(tmp_path):
     train("ddp_fp32", tmp_path / "run", script=functools.partial(trained, skips_some, poisoned=True), code=1)
     log = (tmp_path / "run.log").read_text()
     assert re.search(r"error: step 3: loss \[\d\.\d+, nan\] \(one per rank\)", log) and "Traceback" not in log
+
+
+# ---- on a GPU, where the host does not wait ----
+
+ON_A_GPU = """
+import os, sys, torch
+from accelerate import Accelerator
+from faithful.training import steps
+accelerator = Accelerator(project_dir=sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+make, wrong, then = sys.argv[3:]
+if "kill" in then:
+    steps.AGREE_SECONDS = 0  # in each step
+model, optimizer = accelerator.prepare(model, eval("torch.optim." + make, {"torch": torch, "all": model.parameters()}))
+
+def weights():
+    return [getattr(parameter, "_local_tensor", parameter).detach().clone() for parameter in model.parameters()]
+
+last = accelerator.process_index == accelerator.num_processes - 1
+for step in range(1, 11):
+    loss = model(torch.randn(4, 32, device=accelerator.device)).float().square().mean()
+    if wrong == "loss" and step == 6 and last:
+        loss = loss + torch.inf  # its gradient is finite
+    accelerator.backward(loss)
+    if wrong == "norm" and step == 6:
+        next(model.parameters()).grad.mul_(torch.nan)
+    before = weights()
+    try:
+        optimizer.step()
+    finally:
+        same = all(map(torch.equal, map(torch.Tensor.cpu, before), map(torch.Tensor.cpu, weights())))
+        print(f"step {step} changes", "nothing" if same else "weights", flush=True)
+    optimizer.zero_grad()
+    print("loss:", loss.item(), flush=True)
+    if step == 6 and then == "break":
+        break
+    if step >= 6:
+        exec(then)
+"""
+
+
+def on_a_gpu(gpu, tmp_path, config, make, wrong="", then="", code=0):
+    """Returns (folder, output)."""
+    script = tmp_path / "script.py"
+    script.write_text(ON_A_GPU)
+    processes = 1 if config.startswith("single") else 2
+    codes, text = gpu.run(config, tmp_path / "run", make, wrong, then, script=str(script), processes=processes)
+    assert set(codes) == {code}, text[-3000:]
+    return tmp_path / "run", text
+
+
+def read(run, rank):
+    """How often the host waited for the sixth step's loss and norm, and how often it read the fifth's."""
+    found = json.loads(Path(f"{run}.rank{rank}.json").read_text())[5]
+    return [sum("training/steps.py" in str(place) for _, place in found[what]) for what in ("waits", "behind")]
+
+
+FUSED = ("AdamW(all, 0.1, fused=True)", "SGD(all, 0.1, 0.9, weight_decay=0.1, fused=True)", "Adagrad(all, fused=True)")
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "wrong", "waits"),
+    [
+        ("single_bf16", FUSED[0], "loss", 0),
+        ("single_bf16", FUSED[1], "norm", 0),
+        ("single_bf16", FUSED[2], "norm", 0),
+        ("single_fp8", FUSED[0], "norm", 0),
+        ("ddp_fp32", FUSED[0], "loss", 0),
+        ("fsdp_bf16", FUSED[0], "loss", 0),
+        ("fsdp_bf16", FUSED[0], "norm", 0),
+        ("single_fp32", "AdamW(all, 0.1)", "loss", 1),
+        ("single_fp32", "RMSprop(all, 0.1)", "norm", 1),
+        ("single_fp16", FUSED[0], "loss", 1),  # a gradient scaler skips a step of which the norm alone is not finite
+        ("single_fp8_msamp_o2", FUSED[0], "loss", 1),
+    ],
+)
+def test_what_is_not_finite_changes_no_weight_and_fused_optimizers_do_not_wait(
+    gpu, tmp_path, config, make, wrong, waits
+):
+    run, text = on_a_gpu(gpu, tmp_path, config, make, wrong, code=1)
+    said = re.findall(
+        r"error: (step \d): (gradient norm nan|loss \[.*inf\]).* is not finite; nothing was updated", text
+    )
+    assert said and {step for step, _ in said} == {"step 6"}, text[-2000:]
+    moved = re.findall("step ([67]) changes (.*)", text)
+    at = {"6"} if waits else {"6", "7"}  # the next one finds it, before it changes anything
+    assert {step for step, _ in moved} == at and {what for _, what in moved} == {"nothing"}
+    assert record(run)["status"] == "failed" and record(run)["seen"]["loss_curve"][-1][0] <= 5
+    for rank in range(1 if config.startswith("single") else 2):
+        assert read(run, rank) == [waits, 0 if waits else 1]
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "accelerator.save_state()",
+        "accelerator.log({'loss': float(loss)}, step=6)",
+        "accelerator.save_model(model, sys.argv[2] + '/model')",
+        "accelerator.end_training()",
+        "break",
+        "sys.exit()",
+    ],
+)
+def test_nothing_is_written_of_a_step_that_the_host_has_not_looked_at(gpu, tmp_path, then):
+    config = "ddp_bf16" if then == "accelerator.save_state()" else "single_bf16"
+    run, text = on_a_gpu(gpu, tmp_path, config, FUSED[0], "norm", then, code=1)
+    assert "error: step 6: gradient norm nan is not finite" in text and "Traceback" not in text, text[-2000:]
+    assert "step 7" not in text and record(run)["status"] == "failed"
+    assert not (run / "metrics.jsonl").read_text()
+    assert {path.name for path in run.iterdir()} <= {"run.json", "metrics.jsonl", "error-rank1.json"}
+
+
+def test_each_loss_is_in_the_record_whenever_it_is_read(gpu, tmp_path):
+    """The first ones at once, the others a step later, the last one at the end."""
+    then = "if step == 6: accelerator.save_state(), accelerator.log({'taken': accelerator.steps.taken})"
+    run, text = on_a_gpu(gpu, tmp_path, "single_fp32", FUSED[0], then=then)
+    assert metrics(run)[-1]["taken"] == 6 and re.findall("changes (.*)", text) == ["weights"] * 10
+    assert (run / "checkpoint-6" / "manifest.json").exists()
+    losses = [float(loss) for loss in re.findall("loss: (.*)", text)]
+    assert record(run)["seen"]["loss_curve"] == [[at + 1, loss] for at, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(("config", "stops_at"), [("single_bf16", 7), ("ddp_bf16", 8)])
+def test_processes_stop_together_though_one_has_read_before(gpu, tmp_path, config, stops_at):
+    """One process knows by itself. Several tell each other with the next step, and the main one, which alone logs here,
+    may not stop before the others know."""
+    then = "last and step == 6 and os.kill(os.getpid(), 15)\nif accelerator.is_main_process: accelerator.log({'a': 1})"
+    run, text = on_a_gpu(gpu, tmp_path, config, FUSED[0], then=then, code=143)
+    assert {*re.findall("step ([^1-6].*) changes", text)} == {str(step) for step in range(7, stops_at + 1)}
+    assert f"SIGTERM: stopped after step {stops_at}" in text and record(run)["status"] == "preempted"
