@@ -10,13 +10,14 @@ Under O3 the shares are whole tensors, each owned by one rank. Only the owner ne
 moves the updated FP8 weights instead of the gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from . import scaling
+from .compiled import compiled_on_cuda
 from .gradients import Phase
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ SLICE = 16 << 20  # bytes of updated weights per rank that are gathered at once
 class Bucket:
     """Weights whose gradients are sent together: concatenated, then cut into one share per rank.
 
-    shares: bytes per rank. pieces: (index of the weight, start, end, place) of this rank's own share; start and end
-    count elements of the weight, place is where the piece begins in the share. shapes: of the weights; the default is
-    their whole shape.
+    shares: elements per rank. parts: for each rank, the pieces (index of the weight, start, end, place) of its share;
+    start and end count elements of the weight, place is where the piece begins in the share. pieces: this rank's.
+    shapes: of the weights; the default is their whole shape.
     """
 
     def __init__(
@@ -55,15 +56,20 @@ class Bucket:
                 self.shares[gradient.owner] += size
         else:
             self.shares = [-(-sum(sizes) // world)] * world  # the last one padded
-        low = sum(self.shares[:rank])
-        high = low + self.shares[rank]
-        self.sizes, self.starts, self.pieces = sizes, starts, []
-        for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            a, b = max(start, low), min(start + size, high)
-            if a < b:
-                self.pieces.append((i, a - start, b - start, a - low))
+        self.sizes, self.starts = sizes, starts
+        self.parts = [self.part(sum(self.shares[:r]), sum(self.shares[: r + 1])) for r in range(world)]
+        self.pieces = self.parts[rank]
         self.waiting = set(gradients)
         self.launched = False
+
+    def part(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
+        """The pieces of weights in low .. high of all of them laid end to end."""
+        found = []
+        for i, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            a, b = max(start, low), min(start + size, high)
+            if a < b:
+                found.append((i, a - start, b - start, a - low))
+        return found
 
 
 class Comm:
@@ -177,22 +183,25 @@ class Comm:
     def reduce(self, bucket: Bucket, device: torch.device) -> None:
         """Puts the mean over ranks in place of each gradient of the bucket."""
         world, mine = self.world, bucket.shares[self.rank]
-        flat = torch.zeros(sum(bucket.shares), dtype=self.dtype, device=device)
         scales = torch.zeros(len(bucket.gradients), device=device)  # 0 says that this rank has no such gradient
-        missing = []
-        for i, (gradient, start, size) in enumerate(zip(bucket.gradients, bucket.starts, bucket.sizes, strict=True)):
+        given, missing = [], []
+        for i, (gradient, size) in enumerate(zip(bucket.gradients, bucket.sizes, strict=True)):
             if gradient.codes is None:
                 missing.append(i)
+                given.append(torch.zeros(size, dtype=self.dtype, device=device))
                 continue
-            flat[start : start + size].copy_(gradient.codes.view(-1))
+            given.append(gradient.codes.view(-1))
             # A mean from an earlier round takes part again: from all ranks or, times N, from the only rank that has it.
             scales[i] = gradient.scale / world if gradient.averaged and bucket.sharded else gradient.scale
-        codes, inverse, scales = self.exchange(flat.split(bucket.shares), scales)
+        shares = [[given[i][start:end] for i, start, end, _ in part] for part in bucket.parts]
+        codes, inverse, scales = self.exchange(shares, bucket.shares, scales)
         out = torch.zeros(mine, dtype=scaling.E4M3, device=device)
         for i, start, end, place in bucket.pieces:
             part = slice(place, place + end - start)
-            total = self.total(codes[:, part], inverse[:, i], bucket.gradients[i].unrounded)
-            out[part].copy_(scaling.quantize(total, scales[i] / world, scaling.E4M3))
+            own = bucket.gradients[i].unrounded
+            # Tensors of their own, not views: a compiled function is compiled again for each kind of offset.
+            inverse_i, scale = inverse[:, i].contiguous(), scales[i] / world
+            rounded_mean_(codes[:, part], inverse_i, own, self.rank, scale, out[part])
 
         if bucket.sharded:
             held = {i: out[place : place + end - start] for i, start, end, place in bucket.pieces}
@@ -211,20 +220,24 @@ class Comm:
                 gradient.set_phase(Phase.ELSEWHERE)
 
     def exchange(
-        self, shares: Sequence[torch.Tensor], scales: torch.Tensor
+        self, shares: list[list[torch.Tensor]], sizes: list[int], scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sends each rank its share of this rank's codes and all scales [number of gradients].
+        """Sends each rank its share of this rank's codes, in pieces that are `sizes` elements with zeros behind them,
+        and all scales [number of gradients].
 
         Returns, for this rank's share, the codes of all ranks [ranks, size], the reciprocals of their scales [ranks,
         number of gradients] and the scale that suits each mean, infinite where no rank has the gradient.
         """
-        n, mine = len(scales), shares[self.rank].nbytes
-        # Scales are sent with every share: one collective instead of two.
-        tail = scales.view(torch.uint8)
-        send = torch.cat([part for share in shares for part in (share.view(torch.uint8), tail)])
-        received = torch.empty(self.world * (mine + 4 * n), dtype=torch.uint8, device=send.device)
-        splits = [share.nbytes + 4 * n for share in shares]
-        dist.all_to_all_single(received, send, [mine + 4 * n] * self.world, splits, group=self.group)
+        n, mine = len(scales), sizes[self.rank] * self.dtype.itemsize
+        # One copy puts all in place. Scales are sent with every share: one collective instead of two.
+        tail, send = scales.view(torch.uint8), []
+        for share, size in zip(shares, sizes, strict=True):
+            if padding := size - sum(map(len, share)):
+                share = [*share, torch.zeros(padding, dtype=self.dtype, device=scales.device)]
+            send += [*(piece.view(torch.uint8) for piece in share), tail]
+        received = torch.empty(self.world * (mine + 4 * n), dtype=torch.uint8, device=scales.device)
+        splits = [size * self.dtype.itemsize + 4 * n for size in sizes]
+        dist.all_to_all_single(received, torch.cat(send), [mine + 4 * n] * self.world, splits, group=self.group)
         self.sent += sum(splits) - splits[self.rank]
         self.wire.add(self.dtype)
         received = received.view(self.world, mine + 4 * n)
@@ -233,16 +246,6 @@ class Comm:
         inverse = torch.where(scales == 0, 0, 1 / scales)  # NaN, which marks a gradient that is not finite, stays
         # No mean is larger than the largest value, so the smallest scale fits. All ranks compute the same scale.
         return codes, inverse, torch.where(scales == 0, torch.inf, scales).amin(0)
-
-    def total(self, codes: torch.Tensor, inverse: torch.Tensor, unrounded: torch.Tensor | None) -> torch.Tensor:
-        """The sum over ranks in fp32, of codes [ranks, size] and, in place of this rank's, what is not rounded."""
-        total = torch.zeros(codes.shape[1], device=codes.device)
-        for rank in range(self.world):
-            if rank == self.rank and unrounded is not None:
-                total.add_(unrounded)
-            else:
-                total.addcmul_(scaling.decode(codes[rank]), inverse[rank])
-        return total
 
     @torch.no_grad()
     def gather_weights(self, linears: "list[FP8Linear]") -> None:
@@ -276,6 +279,32 @@ class Comm:
             for row, linear in zip(received[rank], part, strict=False):
                 linear.weight_scale.copy_(row[0])
                 linear.weight_amax.copy_(row[1])
+
+
+@compiled_on_cuda
+def summed(codes: torch.Tensor, inverse: torch.Tensor, own: torch.Tensor | None, rank: int) -> torch.Tensor:
+    """The sum over ranks in fp32: codes [ranks, size] times inverse [ranks]; in place of `rank`'s, `own`, which is not
+    rounded, if it is there."""
+    total = torch.zeros(codes.shape[1], device=codes.device)
+    for r in range(codes.shape[0]):
+        if r == rank and own is not None:
+            total.add_(own)
+        else:
+            total.addcmul_(codes[r].float() if codes.is_cuda else scaling.decode(codes[r]), inverse[r])
+    return total
+
+
+@compiled_on_cuda
+def rounded_mean_(
+    codes: torch.Tensor,
+    inverse: torch.Tensor,
+    own: torch.Tensor | None,
+    rank: int,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Writes e4m3 codes of `summed` times `scale` to `out`. On a GPU one kernel, which reads each code once."""
+    out.copy_(scaling.quantize(summed(codes, inverse, own, rank), scale, scaling.E4M3))
 
 
 def largest(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

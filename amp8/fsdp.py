@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from . import scaling
 from .coded import CodesRead
-from .comm import BUCKET, Bucket, Comm
+from .comm import BUCKET, Bucket, Comm, summed
 from .grad_view import FP8Gradient
 from .gradients import Phase
 from .linear import fp16_to_e4m3
@@ -270,27 +270,30 @@ class ShardComm(Comm):
     @torch.no_grad()
     def reduce(self, bucket: RowBucket, device: torch.device) -> None:  # pyrefly: ignore[bad-override]
         scales = torch.zeros(len(bucket.gradients), device=device)
-        parts, missing = [], []
+        shares: list[list[torch.Tensor]] = [[] for _ in range(self.world)]
+        sizes, missing = [], []
         for i, gradient in enumerate(bucket.gradients):
-            # pyrefly: ignore[missing-attribute]
-            full = self.world * gradient.sharding.cut  # rows, with those that only make the shares equal
+            rows, columns = gradient.sharding.cut, gradient.shape[1]  # pyrefly: ignore[missing-attribute]
+            sizes.append(rows * columns)
             if gradient.codes is None:
                 missing.append(i)
-                codes = torch.zeros(full, gradient.shape[1], dtype=torch.uint8, device=device)
+                codes = torch.zeros(self.world * rows, columns, dtype=torch.uint8, device=device)
             else:
                 scales[i] = gradient.scale
-                codes = below(gradient.codes.view(torch.uint8), full)
-            parts.append(codes.view(self.world, -1))
-        received, inverse, scales = self.exchange(torch.cat(parts, 1).unbind(), scales)
+                codes = below(gradient.codes.view(torch.uint8), self.world * rows)  # with rows that fill up the shares
+            for share, part in zip(shares, codes.view(self.world, -1), strict=True):
+                share.append(part)
+        received, inverse, scales = self.exchange(shares, [sum(sizes)] * self.world, scales)
         place = 0
         for i, gradient in enumerate(bucket.gradients):
             sharding: Sharding = gradient.sharding  # pyrefly: ignore[bad-assignment]
             start = place
-            place += parts[i].shape[1]
+            place += sizes[i]
             if i in missing and scales[i] == torch.inf:
                 gradient.nothing_to_add()
                 continue
-            total = self.total(received[:, start : start + sharding.shape.numel()], inverse[:, i], gradient.unrounded)
+            codes = received[:, start : start + sharding.shape.numel()]
+            total = summed(codes, inverse[:, i].contiguous(), gradient.unrounded, self.rank)
             mean = total.view(sharding.shape) / self.world
             if bucket.across is None:
                 gradient.add_mean(mean, scales[i])

@@ -18,10 +18,12 @@ from amp8_helpers import (
     train,
 )
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import amp8
-from amp8.comm import Bucket, Comm
-from amp8.gradients import WeightGradient
+from amp8 import scaling
+from amp8.comm import Bucket, Comm, rounded_mean_
+from amp8.gradients import WeightGradient, quantize_gradient
 
 
 def build():
@@ -153,6 +155,34 @@ def test_mean_gradient_over_four_ranks(bucket):
             assert relative_error(results[0]["means"][i], exact) < 0.03
     total = sum(values[0].numel() for values in gradients)
     assert 2 * 3 / 4 * total <= results[0]["sent"] < 2 * 3 / 4 * total + 4 * 100  # scales and padding
+
+
+def test_the_mean_is_the_sum_in_the_order_of_ranks_bit_for_bit():
+    values = correlated((48, 64), 4, 0.5)
+    codes, scales = zip(*map(quantize_gradient, values), strict=True)
+    scale, expected = torch.stack(scales).amin(), []
+    for rank, own in enumerate(values.view(4, 4, -1).unbind(1)):  # [ranks, share]: the mean of this share
+        total = torch.zeros(own.shape[1])
+        for r in range(4):
+            sent = codes[r].float().view(4, -1)[rank]
+            total = total + own[r] if r == rank else torch.addcmul(total, sent, 1 / scales[r])
+        expected.append(scaling.quantize(total, scale / 4, scaling.E4M3).float() / scale)
+    for result in run_ranks(4, means, [values], 1 << 20, False):
+        assert torch.equal(result["means"][0].view(-1), torch.cat(expected))
+
+
+def test_three_graphs_compute_pieces_of_all_sizes():  # a whole share, where one begins, and within one
+    graphs = CompileCounter()
+    compiled = torch.compile(rounded_mean_.__wrapped__, dynamic=True, fullgraph=True, backend=graphs)
+    sizes = ((9000, 9000, 0), (9000, 12000, 16), (20000, 50000, 0), (1 << 16, 1 << 17, 64), (8208, 9000, 8))
+    for n, width, place in sizes:
+        codes = scaling.quantize(seeded(4, width), torch.tensor(64.0), scaling.E4M3)[:, place : place + n]
+        inverse, own, out = torch.full((4,), 1 / 64), seeded(n, seed=1), torch.zeros(width, dtype=scaling.E4M3)
+        out = out[place : place + n]
+        compiled(codes, inverse, own, 2, torch.tensor(16.0), out)
+        total = codes.float()[[0, 1, 3]].sum(0) / 64 + own
+        assert relative_error(out.float() / 16, total) < 0.03
+    assert graphs.frame_count == 3
 
 
 def test_agreeing_ranks_do_not_overflow():
