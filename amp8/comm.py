@@ -75,9 +75,17 @@ class Bucket:
 class Comm:
     """Averages the FP8 gradients of a model's converted layers. `sent`: bytes this rank has sent in all steps.
 
-    All ranks process the buckets in the same order. With gloo each collective blocks. On a GPU the collectives run on
-    their own stream, in parallel with the backward pass, until `finish`.
+    All ranks process the buckets in the same order, in `finish`. Collectives need one order on all ranks, in one
+    communicator or in several (torch.distributed.new_group has a warning). DistributedDataParallel sends its buckets
+    during the backward pass. Ranks that do not use the same layers, or use them in another order, would send its
+    buckets and ours in different orders. So `finish` is called when a backward pass has ended.
+
+    overlap: sends each bucket as soon as it is complete, for fully_shard, all of whose ranks use the same layers. With
+    gloo each collective blocks. On a GPU the collectives then run on their own stream, in parallel with the backward
+    pass, until `finish`.
     """
+
+    overlap = False
 
     def __init__(
         self,
@@ -131,11 +139,11 @@ class Comm:
         return Bucket(gradients, self.rank, self.world, self.sharded)
 
     def ready(self, gradient: "WeightGradient") -> None:
-        """A gradient is complete on this rank. Launches every bucket whose turn it is."""
+        """A gradient is complete on this rank. With `overlap`, launches every bucket whose turn it is."""
         self.begin(gradient)
         self.finished = False
         self.where[gradient].waiting.discard(gradient)
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.overlap else ():
             if bucket.launched:
                 continue
             if bucket.waiting:
@@ -162,7 +170,7 @@ class Comm:
         for gradient in bucket.gradients:
             gradient.settle()
         device = bucket.gradients[0].linear.weight.device
-        if device.type != "cuda":
+        if device.type != "cuda" or not self.overlap:
             return self.reduce(bucket, device)
         if self.stream is None:
             self.stream = torch.cuda.Stream(device)

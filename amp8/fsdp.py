@@ -246,6 +246,8 @@ class ShardComm(Comm):
     between the ranks of DistributedDataParallel, but sent as bf16, because a third rounding to FP8 would be noticeable.
     """
 
+    overlap = True
+
     def __init__(
         self,
         gradients: "list[WeightGradient]",

@@ -19,6 +19,8 @@ from amp8_helpers import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import amp8
 from amp8 import scaling
@@ -305,6 +307,72 @@ def test_keyword_and_integer_inputs_and_an_unused_layer():
     before = seeded_model(Words).state_dict()
     assert not torch.allclose(first["body.weight"], before["body.weight"], atol=1e-3)
     assert torch.allclose(first["spare.weight"], before["spare.weight"], atol=1e-4)  # no gradient anywhere: no step
+
+
+class InAnyOrder(nn.Module):
+    """Uses its layers in the order that it is told, and not always all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(32), nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, order):
+        x = self.norm(x)
+        for i in order:
+            x = x + self.layers[i](x).relu()
+        return {"loss": x.square().mean(), "x": x}
+
+
+def order_of_collectives(rank, world, passes, static_graph):
+    """Returns the collectives of a step as this rank issues them, and the gradients before the step."""
+    model, optimizer = start(seeded_model(InAnyOrder), bucket_bytes=1)
+    ways = {"static_graph": True} if static_graph else {"find_unused_parameters": True}
+    model, issued = DistributedDataParallel(model, bucket_cap_mb=1e-4, **ways), []
+    amp8.attach(model)
+
+    def by_ddp(_, bucket):
+        issued.append(f"DDP {bucket.index()}")
+        return allreduce_hook(None, bucket)
+
+    def noted(name, collective):
+        return lambda *args, **options: (issued.append(f"{name} {args[0].numel()}"), collective(*args, **options))[1]
+
+    for name in ("all_to_all_single", "all_gather_into_tensor"):
+        setattr(dist, name, noted(name, getattr(dist, name)))
+    model.register_comm_hook(None, by_ddp)
+    for step in range(1 if static_graph else 2):  # after the first step DDP fills its buckets anew
+        issued.clear()
+        for i in range(passes):
+            used = [(0, 1, 2, 3), (3, 0, 1, 2)] if rank == 0 else [(2, 1, 0), ()]
+            output = model(seeded(8, 32, seed=10 * step + i + rank), used[i])
+            (output["loss"] + output["x"].mean()).backward()
+            gradients = {name: value.grad.clone() for name, value in model.module.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"issued": "\n".join(issued), "gradients": gradients, "weights": weights_of(model.module)}
+
+
+@pytest.mark.parametrize("passes, static_graph", [(1, False), (2, False), (1, True)])
+def test_ranks_issue_collectives_in_one_order_whatever_layers_they_use(passes, static_graph):
+    first, second = run_ranks(2, order_of_collectives, passes, static_graph)
+    assert first["issued"] == second["issued"]
+    a_pass = first["issued"].split("\n")
+    a_pass = a_pass[: len(a_pass) // passes]
+    kinds = [name.split()[0] for name in a_pass]
+    assert kinds.count("all_to_all_single") == 4 and "DDP" in kinds
+    assert "DDP" not in kinds[kinds.index("all_to_all_single") :]
+    assert_equal(first["gradients"], second["gradients"])  # the mean after each backward pass, as DDP's
+    assert first["gradients"]["layers.3.weight"].any()
+    assert_equal(first["weights"], second["weights"])
+
+
+@on_ranks(2)
+def test_no_process_group_is_made(rank, world):
+    """A group is a communicator, which nothing would free."""
+    before = dist.get_pg_count()
+    for _ in range(3):
+        start_net()
+    assert dist.get_pg_count() == before
 
 
 def volume(rank, world, level, passes=1):
