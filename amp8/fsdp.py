@@ -223,6 +223,11 @@ def below(rows: torch.Tensor, n: int) -> torch.Tensor:
     return rows if len(rows) == n else torch.cat([rows, rows.new_zeros(n - len(rows), rows.shape[1])])
 
 
+def filled(x: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """`x` [at most n] with zeros behind it, n in all."""
+    return x if x is None or len(x) == n else torch.cat([x, x.new_zeros(n - len(x))])
+
+
 class RowBucket:
     """Weights whose gradients are sent together. Every rank averages its rows of each."""
 
@@ -234,7 +239,7 @@ class RowBucket:
         self.across: Bucket | None = None
         if replicas is not None:
             shapes = [gradient.sharding.shape for gradient in gradients]  # pyrefly: ignore[missing-attribute]
-            self.across = Bucket(gradients, replicas.rank, replicas.world, False, shapes)
+            self.across = Bucket(gradients, replicas.share_of(replicas.rank), replicas.world, shapes=shapes)
             self.across_pieces = {i: slice(start, end) for i, start, end, _ in self.across.pieces}
         self.waiting = set(gradients)
         self.launched = False
@@ -242,8 +247,9 @@ class RowBucket:
 
 class ShardComm(Comm):
     """Reduce-scatters FP8 gradients: each rank receives the codes of its rows and averages in fp32, its own gradient
-    unrounded. (world - 1) / world bytes per element. With HSDP the means are then averaged between replicas, as
-    between the ranks of DistributedDataParallel, but sent as bf16, because a third rounding to FP8 would be noticeable.
+    unrounded. On one node (world - 1) / world bytes per element, see `collect` for several. With HSDP the means are
+    then averaged between replicas, as between the ranks of DistributedDataParallel, but sent as bf16, because a third
+    rounding to FP8 would be noticeable.
     """
 
     overlap = True
@@ -285,23 +291,26 @@ class ShardComm(Comm):
                 codes = below(gradient.codes.view(torch.uint8), self.world * rows)  # with rows that fill up the shares
             for share, part in zip(shares, codes.view(self.world, -1), strict=True):
                 share.append(part)
-        received, inverse, scales = self.exchange(shares, [sum(sizes)] * self.world, scales)
-        place = 0
-        for i, gradient in enumerate(bucket.gradients):
-            sharding: Sharding = gradient.sharding  # pyrefly: ignore[bad-assignment]
-            start = place
-            place += sizes[i]
+        # in the order of shares; each has all weights
+        shares = [shares[rank] for rank in sorted(range(self.world), key=self.share_of)]
+        part = [(i, 0, size, sum(sizes[:i])) for i, size in enumerate(sizes)]
+        own = {i: filled(gradient.unrounded, sizes[i]) for i, gradient in enumerate(bucket.gradients)}
+        whole = [sum(sizes)] * self.world
+        received, inverse, scales, own = self.collect(shares, whole, scales, [part] * self.world, own)
+        last = self.across or self.within
+        for i, _, size, place in part:
+            gradient, sharding = bucket.gradients[i], bucket.gradients[i].sharding
             if i in missing and scales[i] == torch.inf:
                 gradient.nothing_to_add()
                 continue
-            codes = received[:, start : start + sharding.shape.numel()]
-            total = summed(codes, inverse[:, i].contiguous(), gradient.unrounded, self.rank)
-            mean = total.view(sharding.shape) / self.world
+            total = summed(received[:, place : place + size], inverse[:, i].contiguous(), own[i], last.rank)
+            shape = sharding.shape  # pyrefly: ignore[missing-attribute]
+            mean = total[: shape.numel()].view(shape) / last.world
             if bucket.across is None:
                 gradient.add_mean(mean, scales[i])
                 continue
-            part = bucket.across_pieces.get(i)
-            unrounded = None if part is None else mean.view(-1)[part].clone()
+            ours = bucket.across_pieces.get(i)
+            unrounded = None if ours is None else mean.view(-1)[ours].clone()
             gradient.set_phase(Phase.READY, (mean * scales[i]).bfloat16(), scales[i], unrounded=unrounded)
         if bucket.across is not None and self.replicas is not None:
             self.replicas.reduce(bucket.across, device)

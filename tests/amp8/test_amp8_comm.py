@@ -2,13 +2,16 @@
 
 import contextlib
 import math
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from amp8_helpers import (
     assert_equal,
+    leaving,
     linears,
+    on_nodes,
     on_ranks,
     relative_error,
     run_ranks,
@@ -24,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp8
 from amp8 import scaling
-from amp8.comm import Bucket, Comm, rounded_mean_
+from amp8.comm import Bucket, Comm, nodes_of, rounded_sum_
 from amp8.gradients import WeightGradient, quantize_gradient
 
 
@@ -58,14 +61,14 @@ def weights_of(model):
 # Replicas ------------------------------------------------------------------------------------------------------------
 
 
-def replica(rank, world, level):
+def replica(rank, world, level, steps=200):
     model, optimizer = start_net(level, seed=rank)  # initial weights differ: initialize and DDP make them rank 0's
     x, y = data(16 * world)
 
     def loss(model, step):
         return loss_of(model, x.roll(step, 0)[rank * 16 :][:16], y.roll(step, 0)[rank * 16 :][:16])
 
-    losses, _ = train(model, optimizer, loss, range(200), max_norm=1.0)
+    losses, _ = train(model, optimizer, loss, range(steps), max_norm=1.0)
     return {"state": weights_of(model.module) | {"codes": model.module[0].codes.clone()}, "loss": losses[-1]}
 
 
@@ -175,7 +178,7 @@ def test_the_mean_is_the_sum_in_the_order_of_ranks_bit_for_bit():
 
 def test_three_graphs_compute_pieces_of_all_sizes():  # a whole share, where one begins, and within one
     graphs = CompileCounter()
-    compiled = torch.compile(rounded_mean_.__wrapped__, dynamic=True, fullgraph=True, backend=graphs)
+    compiled = torch.compile(rounded_sum_.__wrapped__, dynamic=True, fullgraph=True, backend=graphs)
     sizes = ((9000, 9000, 0), (9000, 12000, 16), (20000, 50000, 0), (1 << 16, 1 << 17, 64), (8208, 9000, 8))
     for n, width, place in sizes:
         codes = scaling.quantize(seeded(4, width), torch.tensor(64.0), scaling.E4M3)[:, place : place + n]
@@ -228,11 +231,98 @@ def test_shares_cover_every_element_once():
     gradients = [Shape(5), Shape(3, 4), Shape(1), Shape(7)]
     counts = [torch.zeros(g.shape.numel()) for g in gradients]
     for rank in range(4):
-        bucket = Bucket(gradients, rank, 4, False)
+        bucket = Bucket(gradients, rank, 4)
         assert bucket.shares == [7, 7, 7, 7]
         for i, first, end, _ in bucket.pieces:
             counts[i][first:end] += 1
     assert all((count == 1).all() for count in counts)
+
+
+# Several nodes -------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_leave_a_node():
+    assert leaving(16, 8, ["all_to_all"]) == (0.5, 0.125)
+    assert leaving(64, 8, ["all_to_all"]) == (0.875, 0.21875)
+    assert leaving(16, 8, ["all_to_all", "all_gather"]) == (0.5 + 15 / 128, 0.1875)
+
+
+SHAPES = [(48, 64), (16, 16), (100, 33), (32, 32)]
+
+
+@pytest.mark.parametrize("bucket", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nodes_add_up_their_gradients_before_they_exchange_them(bucket, sharded):
+    gradients = [correlated(shape, 4, 0.5, seed) for seed, shape in enumerate(SHAPES)]
+    gradients[1][:2] = float("nan")  # the first node has no gradient
+    one_hop, two_hops = (run_ranks(4, on_nodes, 2, told, means, gradients, bucket, sharded) for told in (False, True))
+    for i, values in enumerate(gradients):
+        exact = values.nan_to_num(0).mean(0)
+        for results in (one_hop, two_hops):
+            found = [result["result"]["means"][i] for result in results]
+            assert [value is None for value in found] == [sharded and rank != i % 4 for rank in range(4)]
+            assert all(relative_error(value, exact) < 0.04 for value in found if value is not None)
+    total = sum(values[0].numel() for values in gradients)
+    expected = leaving(4, 2, ["all_to_all"] if sharded else ["all_to_all", "all_gather"])
+    for results, a_parameter, groups in zip((one_hop, two_hops), expected, (1, 3), strict=True):
+        sent = sum(result["left"] for result in results) / 4
+        assert a_parameter * total <= sent < a_parameter * total + 4 * 50  # scales and padding
+        assert {result["groups"] for result in results} == {groups}
+
+
+def test_the_mean_over_nodes_bit_for_bit():
+    values = correlated((48, 64), 4, 0.5) * torch.tensor([1, 1, 0.1, 0.1]).view(4, 1, 1)  # nodes of different scales
+    codes, scales = zip(*map(quantize_gradient, values), strict=True)
+    scale, expected = torch.stack(scales).amin(), []
+    for own, share in zip((0, 2, 1, 3), range(4), strict=True):  # of ranks of equal place, one after another
+        total = torch.zeros(48 * 16)
+        for node in (0, 1):
+            node_sum, its_scale = torch.zeros(48 * 16), torch.stack(scales[2 * node :][:2]).amin()
+            for r in (2 * node, 2 * node + 1):
+                exact, sent = (x.float().view(4, -1)[share] for x in (values[r], codes[r]))
+                node_sum = node_sum + exact if r == own else torch.addcmul(node_sum, sent, 1 / scales[r])
+            if own // 2 == node:
+                total = total + node_sum / 2
+            else:
+                total = total + (node_sum * (its_scale / 2)).bfloat16().float() / its_scale
+        expected.append(scaling.quantize(total, scale / 2, scaling.E4M3).float() / scale)
+    for result in run_ranks(4, on_nodes, 2, True, means, [values], 1 << 20, False):
+        assert torch.equal(result["result"]["means"][0].view(-1), torch.cat(expected))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_crosses_nodes(bad):
+    values = torch.ones(4, 16, 16)
+    values[3, 2, 1] = bad
+    for result in run_ranks(4, on_nodes, 2, True, means, [values, torch.ones(4, 16, 16)], 1 << 20, False):
+        assert result["result"]["means"][0].isnan().all()
+        assert torch.equal(result["result"]["means"][1], torch.ones(16, 16))
+
+
+@pytest.mark.parametrize("names, nodes", [("0011", 2), ("0000", 1), ("0123", 1), ("0001", 1), ("0101", 1), ("00-1", 1)])
+def test_ranks_on_equal_nodes_are_found(names, nodes):
+    assert run_ranks(4, nodes_found, names) == [nodes] * 4
+
+
+def nodes_found(rank, world, names):
+    os.environ["GROUP_RANK"] = names[rank]
+    if names[rank] == "-":
+        del os.environ["GROUP_RANK"]
+    return nodes_of(None)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_replicas_on_two_nodes_stay_identical_and_make_no_more_groups(level):
+    results = run_ranks(4, on_nodes, 2, True, several_replicas, level)
+    for result in results:
+        assert_equal(result["result"]["state"], results[0]["result"]["state"])
+        assert result["result"]["loss"] < 1.0 and result["groups"] == 3
+
+
+def several_replicas(rank, world, level):
+    for _ in range(2):
+        start_net(level)
+    return replica(rank, world, level, steps=60)
 
 
 # Under DistributedDataParallel ---------------------------------------------------------------------------------------
