@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _find_tensors
 
 from . import scaling
 from .choice import Skip, check, check_optimizer, choose, is_conv1d
@@ -64,7 +65,7 @@ def initialize(
     recipe: scaling of activations and output gradients: "msamp", a window of 16 with in-time warm-up, or "te_delayed",
     TransformerEngine's DelayedScaling with `recipe_options`: amax_history_len, amax_compute_algo, margin, fp8_format
     ("HYBRID" or "E4M3"), reduce_amax.
-    process_group: whose ranks average gradients; None means all ranks, in a group of our own, or fully_shard's mesh.
+    process_group: whose ranks average gradients; None means all ranks, or fully_shard's mesh.
     exact: products in fp32 on dequantised values, for comparisons bit for bit. bucket_bytes: gradients sent at once.
 
     Raises TypeError for another optimizer, and ValueError for what can't work, such as a model with nothing to convert.
@@ -247,6 +248,7 @@ class State:
         self.wrapper: weakref.CallableProxyType | None = None  # see attach()
         self.asked: Callable[[], bool] | None = None  # likewise
         self.arrived: list[WeightGradient] = []  # under fully_shard: the gradients that this backward pass has brought
+        self.task: int | None = None  # the last backward pass through the wrapper
         self.told = False  # whether the loop says which backward pass is the last before a step
         self.gradient_bytes = 0  # at the last step
         self.gradient_dtypes: set[torch.dtype] = set()  # likewise
@@ -258,9 +260,8 @@ class State:
         return type(None), ()
 
     def join(self, group: dist.ProcessGroup | None) -> None:
-        # A group of our own, as our collectives and DistributedDataParallel's may interleave differently on two ranks.
-        # pyrefly: ignore[bad-assignment]
-        self.group = dist.new_group() if group is None and dist.get_world_size() > 1 else group
+        # DistributedDataParallel's own: a second communicator would need one order with the first, see Comm.
+        self.group = dist.group.WORLD if group is None else group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def join_mesh(self, fsdp_group: "FSDPParamGroup") -> None:
@@ -307,6 +308,22 @@ class State:
             gradient.settle()
             if gradient.sharding is not None:
                 gradient.expose_grad()
+
+    def pass_begins(self, _: torch.Tensor) -> None:
+        """Hook of what DistributedDataParallel returned: exchanges gradients when this backward pass has ended. Queued
+        here and not by a layer, as one that is checkpointed has a backward pass of its own within this one."""
+        task = torch._C._current_graph_task_id()
+        if task == self.task:
+            return  # called for each output
+        self.task = task
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self.pass_ended))  # behind what DistributedDataParallel has queued
+
+    def pass_ended(self) -> None:
+        """As DistributedDataParallel, averages after each backward pass, also what this rank has no gradient for."""
+        if self.comm is not None and self.last_micro_batch():
+            self.comm.finished = False
+            self.comm.finish()
 
     def backward_ended(self) -> None:
         """Under fully_shard, called at the end of a backward pass: `.grad` is then the mean, as FSDP2's is."""
@@ -383,9 +400,20 @@ def attach(model: nn.Module, last_micro_batch: Callable[[], bool] | None = None)
     state = state_of(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         state.wrapper = weakref.proxy(model)  # Python does not see what the C++ side of the wrapper holds
+        model.register_forward_hook(watch)
     state.asked = last_micro_batch
     state.told = state.told or last_micro_batch is not None
     return model
+
+
+def watch(wrapper: nn.Module, _: Any, output: Any) -> None:
+    """Forward hook of DistributedDataParallel: the exchange of FP8 gradients follows each backward pass through it."""
+    if torch.compiler.is_compiling():
+        return  # then it comes before the step
+    state = state_of(wrapper)
+    for tensor in _find_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(state.pass_begins)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from . import scaling
 from .coded import CodesRead
-from .comm import BUCKET, Bucket, Comm
+from .comm import BUCKET, Bucket, Comm, summed
 from .grad_view import FP8Gradient
 from .gradients import Phase
 from .linear import fp16_to_e4m3
@@ -223,6 +223,11 @@ def below(rows: torch.Tensor, n: int) -> torch.Tensor:
     return rows if len(rows) == n else torch.cat([rows, rows.new_zeros(n - len(rows), rows.shape[1])])
 
 
+def filled(x: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """`x` [at most n] with zeros behind it, n in all."""
+    return x if x is None or len(x) == n else torch.cat([x, x.new_zeros(n - len(x))])
+
+
 class RowBucket:
     """Weights whose gradients are sent together. Every rank averages its rows of each."""
 
@@ -234,7 +239,7 @@ class RowBucket:
         self.across: Bucket | None = None
         if replicas is not None:
             shapes = [gradient.sharding.shape for gradient in gradients]  # pyrefly: ignore[missing-attribute]
-            self.across = Bucket(gradients, replicas.rank, replicas.world, False, shapes)
+            self.across = Bucket(gradients, replicas.share_of(replicas.rank), replicas.world, shapes=shapes)
             self.across_pieces = {i: slice(start, end) for i, start, end, _ in self.across.pieces}
         self.waiting = set(gradients)
         self.launched = False
@@ -242,9 +247,12 @@ class RowBucket:
 
 class ShardComm(Comm):
     """Reduce-scatters FP8 gradients: each rank receives the codes of its rows and averages in fp32, its own gradient
-    unrounded. (world - 1) / world bytes per element. With HSDP the means are then averaged between replicas, as
-    between the ranks of DistributedDataParallel, but sent as bf16, because a third rounding to FP8 would be noticeable.
+    unrounded. On one node (world - 1) / world bytes per element, see `collect` for several. With HSDP the means are
+    then averaged between replicas, as between the ranks of DistributedDataParallel, but sent as bf16, because a third
+    rounding to FP8 would be noticeable.
     """
+
+    overlap = True
 
     def __init__(
         self,
@@ -270,33 +278,39 @@ class ShardComm(Comm):
     @torch.no_grad()
     def reduce(self, bucket: RowBucket, device: torch.device) -> None:  # pyrefly: ignore[bad-override]
         scales = torch.zeros(len(bucket.gradients), device=device)
-        parts, missing = [], []
+        shares: list[list[torch.Tensor]] = [[] for _ in range(self.world)]
+        sizes, missing = [], []
         for i, gradient in enumerate(bucket.gradients):
-            # pyrefly: ignore[missing-attribute]
-            full = self.world * gradient.sharding.cut  # rows, with those that only make the shares equal
+            rows, columns = gradient.sharding.cut, gradient.shape[1]  # pyrefly: ignore[missing-attribute]
+            sizes.append(rows * columns)
             if gradient.codes is None:
                 missing.append(i)
-                codes = torch.zeros(full, gradient.shape[1], dtype=torch.uint8, device=device)
+                codes = torch.zeros(self.world * rows, columns, dtype=torch.uint8, device=device)
             else:
                 scales[i] = gradient.scale
-                codes = below(gradient.codes.view(torch.uint8), full)
-            parts.append(codes.view(self.world, -1))
-        received, inverse, scales = self.exchange(torch.cat(parts, 1).unbind(), scales)
-        place = 0
-        for i, gradient in enumerate(bucket.gradients):
-            sharding: Sharding = gradient.sharding  # pyrefly: ignore[bad-assignment]
-            start = place
-            place += parts[i].shape[1]
+                codes = below(gradient.codes.view(torch.uint8), self.world * rows)  # with rows that fill up the shares
+            for share, part in zip(shares, codes.view(self.world, -1), strict=True):
+                share.append(part)
+        # in the order of shares; each has all weights
+        shares = [shares[rank] for rank in sorted(range(self.world), key=self.share_of)]
+        part = [(i, 0, size, sum(sizes[:i])) for i, size in enumerate(sizes)]
+        own = {i: filled(gradient.unrounded, sizes[i]) for i, gradient in enumerate(bucket.gradients)}
+        whole = [sum(sizes)] * self.world
+        received, inverse, scales, own = self.collect(shares, whole, scales, [part] * self.world, own)
+        last = self.across or self.within
+        for i, _, size, place in part:
+            gradient, sharding = bucket.gradients[i], bucket.gradients[i].sharding
             if i in missing and scales[i] == torch.inf:
                 gradient.nothing_to_add()
                 continue
-            total = self.total(received[:, start : start + sharding.shape.numel()], inverse[:, i], gradient.unrounded)
-            mean = total.view(sharding.shape) / self.world
+            total = summed(received[:, place : place + size], inverse[:, i].contiguous(), own[i], last.rank)
+            shape = sharding.shape  # pyrefly: ignore[missing-attribute]
+            mean = total[: shape.numel()].view(shape) / last.world
             if bucket.across is None:
                 gradient.add_mean(mean, scales[i])
                 continue
-            part = bucket.across_pieces.get(i)
-            unrounded = None if part is None else mean.view(-1)[part].clone()
+            ours = bucket.across_pieces.get(i)
+            unrounded = None if ours is None else mean.view(-1)[ours].clone()
             gradient.set_phase(Phase.READY, (mean * scales[i]).bfloat16(), scales[i], unrounded=unrounded)
         if bucket.across is not None and self.replicas is not None:
             self.replicas.reduce(bucket.across, device)

@@ -128,3 +128,38 @@ def _rank(rank, world, folder, function, args):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads may abort a process at its ordinary exit
+
+
+def on_nodes(rank, world, each, told, function, *args):
+    """Runs function(rank, world, *args) on nodes of `each` ranks, as torchrun would, or not `told` that there are nodes.
+    Returns a dictionary: its result, how many process groups there are, and the bytes that amp8 has sent from this rank
+    to other nodes; an all_gather sends to the next rank."""
+    if told:
+        os.environ["GROUP_RANK"] = str(rank // each)
+    left = []
+
+    def noted(collective, bytes_to_each):
+        def counting(*args, group=None, **options):
+            if len(args) > 1:  # FSDP2 names them
+                ranks = dist.get_process_group_ranks(group)
+                to_each = bytes_to_each(args, ranks.index(rank), len(ranks))
+                left.append(sum(n for r, n in zip(ranks, to_each, strict=True) if r // each != rank // each))
+            return collective(*args, group=group, **options)
+
+        return counting
+
+    def to_the_next(args, mine, world):
+        return [(r == (mine + 1) % world) * (args[0].nbytes - args[1].nbytes) for r in range(world)]
+
+    dist.all_to_all_single = noted(dist.all_to_all_single, lambda args, *_: args[3])
+    dist.all_gather_into_tensor = noted(dist.all_gather_into_tensor, to_the_next)
+    return {"result": function(rank, world, *args), "left": sum(left), "groups": dist.get_pg_count()}
+
+
+def leaving(world, each, collectives):
+    """Returns the bytes per element of the gradient that collectives of FP8 send from a node of `each` ranks, per rank:
+    (in one hop, in two). On a ring of all ranks a node's last one alone sends to another node."""
+    nodes = world // each
+    flat = {"all_to_all": (world - each) / world, "all_gather": (world - 1) / world / each}
+    hops = {"all_to_all": 2 * (nodes - 1) / nodes / each, "all_gather": (nodes - 1) / nodes / each}
+    return sum(flat[name] for name in collectives), sum(hops[name] for name in collectives)

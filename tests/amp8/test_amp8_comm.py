@@ -2,13 +2,16 @@
 
 import contextlib
 import math
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from amp8_helpers import (
     assert_equal,
+    leaving,
     linears,
+    on_nodes,
     on_ranks,
     relative_error,
     run_ranks,
@@ -18,10 +21,14 @@ from amp8_helpers import (
     train,
 )
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import amp8
-from amp8.comm import Bucket, Comm
-from amp8.gradients import WeightGradient
+from amp8 import scaling
+from amp8.comm import Bucket, Comm, nodes_of, rounded_sum_
+from amp8.gradients import WeightGradient, quantize_gradient
 
 
 def build():
@@ -54,14 +61,14 @@ def weights_of(model):
 # Replicas ------------------------------------------------------------------------------------------------------------
 
 
-def replica(rank, world, level):
+def replica(rank, world, level, steps=200):
     model, optimizer = start_net(level, seed=rank)  # initial weights differ: initialize and DDP make them rank 0's
     x, y = data(16 * world)
 
     def loss(model, step):
         return loss_of(model, x.roll(step, 0)[rank * 16 :][:16], y.roll(step, 0)[rank * 16 :][:16])
 
-    losses, _ = train(model, optimizer, loss, range(200), max_norm=1.0)
+    losses, _ = train(model, optimizer, loss, range(steps), max_norm=1.0)
     return {"state": weights_of(model.module) | {"codes": model.module[0].codes.clone()}, "loss": losses[-1]}
 
 
@@ -155,6 +162,34 @@ def test_mean_gradient_over_four_ranks(bucket):
     assert 2 * 3 / 4 * total <= results[0]["sent"] < 2 * 3 / 4 * total + 4 * 100  # scales and padding
 
 
+def test_the_mean_is_the_sum_in_the_order_of_ranks_bit_for_bit():
+    values = correlated((48, 64), 4, 0.5)
+    codes, scales = zip(*map(quantize_gradient, values), strict=True)
+    scale, expected = torch.stack(scales).amin(), []
+    for rank, own in enumerate(values.view(4, 4, -1).unbind(1)):  # [ranks, share]: the mean of this share
+        total = torch.zeros(own.shape[1])
+        for r in range(4):
+            sent = codes[r].float().view(4, -1)[rank]
+            total = total + own[r] if r == rank else torch.addcmul(total, sent, 1 / scales[r])
+        expected.append(scaling.quantize(total, scale / 4, scaling.E4M3).float() / scale)
+    for result in run_ranks(4, means, [values], 1 << 20, False):
+        assert torch.equal(result["means"][0].view(-1), torch.cat(expected))
+
+
+def test_three_graphs_compute_pieces_of_all_sizes():  # a whole share, where one begins, and within one
+    graphs = CompileCounter()
+    compiled = torch.compile(rounded_sum_.__wrapped__, dynamic=True, fullgraph=True, backend=graphs)
+    sizes = ((9000, 9000, 0), (9000, 12000, 16), (20000, 50000, 0), (1 << 16, 1 << 17, 64), (8208, 9000, 8))
+    for n, width, place in sizes:
+        codes = scaling.quantize(seeded(4, width), torch.tensor(64.0), scaling.E4M3)[:, place : place + n]
+        inverse, own, out = torch.full((4,), 1 / 64), seeded(n, seed=1), torch.zeros(width, dtype=scaling.E4M3)
+        out = out[place : place + n]
+        compiled(codes, inverse, own, 2, torch.tensor(16.0), out)
+        total = codes.float()[[0, 1, 3]].sum(0) / 64 + own
+        assert relative_error(out.float() / 16, total) < 0.03
+    assert graphs.frame_count == 3
+
+
 def test_agreeing_ranks_do_not_overflow():
     gradients = [torch.full((32, 32), 448.0).expand(4, 32, 32)]  # an FP8 sum would need 1792
     results = run_ranks(4, means, gradients, 1 << 20, False)
@@ -196,11 +231,98 @@ def test_shares_cover_every_element_once():
     gradients = [Shape(5), Shape(3, 4), Shape(1), Shape(7)]
     counts = [torch.zeros(g.shape.numel()) for g in gradients]
     for rank in range(4):
-        bucket = Bucket(gradients, rank, 4, False)
+        bucket = Bucket(gradients, rank, 4)
         assert bucket.shares == [7, 7, 7, 7]
         for i, first, end, _ in bucket.pieces:
             counts[i][first:end] += 1
     assert all((count == 1).all() for count in counts)
+
+
+# Several nodes -------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_leave_a_node():
+    assert leaving(16, 8, ["all_to_all"]) == (0.5, 0.125)
+    assert leaving(64, 8, ["all_to_all"]) == (0.875, 0.21875)
+    assert leaving(16, 8, ["all_to_all", "all_gather"]) == (0.5 + 15 / 128, 0.1875)
+
+
+SHAPES = [(48, 64), (16, 16), (100, 33), (32, 32)]
+
+
+@pytest.mark.parametrize("bucket", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nodes_add_up_their_gradients_before_they_exchange_them(bucket, sharded):
+    gradients = [correlated(shape, 4, 0.5, seed) for seed, shape in enumerate(SHAPES)]
+    gradients[1][:2] = float("nan")  # the first node has no gradient
+    one_hop, two_hops = (run_ranks(4, on_nodes, 2, told, means, gradients, bucket, sharded) for told in (False, True))
+    for i, values in enumerate(gradients):
+        exact = values.nan_to_num(0).mean(0)
+        for results in (one_hop, two_hops):
+            found = [result["result"]["means"][i] for result in results]
+            assert [value is None for value in found] == [sharded and rank != i % 4 for rank in range(4)]
+            assert all(relative_error(value, exact) < 0.04 for value in found if value is not None)
+    total = sum(values[0].numel() for values in gradients)
+    expected = leaving(4, 2, ["all_to_all"] if sharded else ["all_to_all", "all_gather"])
+    for results, a_parameter, groups in zip((one_hop, two_hops), expected, (1, 3), strict=True):
+        sent = sum(result["left"] for result in results) / 4
+        assert a_parameter * total <= sent < a_parameter * total + 4 * 50  # scales and padding
+        assert {result["groups"] for result in results} == {groups}
+
+
+def test_the_mean_over_nodes_bit_for_bit():
+    values = correlated((48, 64), 4, 0.5) * torch.tensor([1, 1, 0.1, 0.1]).view(4, 1, 1)  # nodes of different scales
+    codes, scales = zip(*map(quantize_gradient, values), strict=True)
+    scale, expected = torch.stack(scales).amin(), []
+    for own, share in zip((0, 2, 1, 3), range(4), strict=True):  # of ranks of equal place, one after another
+        total = torch.zeros(48 * 16)
+        for node in (0, 1):
+            node_sum, its_scale = torch.zeros(48 * 16), torch.stack(scales[2 * node :][:2]).amin()
+            for r in (2 * node, 2 * node + 1):
+                exact, sent = (x.float().view(4, -1)[share] for x in (values[r], codes[r]))
+                node_sum = node_sum + exact if r == own else torch.addcmul(node_sum, sent, 1 / scales[r])
+            if own // 2 == node:
+                total = total + node_sum / 2
+            else:
+                total = total + (node_sum * (its_scale / 2)).bfloat16().float() / its_scale
+        expected.append(scaling.quantize(total, scale / 2, scaling.E4M3).float() / scale)
+    for result in run_ranks(4, on_nodes, 2, True, means, [values], 1 << 20, False):
+        assert torch.equal(result["result"]["means"][0].view(-1), torch.cat(expected))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_crosses_nodes(bad):
+    values = torch.ones(4, 16, 16)
+    values[3, 2, 1] = bad
+    for result in run_ranks(4, on_nodes, 2, True, means, [values, torch.ones(4, 16, 16)], 1 << 20, False):
+        assert result["result"]["means"][0].isnan().all()
+        assert torch.equal(result["result"]["means"][1], torch.ones(16, 16))
+
+
+@pytest.mark.parametrize("names, nodes", [("0011", 2), ("0000", 1), ("0123", 1), ("0001", 1), ("0101", 1), ("00-1", 1)])
+def test_ranks_on_equal_nodes_are_found(names, nodes):
+    assert run_ranks(4, nodes_found, names) == [nodes] * 4
+
+
+def nodes_found(rank, world, names):
+    os.environ["GROUP_RANK"] = names[rank]
+    if names[rank] == "-":
+        del os.environ["GROUP_RANK"]
+    return nodes_of(None)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_replicas_on_two_nodes_stay_identical_and_make_no_more_groups(level):
+    results = run_ranks(4, on_nodes, 2, True, several_replicas, level)
+    for result in results:
+        assert_equal(result["result"]["state"], results[0]["result"]["state"])
+        assert result["result"]["loss"] < 1.0 and result["groups"] == 3
+
+
+def several_replicas(rank, world, level):
+    for _ in range(2):
+        start_net(level)
+    return replica(rank, world, level, steps=60)
 
 
 # Under DistributedDataParallel ---------------------------------------------------------------------------------------
@@ -275,6 +397,72 @@ def test_keyword_and_integer_inputs_and_an_unused_layer():
     before = seeded_model(Words).state_dict()
     assert not torch.allclose(first["body.weight"], before["body.weight"], atol=1e-3)
     assert torch.allclose(first["spare.weight"], before["spare.weight"], atol=1e-4)  # no gradient anywhere: no step
+
+
+class InAnyOrder(nn.Module):
+    """Uses its layers in the order that it is told, and not always all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(32), nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, order):
+        x = self.norm(x)
+        for i in order:
+            x = x + self.layers[i](x).relu()
+        return {"loss": x.square().mean(), "x": x}
+
+
+def order_of_collectives(rank, world, passes, static_graph):
+    """Returns the collectives of a step as this rank issues them, and the gradients before the step."""
+    model, optimizer = start(seeded_model(InAnyOrder), bucket_bytes=1)
+    ways = {"static_graph": True} if static_graph else {"find_unused_parameters": True}
+    model, issued = DistributedDataParallel(model, bucket_cap_mb=1e-4, **ways), []
+    amp8.attach(model)
+
+    def by_ddp(_, bucket):
+        issued.append(f"DDP {bucket.index()}")
+        return allreduce_hook(None, bucket)
+
+    def noted(name, collective):
+        return lambda *args, **options: (issued.append(f"{name} {args[0].numel()}"), collective(*args, **options))[1]
+
+    for name in ("all_to_all_single", "all_gather_into_tensor"):
+        setattr(dist, name, noted(name, getattr(dist, name)))
+    model.register_comm_hook(None, by_ddp)
+    for step in range(1 if static_graph else 2):  # after the first step DDP fills its buckets anew
+        issued.clear()
+        for i in range(passes):
+            used = [(0, 1, 2, 3), (3, 0, 1, 2)] if rank == 0 else [(2, 1, 0), ()]
+            output = model(seeded(8, 32, seed=10 * step + i + rank), used[i])
+            (output["loss"] + output["x"].mean()).backward()
+            gradients = {name: value.grad.clone() for name, value in model.module.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"issued": "\n".join(issued), "gradients": gradients, "weights": weights_of(model.module)}
+
+
+@pytest.mark.parametrize("passes, static_graph", [(1, False), (2, False), (1, True)])
+def test_ranks_issue_collectives_in_one_order_whatever_layers_they_use(passes, static_graph):
+    first, second = run_ranks(2, order_of_collectives, passes, static_graph)
+    assert first["issued"] == second["issued"]
+    a_pass = first["issued"].split("\n")
+    a_pass = a_pass[: len(a_pass) // passes]
+    kinds = [name.split()[0] for name in a_pass]
+    assert kinds.count("all_to_all_single") == 4 and "DDP" in kinds
+    assert "DDP" not in kinds[kinds.index("all_to_all_single") :]
+    assert_equal(first["gradients"], second["gradients"])  # the mean after each backward pass, as DDP's
+    assert first["gradients"]["layers.3.weight"].any()
+    assert_equal(first["weights"], second["weights"])
+
+
+@on_ranks(2)
+def test_no_process_group_is_made(rank, world):
+    """A group is a communicator, which nothing would free."""
+    before = dist.get_pg_count()
+    for _ in range(3):
+        start_net()
+    assert dist.get_pg_count() == before
 
 
 def volume(rank, world, level, passes=1):

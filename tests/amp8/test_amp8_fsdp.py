@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch._dynamo  # fully_shard imports it: once here, not in each of the forked ranks
 import torch.distributed as dist
-from amp8_helpers import assert_equal, linears, on_ranks, relative_error, run_ranks, seeded_model, start, train
+from amp8_helpers import (
+    assert_equal,
+    leaving,
+    linears,
+    on_nodes,
+    on_ranks,
+    relative_error,
+    run_ranks,
+    seeded_model,
+    start,
+    train,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,7 +174,7 @@ def mean_gradients(rank, world, replicas):
     for name, value in converted.items():  # `.grad` of a converted weight is the same gradient
         sharding = model.get_submodule(name).gradient.sharding
         assert torch.equal(plain.pop(f"{name}.weight")[sharding.first : sharding.last], value)
-    return {"converted": converted, "plain": plain, "norm": norm}
+    return {"converted": converted, "plain": plain, "norm": norm, "nodes": model.amp8_state.comm.nodes}
 
 
 def exact_gradients(world):
@@ -178,16 +189,21 @@ def exact_gradients(world):
     return {name: torch.stack([gradients[name] for gradients in of_ranks]) for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize("world, replicas", [(3, 1), (4, 2), slow(2, 1), slow(4, 1), slow(2, 2)])
-def test_the_mean_gradient_is_off_by_no_more_than_its_roundings(world, replicas):
-    results, exact = run_ranks(world, mean_gradients, replicas), exact_gradients(world)
+@pytest.mark.parametrize(
+    "world, replicas, on_node",
+    [(3, 1, 3), (4, 2, 4), (6, 1, 3), slow(2, 1, 2), slow(4, 1, 4), slow(2, 2, 2), slow(4, 1, 2), slow(4, 2, 2)],
+)
+def test_the_mean_gradient_is_off_by_no_more_than_its_roundings(world, replicas, on_node):
+    results = run_ranks(world, on_nodes, on_node, True, mean_gradients, replicas)
+    results, exact = [result["result"] for result in results], exact_gradients(world)
+    assert results[0]["nodes"] == (2 if world > replicas * on_node else 1)
     shards, total = world // replicas, 0
     for name in results[0]["converted"]:
         value, mean = torch.cat([result["converted"][name] for result in results[:shards]]), exact[name].mean(0)
         again = torch.cat([result["converted"][name] for result in results[-shards:]])
         assert torch.equal(value, again), name  # replicas agree
         # A rounding to e4m3 errs by 2**-4 of a value at most, or half a subnormal step, 2**-10 / scale; to bf16, which
-        # travels between replicas, by 2**-8. Each rank's gradient is rounded once and the mean once.
+        # travels between replicas and nodes, by 2**-8. Each rank's gradient is rounded once and the mean once.
         floor = 2.0**-10 * 2 * exact[name].abs().amax() / 224
         bound = (2 * 2.0**-4 + 2.0**-8) * 1.08 * exact[name].abs().mean(0) + 2 * floor
         assert ((value - mean).abs() <= bound).all(), name
@@ -198,6 +214,17 @@ def test_the_mean_gradient_is_off_by_no_more_than_its_roundings(world, replicas)
         total += value.square().sum()
     for result in results:
         assert torch.allclose(result["norm"], total.sqrt(), rtol=1e-5)
+
+
+def backward_pass(rank, world):
+    model, _ = start(fully_shard(linears(96, 96, 96, bias=False)))
+    model(torch.ones(8, 96)).square().mean().backward()
+
+
+def test_bytes_of_gradients_that_leave_a_node():
+    for told, a_parameter in zip((False, True), leaving(6, 3, ["all_to_all"]), strict=True):
+        sent = sum(result["left"] for result in run_ranks(6, on_nodes, 3, told, backward_pass)) / 6
+        assert a_parameter * 2 * 96 * 96 <= sent < a_parameter * 2 * 96 * 96 + 100  # scales
 
 
 def error_of_the_mean(rank, world, replicas, correlation):
