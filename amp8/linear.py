@@ -202,7 +202,8 @@ class FP8Linear(nn.Linear):
             weight = self.true_weight(dtype) if self.replaced_weight() is None else self.weight.to(dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(input.to(dtype), weight.t() if self.transposed else weight, bias)
-        refuse_transformed(self.name, input)
+        if not torch.compiler.is_compiling():  # which would compile a layer for each name
+            refuse_transformed(self.name, input)
         if not input.is_floating_point():
             raise CodesRead(f"{self.name} gets an input in {str(input.dtype)[6:]}: a Linear takes floats")
         # Evaluation does not update the history, training in eval() does. Recomputing under checkpointing records the
