@@ -57,6 +57,7 @@ class Accelerator(accelerate.Accelerator):
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence("torch.utils._pytree", unless="is an Enum subclass")
+        patches.say_instead("torch._dynamo.convert_frame", "hit config.", ending.not_compiled)
         trainer.allow_bf16()
         script = arguments.keyword_arguments(args, kwargs)
         self.plan = arguments.plan_for(script, [run.record for run in ending.made])

@@ -1,6 +1,7 @@
 """How a run ends: stopped by a signal, finished by the script, or with an error. The record says which."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -146,3 +147,15 @@ made: list[Run] = []  # of each Accelerator of this process, the oldest first
 
 def newest() -> Run | None:
     return made[-1] if made else None
+
+
+def not_compiled(message: str) -> None:
+    """Notes, in the newest run, that torch has compiled a function as often as it may. message: torch's, of lines."""
+    limit, function, reason = (
+        found[1] if (found := re.search(pattern, message)) else "unknown"
+        for pattern in (r"hit (config\.\w+ \(\d+\))", r"function: (.*)", r"last reason: (.*)")
+    )
+    function = re.sub(r"\(/.*?(?:site-packages/|(?=[^/]+:))", "(", function)
+    if run := newest():
+        line = f"{function} is not compiled any more, what is new runs as it is, slower: torch._dynamo.{limit}"
+        run.record.note_once(function, f"{line}, last reason {reason}")

@@ -76,6 +76,10 @@ TABLE = {  # what is changed: why
     "kernels of torch.ops.aten for CPUs":
         "backends/cpu_matmul.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
     "logger DeepSpeed": "it prints in every run; its errors stay",
+    "logger torch._dynamo.convert_frame":
+        "that a function is not compiled any more is five lines of each process; here it is a note in the record, too",
+    "torch._dynamo.config:recompile_limit":
+        "the blocks of a class share it, however many kinds of them there are: see models/blocks.py",
     "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
     "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",
     "os.environ":
@@ -133,6 +137,20 @@ def silence(name: str, level: int | None = None, unless: str | None = None) -> N
     elif level is not None:
         undos.append(lambda before=logger.level: logger.setLevel(before))
         logger.setLevel(level)
+
+
+def say_instead(name: str, text: str, say: Callable[[str], object]) -> None:
+    """Calls `say` with the messages of a logger that contain `text`, in their place."""
+
+    def taken(record: logging.LogRecord) -> bool:
+        if text not in record.msg:
+            return True
+        say(record.getMessage())
+        return False
+
+    logger = logging.getLogger(name)
+    undos.append(lambda: logger.removeFilter(taken))
+    logger.addFilter(taken)
 
 
 def ignore_warning(message: str) -> None:

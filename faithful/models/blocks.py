@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
+from faithful import patches
 from faithful.errors import Refused
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+COMPILED = 8  # torch's recompile_limit
 
 
 def name_blocks(model: nn.Module) -> None:
@@ -57,11 +60,22 @@ def compile_blocks(model: nn.Module, compiled_if: Callable[..., bool] | None = N
             "asked for compiled blocks, but the model names none and repeats none: set _no_split_modules to "
             "the names of their classes"
         )
+    allow_each_kind(blocks)
     for block in blocks:
         block.compile(**options)
         if compiled_if:
             compiled: Any = block._compiled_call_impl
             block._compiled_call_impl = compiled_or_eager(block, compiled, compiled_if)
+
+
+def allow_each_kind(blocks: list[nn.Module]) -> None:
+    """Lets torch compile each kind of block COMPILED times: for training, evaluation, a smaller last batch. It counts
+    by class, and with its own limit the blocks of a ResNet, each stage of another size, leave none for evaluation."""
+    named = [(type(b), (*b.named_parameters(), *b.named_buffers())) for b in blocks]
+    kinds = {(kind, *((name, tensor.shape) for name, tensor in tensors)) for kind, tensors in named}
+    most = COMPILED * max(Counter(kind for kind, *_ in kinds).values())
+    if most > torch._dynamo.config.recompile_limit:
+        patches.replace("torch._dynamo.config:recompile_limit", most)
 
 
 def compiled_or_eager(

@@ -144,6 +144,15 @@ def test_a_trainer_under_a_single_config_takes_one_card_of_eight(gpu, tmp_path):
     assert record(run)["evidence"]["truth"].startswith("single | bf16 compute |")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "diffusion", "sft"])
+def test_no_step_of_a_recipe_waits(gpu, tmp_path, name):
+    """`test_vit` and `test_gpt` see it of theirs."""
+    longer = ("--sequence_length", 64) if name != "diffusion" else ()
+    run = gpu.train("single_bf16", tmp_path / "run", *SHORT, *longer, "--save_steps", 0, name=name)
+    assert waits(run) == []
+
+
 @pytest.mark.parametrize("name", ["vit", "gpt", "bert", "diffusion", "sft"])
 def test_a_device_needs_no_fp64(gpu, tmp_path, name):
     """MPS has none: nothing of a run, its evaluation included, makes such a tensor on the device. (This one has no

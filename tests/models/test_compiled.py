@@ -1,0 +1,61 @@
+"""Compiled blocks, and functions that torch compiles no more."""
+
+import sys
+
+import pytest
+import torch
+from conftest import record, train
+from torch import nn
+from torch._dynamo.utils import counters
+
+from faithful import Accelerator
+from faithful.models.blocks import compile_blocks
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+@torch._dynamo.config.patch(recompile_limit=8)  # and what is set in it ends with it
+@pytest.mark.parametrize("sizes", [(8,) * 12, (8, 8, 16, 32, 64, 128)])
+def test_each_kind_of_block_stays_compiled_in_training_evaluation_and_the_last_batch(monkeypatch, sizes):
+    """The stages of a ResNet, say: torch counts by class."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    torch._dynamo.reset()
+    model = nn.Sequential(*map(Block, sizes))
+    compile_blocks(model)
+    counters.clear()
+    for training, batch in ((True, 4), (False, 4), (False, 3), (True, 4)):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            for block, size in zip(model, sizes, strict=True):
+                block(torch.randn(batch, size))
+    assert not counters["unimplemented"] and counters["stats"]["unique_graphs"] == 3 * len(set(sizes))
+
+
+def of_many_shapes():
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model = nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    half = torch.compile(lambda x: x / 2, backend="eager", dynamic=False)
+    for batch in range(1, 13):
+        accelerator.backward(model(torch.ones(batch, 4)).square().mean())
+        optimizer.step()
+        half(torch.ones(batch))
+    accelerator.end_training()
+
+
+def test_a_run_says_once_that_a_function_is_not_compiled_any_more(tmp_path):
+    train("ddp_fp32", tmp_path / "run", script=of_many_shapes)
+    [note] = [note for note in record(tmp_path / "run")["notes"] if "compiled" in note]
+    assert note.startswith("'<lambda>' (test_compiled.py:") and "size mismatch at index 0" in note, note
+    assert (
+        "is not compiled any more, what is new runs as it is, slower: torch._dynamo.config.recompile_limit (8)" in note
+    )
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("not compiled any more") == 1 and "TORCH_LOGS" not in log
