@@ -24,6 +24,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import amp8
 from amp8 import scaling
@@ -406,18 +407,18 @@ class InAnyOrder(nn.Module):
         super().__init__()
         self.norm, self.layers = nn.LayerNorm(32), nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
-    def forward(self, x, order):
+    def forward(self, x, order, checkpointed):
         x = self.norm(x)
         for i in order:
-            x = x + self.layers[i](x).relu()
+            x = x + (checkpoint(self.layers[i], x, use_reentrant=True) if checkpointed else self.layers[i](x)).relu()
         return {"loss": x.square().mean(), "x": x}
 
 
-def order_of_collectives(rank, world, passes, static_graph):
+def order_of_collectives(rank, world, passes, way):
     """Returns the collectives of a step as this rank issues them, and the gradients before the step."""
     model, optimizer = start(seeded_model(InAnyOrder), bucket_bytes=1)
-    ways = {"static_graph": True} if static_graph else {"find_unused_parameters": True}
-    model, issued = DistributedDataParallel(model, bucket_cap_mb=1e-4, **ways), []
+    options = {} if way == "checkpointed" else {way: True}
+    model, issued = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options), []
     amp8.attach(model)
 
     def by_ddp(_, bucket):
@@ -430,11 +431,11 @@ def order_of_collectives(rank, world, passes, static_graph):
     for name in ("all_to_all_single", "all_gather_into_tensor"):
         setattr(dist, name, noted(name, getattr(dist, name)))
     model.register_comm_hook(None, by_ddp)
-    for step in range(1 if static_graph else 2):  # after the first step DDP fills its buckets anew
+    for step in range(1 if way == "static_graph" else 2):  # after the first step DDP fills its buckets anew
         issued.clear()
         for i in range(passes):
-            used = [(0, 1, 2, 3), (3, 0, 1, 2)] if rank == 0 else [(2, 1, 0), ()]
-            output = model(seeded(8, 32, seed=10 * step + i + rank), used[i])
+            used = [(0, 1, 2, 3), (3, 0, 1, 2)] if rank == 0 or way == "checkpointed" else [(2, 1, 0), ()]
+            output = model(seeded(8, 32, seed=10 * step + i + rank), used[i], way == "checkpointed")
             (output["loss"] + output["x"].mean()).backward()
             gradients = {name: value.grad.clone() for name, value in model.module.named_parameters()}
         optimizer.step()
@@ -442,9 +443,12 @@ def order_of_collectives(rank, world, passes, static_graph):
     return {"issued": "\n".join(issued), "gradients": gradients, "weights": weights_of(model.module)}
 
 
-@pytest.mark.parametrize("passes, static_graph", [(1, False), (2, False), (1, True)])
-def test_ranks_issue_collectives_in_one_order_whatever_layers_they_use(passes, static_graph):
-    first, second = run_ranks(2, order_of_collectives, passes, static_graph)
+@pytest.mark.parametrize(
+    "passes, way",
+    [(1, "find_unused_parameters"), (2, "find_unused_parameters"), (1, "static_graph"), (2, "checkpointed")],
+)
+def test_ranks_issue_collectives_in_one_order_whatever_layers_they_use(passes, way):
+    first, second = run_ranks(2, order_of_collectives, passes, way)
     assert first["issued"] == second["issued"]
     a_pass = first["issued"].split("\n")
     a_pass = a_pass[: len(a_pass) // passes]
