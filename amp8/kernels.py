@@ -102,9 +102,16 @@ def transposed(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def adam(
-    flats: list[Any], numbers: torch.Tensor, seeds: list[int], starts: list[int], decoupled: bool, noisy: bool
+    flats: list[Any],
+    numbers: torch.Tensor,
+    seeds: list[int],
+    starts: list[int],
+    decoupled: bool,
+    noisy: bool,
+    found_inf: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Adam.slices` on a GPU: one kernel for all tensors of the same dtypes."""
+    """`Adam.slices` on a GPU: one kernel for all tensors of the same dtypes. Nothing changes where `found_inf`, fp32 on
+    the GPU, is 1."""
     sizes = [len(weight) for weight, *_ in flats]
     pointers = [[0 if t is None else t.data_ptr() for t in flat] for flat in flats]
     aligned = all(n % 16 == 0 for row in (*pointers, sizes, starts) for n in row)
@@ -119,7 +126,8 @@ def adam(
         places = chunks(tuple(sizes[i] for i in which), tuple(starts[i] for i in which), tuple(which), device)
         with torch.cuda.device_of(numbers):
             _adam[(len(places),)](
-                table, places, numbers, found, W=NAMED[w], G=NAMED[g], M=NAMED[m], V=NAMED[v], COPY=copy is not None,
+                table, places, numbers, found, found_inf,
+                W=NAMED[w], G=NAMED[g], M=NAMED[m], V=NAMED[v], COPY=copy is not None,
                 NOISY=noisy, DECOUPLED=decoupled, ALIGNED=aligned, CHUNK=CHUNK,
             )  # fmt: skip
     return found.view(torch.float32)
@@ -286,11 +294,14 @@ if triton is not None:
 
     @triton.jit
     def _adam(
-        table, places, numbers, found,
+        table, places, numbers, found, found_inf,
         W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, COPY: tl.constexpr,
         NOISY: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
     ):  # fmt: skip
         """optimizer.adam_slice. The numbers are in the order of its columns."""
+        if found_inf is not None:
+            if tl.load(found_inf) != 0:
+                return
         tensor = tl.load(places + 2 * tl.program_id(0))
         chunk = tl.load(places + 2 * tl.program_id(0) + 1)
         table += 8 * tensor

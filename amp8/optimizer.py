@@ -55,9 +55,12 @@ class Adam(torch.optim.Optimizer):
     `exp_avg_sq_scale`, and `amax` [2], the largest magnitudes of the unrounded moments.
     """
 
-    # GradScaler then calls step() with `found_inf` set, and step() can refuse; otherwise it would unscale the ordinary
+    # GradScaler then calls step() with `grad_scale` set, and step() can refuse; otherwise it would unscale the ordinary
     # gradients and leave the FP8 ones scaled.
     _step_supports_amp_scaling = True
+    # Fp32 on the GPU, or None: where it is 1, step() changes no weight and no moment, though it counts the step. For
+    # whoever stops then, having read it later: see `can_mask`.
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: "State") -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -78,6 +81,20 @@ class Adam(torch.optim.Optimizer):
         if linear_of(parameter) is not None:
             return True
         return parameter.numel() >= SMALLEST and flat(local(parameter)) is not None
+
+    def can_mask(self) -> bool:
+        """Whether `found_inf` is heeded: all parameters are on a GPU, where kernels read it, ours and torch's fused."""
+        parameters = [local(parameter) for group in self.param_groups for parameter in group["params"]]
+        fused = all(group.get("fused") for group in self.param_groups)
+        return fused and all(kernels.fits(parameter.device) for parameter in parameters)
+
+    def unless_masked(self, old: list[torch.Tensor], new: torch.Tensor) -> None:
+        """Copies new [length] to 0-d tensors, or rows to vectors, but where `found_inf` is 1."""
+        rows = list(new.unbind())
+        if self.found_inf is not None:
+            kept = self.found_inf.reshape(()) != 0
+            rows = [torch.where(kept, before, after) for before, after in zip(old, rows, strict=True)]
+        torch._foreach_copy_(old, rows)
 
     def moments(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The parameter's state, made on first use."""
@@ -106,7 +123,7 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if hasattr(self, "found_inf"):
+        if hasattr(self, "grad_scale"):
             raise RuntimeError("GradScaler does not reach FP8 gradients, which carry their own scale: train without it")
         self.model_state.finish()
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -165,6 +182,7 @@ class Adam(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],
+            found_inf=self.found_inf,
         )
 
     def step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
@@ -208,10 +226,10 @@ class Adam(torch.optim.Optimizer):
             group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts, numbers
         )
         if has_master:
-            torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
+            self.unless_masked([linear.master_scale for linear in linears], new)
             new = copy_scales
-        torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
-        torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
+        self.unless_masked([linear.weight_scale for linear in linears], new)
+        self.unless_masked([linear.weight_amax for linear in linears], w_amax)
 
     def update(
         self,
@@ -244,9 +262,9 @@ class Adam(torch.optim.Optimizer):
         found = self.model_state.largest(found)
         new_w, new_m, new_v, new_copy = numbers[:, W_OUT:].unbind(1)
         if "amax" in states[0]:
-            torch._foreach_copy_([state["exp_avg_scale"] for state in states], list(new_m.unbind()))
-            torch._foreach_copy_([state["exp_avg_sq_scale"] for state in states], list(new_v.unbind()))
-            torch._foreach_copy_([state["amax"] for state in states], list(found[:, 1:].unbind()))
+            self.unless_masked([state["exp_avg_scale"] for state in states], new_m)
+            self.unless_masked([state["exp_avg_sq_scale"] for state in states], new_v)
+            self.unless_masked([state["amax"] for state in states], found[:, 1:])
         return new_w, new_copy, found[:, 0]
 
     def slices(
@@ -259,7 +277,7 @@ class Adam(torch.optim.Optimizer):
         found = [torch.zeros(3, device=device)] * len(flats)
         some = [i for i, (weight, *_) in enumerate(flats) if len(weight)]  # a shard may have no row of a small tensor
         if kernels.fits(device):
-            return kernels.adam(flats, numbers, seeds, starts, decoupled, noisy)
+            return kernels.adam(flats, numbers, seeds, starts, decoupled, noisy, self.found_inf)
         for i in some:
             found_in, row = [], numbers[i].unbind()
             for first in range(0, flats[i][0].numel(), SLICE):

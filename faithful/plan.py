@@ -91,7 +91,7 @@ def resolved(precision: str | None, process: int) -> Plan:
     lines += rules.problems(settings, here)
     if lines:
         raise Refused("\n".join(dict.fromkeys(lines)))
-    plan = made_of(settings, here, file.stem if file else None, notes + rules.notes(settings))
+    plan = made_of(settings, here, file.stem if file else None, notes + rules.notes(settings, here))
     if plan.rehearsal:  # else DeepSpeed, if installed, prints in every run that there is no GPU
         patches.set_environment("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
     for name, value in variables_for_accelerate(settings).items():

@@ -701,11 +701,15 @@ def replace_kernels():
         codes = scaling.quantize(x, scale, dtype)
         return codes, codes.t().contiguous() if transposed else None, scale
 
-    def adam(flats, numbers, seeds, starts, decoupled, noisy):
-        found = []
+    def adam(flats, numbers, seeds, starts, decoupled, noisy, found_inf=None):
+        found, tensors = [], [tensor for flat in flats for tensor in flat if tensor is not None]
+        before = [tensor.clone() for tensor in tensors] if found_inf is not None else []
         for flat, row, *place in zip(flats, numbers, seeds, starts, strict=True):
             slice_of = functools.partial(optimizer.adam_slice, *flat, row.unbind())
             found.append(slice_of(place if noisy else None, decoupled) if len(flat[0]) else torch.zeros_like(row[:3]))
+        for tensor, old in zip(tensors, before, strict=False):
+            bits = torch.uint8 if tensor.element_size() == 1 else tensor.dtype
+            tensor.view(bits).copy_(torch.where(found_inf.reshape(()) != 0, old.view(bits), tensor.view(bits)))
         return torch.stack(found)
 
     def quantize_gradient(x):

@@ -15,7 +15,7 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
   1. if the comparison measured speeds: the fastest config whose loss is equal or lower
   2. high precision, the simplest first: one device, ddp, fsdp without resharding, fsdp
   3. the same with activation checkpointing
-  4. FP8 whose loss the comparison calls equal or lower, least memory first
+  4. FP8 whose loss the comparison calls equal or lower: what a GPU does not compute slower than bf16, then least memory
   5. offloading to the host
   6. FP8 whose loss nobody has compared, with the command that compares it; what the study calls equal comes first,
      what it calls worse last
@@ -102,7 +102,8 @@ def rank(config: Candidate) -> tuple[int, *tuple[float, ...]]:
     if loss == "higher":
         return (7, config["total"])
     if fp8:
-        return (4, config["total"]) if fine else (6, STUDY[config["study"][0]], config["total"])
+        slow = bool(list(settings.fp8.rules.slower(settings)))
+        return (4, slow, config["total"]) if fine else (6, STUDY[config["study"][0]], slow, config["total"])
     group = 5 if settings.offload else 3 if settings.ckpt else 2
     precision = HIGH.index(settings.precision)
     return (

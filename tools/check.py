@@ -45,7 +45,7 @@ def check(
     unsound = rules.problems(wanted, anywhere)
     not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
     not_here += rules.problems_of_machines(mapping, os.environ)
-    notes = [*config_file.file_notes(mapping), *rules.notes(wanted)]
+    notes = [*config_file.file_notes(mapping), *rules.notes(wanted, here)]
     return lines + unsound, not_here, notes, wanted
 
 

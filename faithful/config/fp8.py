@@ -99,6 +99,10 @@ class BackendRules:
         """Yields every reason why the backend cannot run these settings."""
         yield from ()
 
+    def slower(self, settings: "Settings") -> Iterator[str]:
+        """Yields why a step on a GPU takes longer than in bf16, with the config to use."""
+        yield from ()
+
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: "Settings") -> None:
         """Changes the memory of a process where the strategy's rule does not cover this backend."""
 
@@ -140,6 +144,18 @@ class TorchAORules(BackendRules):
         runs = machine.devices or not self.in_software(settings.rules)
         if runs and "torchao" not in machine.packages:
             yield "torchao is not installed: pip install torchao"
+
+    def slower(self, settings: "Settings") -> Iterator[str]:
+        if settings.compile:
+            return
+        use = f"{settings.strategy}_bf16, as DeepSpeed compiles nothing"
+        if settings.deepspeed.stage is None:
+            use = (
+                f"{settings.strategy}_fp8_compile"
+                if settings.strategy in ("single", "ddp", "fsdp")
+                else "dynamo_config"
+            )
+        yield f"on a GPU this step is slower than bf16's, as torchao's casts are not compiled: use {use}"
 
     def linear_cost(self, settings: "Settings") -> LinearCost:
         own = own_bytes(settings)

@@ -1,8 +1,9 @@
 """Every reason why a config cannot run, one line each, with the fix. The same rules check files and launches.
 
-`problems(settings, machine)` finds the contradictions, `notes(settings)` what runs otherwise than Accelerate would run
-it, with the same result. Those of a strategy or a backend are in its class (strategies.py, fp8.py), those of a section
-beside its keys (fsdp.py, deepspeed.py), what only a file shows in config_file.py. Nothing here imports torch or
+`problems(settings, machine)` finds the contradictions, `notes(settings, machine)` what runs otherwise than Accelerate
+would run it, with the same result, or slower than it could. Those of a strategy or a backend are in its class
+(strategies.py, fp8.py), those of a section beside its keys (fsdp.py, deepspeed.py), what only a file shows in
+config_file.py. Nothing here imports torch or
 Accelerate.
 """
 
@@ -57,8 +58,9 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
     return [*lines, *fp8.problems(settings, machine)]
 
 
-def notes(settings: Settings) -> list[str]:
-    """What runs otherwise than the config's words say, with the same result: one line each."""
+def notes(settings: Settings, machine: "Machine") -> list[str]:
+    """What runs otherwise than the config's words say, with the same result, or slower than it could on this machine:
+    one line each."""
     lines = list(fsdp.notes(settings.fsdp, settings.strategy))
     if settings.built_once and settings.num_processes > 1 and not settings.ram_efficient:
         key = "zero3_init_flag" if settings.deepspeed.init else "fsdp_cpu_ram_efficient_loading"
@@ -68,6 +70,8 @@ def notes(settings: Settings) -> list[str]:
         )
     if settings.compile and settings.whole_model:
         lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
+    if machine.devices:
+        lines += settings.fp8.rules.slower(settings)
     return [*lines, *deepspeed.notes(settings.deepspeed), *settings.fp8.notes]
 
 

@@ -226,7 +226,10 @@ class Steps:
 
 def masked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer changes neither weights nor its state where a `found_inf` on the GPU is 1: torch's fused
-    kernels, which read it there for the sake of gradient scalers. All others would need a copy of what they change."""
+    kernels, which read it there for the sake of gradient scalers, and amp8's Adam. All others would need a copy of what
+    they change."""
+    if hasattr(optimizer, "can_mask"):
+        return optimizer.can_mask()  # pyrefly: ignore[not-callable]
     if type(optimizer) not in MASKED or not all(group.get("fused") for group in optimizer.param_groups):
         return False
     return all(parameter.device.type == "cuda" for group in optimizer.param_groups for parameter in group["params"])

@@ -124,3 +124,13 @@ def test_adam_is_the_written_one(weight, moment, copied, decoupled, noisy):
             elif tensor is not None:  # the last bit of fp32 decides a rounding now and then
                 assert (tensor.float() != other.float()).float().mean() < 1e-3
     assert not found[-1].any()
+
+
+def test_adam_changes_nothing_where_the_norm_is_not_finite():
+    flat = tensors(5000, torch.float16, E4M3, True)
+    before = [tensor.clone() for tensor in flat]
+    numbers = torch.full((1, 16), torch.nan)
+    found = kernels.adam([flat], numbers, [3], [0], True, True, torch.ones(1))
+    assert all(map(same, flat, before)) and not found.any()
+    kernels.adam([flat], numbers, [3], [0], True, True, torch.zeros(1))
+    assert not same(flat[0], before[0])

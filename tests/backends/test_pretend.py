@@ -75,12 +75,12 @@ MORE = {
 
 
 def most_waits(config):
-    """How often the host may wait for the device in an optimizer step. Once, for the losses and the norm, where a
-    gradient scaler or MS-AMP's Adam takes no flag. DeepSpeed's engine waits by itself, and for each parameter on the
+    """How often the host may wait for the device in an optimizer step. Once, for the losses and the norm, where there
+    is a gradient scaler. DeepSpeed's engine waits by itself, and for each parameter on the
     host; FSDP2 waits for each gradient that it sends there."""
     if Path(config).stem.endswith("offload"):
         return 70
-    return 9 if config.startswith("zero") else int("fp16" in Path(config).stem or "msamp" in Path(config).stem)
+    return 9 if config.startswith("zero") else int("fp16" in Path(config).stem)
 
 
 def processes(config):

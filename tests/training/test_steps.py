@@ -201,7 +201,8 @@ FUSED = ("AdamW(all, 0.1, fused=True)", "SGD(all, 0.1, 0.9, weight_decay=0.1, fu
         ("single_fp32", "AdamW(all, 0.1)", "loss", 1),
         ("single_fp32", "RMSprop(all, 0.1)", "norm", 1),
         ("single_fp16", FUSED[0], "loss", 1),  # a gradient scaler skips a step of which the norm alone is not finite
-        ("single_fp8_msamp_o2", FUSED[0], "loss", 1),
+        ("single_fp8_msamp_o2", FUSED[0], "loss", 0),
+        ("fsdp_fp8_msamp_o2", FUSED[0], "norm", 0),
     ],
 )
 def test_what_is_not_finite_changes_no_weight_and_fused_optimizers_do_not_wait(
