@@ -11,6 +11,7 @@ training and of its baseline.
 """
 
 import contextlib
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tools.estimate import read_config
 from tools.work import Count, Linear, Work
 
 WITHIN = 0.15
+SPEED = "results/fp8_speed.json"
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_778 = "https://github.com/pytorch/torchtitan/pull/778"
 TORCHAO = "https://docs.pytorch.org/ao/main/workflows/training.html"
@@ -88,6 +90,7 @@ class Model(nn.Module):
 
 MODELS = {
     "Llama-3.1-8B": (128256, 32, 4096, 14336, 32, 8),
+    "Llama-3.1-8B, 4 blocks": (32000, 4, 4096, 14336, 32, 8),
     "Llama-2-7B": (32000, 32, 4096, 11008, 32, 32),
     "nanochat d26": (32768, 26, 1664, 6656, 13, 13, False),
 }
@@ -261,11 +264,32 @@ def single_layers():
             yield row(FLOAT8_273, what, "bf16", (eager[1] / 1e3, eager[0] / 1e3), (fp8, ours))
 
 
+def measured():
+    """Our own trainings on an H100, by benchmarks/fp8_speed.py."""
+    figures = traced("Llama-3.1-8B, 4 blocks", 4, 2048)
+    cases = json.loads((ROOT / SPEED).read_text())["cases"]
+
+    def both(way, compiled):
+        config = {"bf16": "single_bf16", "ao": "single_fp8", "O2": "single_fp8_msamp_o2"}[way]
+        found = 8192 / (cases[f"llama-{way}" + compiled * "-compile"]["ms"] / 1000)
+        return found, time_of(config, figures, H100, compiled, 1)
+
+    bf16, compiled = both("bf16", False), both("bf16", True)
+    say, what = "all layers of the four blocks in FP8", "Llama 8B, 4 blocks, 8,192 tokens"
+    ways = ("torchao", "ao", False), ("torchao compiled", "ao", True), ("MS-AMP's O2", "O2", False)
+    for name, way, is_compiled in ways:
+        found = both(way, is_compiled)
+        for words, other in (("bf16", bf16), ("compiled bf16", compiled)):
+            yield row(SPEED, f"{what}: {name}", words, (found[0], other[0]), (found[1], other[1]), say, 8192)
+    yield row(SPEED, f"{what}: compiled", "bf16", (compiled[0], bf16[0]), (compiled[1], bf16[1]), say, 8192)
+
+
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
-    found = [*torchtitan(), *only_linear_layers(), *torchao(), *nanochat(), *transformer_engine(), *single_layers()]
+    found = [*torchtitan(), *only_linear_layers(), *torchao(), *nanochat(), *transformer_engine()]
+    found += [*single_layers(), *measured()]
     print(f"{sum(r['sign'] for r in found)} of {len(found)} signs, {sum(r['within'] for r in found)} within {WITHIN}")
     if args.output:
         figures = {"within": WITHIN, "reached": step_time.REACHED, "rows": found}

@@ -111,6 +111,31 @@ def step_times(figures):
     return f"{text}\n\n{report.table(['published training', 'over', 'published', 'estimated', 'miss'], rows)}"
 
 
+def speed(figures):
+    """The measured cases, and amp8's kernels."""
+    cases, rows = figures["cases"], []
+    for name, row in cases.items():
+        model, way, *rest = name.split("-")
+        if row.get("shared"):
+            continue
+        base, fast = cases[f"{model}-bf16"]["ms"], cases[f"{model}-bf16-compile"]["ms"]
+        ways = {"bf16": "bf16", "ao": "torchao, tensorwise"}
+        words = ways.get(way, f"MS-AMP's {way}") + (", compiled" if rest else "")
+        rows.append([model, words, f"{row['ms']:.0f}", f"{row['ms'] / base:.2f}", f"{row['ms'] / fast:.2f}",
+                     f"{row['kernel_ms']:.0f}", f"{row['host_ms']:.0f}", f"{row['peak_GiB']:.1f}"])  # fmt: skip
+    heads = ["model", "how", "step, ms", "over bf16", "over compiled bf16", "kernels, ms", "host, ms", "peak, GiB"]
+    table = report.table(heads, rows)
+    layers = [
+        [shape, *(f"{row[key]:,}" for key in ("bf16", "O2 before", "O2"))] for shape, row in figures["linears"].items()
+    ]
+    heads = ["M x K x N", "bf16, µs", "O2 at 5b175df, µs", "O2, µs"]
+    kernels = "; ".join(f"{name} {rate:,.0f}" for name, (_, rate) in figures["kernels"].items())
+    return (
+        f"{came_from(figures)}:\n\n{table}\n\nThe kernels of one Linear layer, forward and backward:\n\n"
+        f"{report.table(heads, layers)}\n\nGB/s: {kernels}."
+    )
+
+
 def clients(figures):
     """One line per script, one column per config."""
     rows, configs = {}, list(dict.fromkeys(row["config"] for row in figures["rows"]))
@@ -270,6 +295,7 @@ TABLES = {
     "results/amp8_comm.json": comm,
     "results/amp8_fsdp.json": fsdp,
     "results/step_time.json": step_times,
+    "results/fp8_speed.json": speed,
     "results/clients.json": clients,
     "results/peer_tests.json": peers,
     "results/wrapper.json": wrapper,

@@ -30,7 +30,7 @@ from tools import cli, find  # noqa: E402
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
             "skimage": ["scikit-image"], "transformer_engine": ["transformer-engine"],
             "huggingface_hub": ["huggingface-hub"]}  # fmt: skip
-OPTIONAL = {"skimage", "transformer_engine", "deepspeed", "peft"}  # what needs one of them asks for it
+OPTIONAL = {"skimage", "transformer_engine", "deepspeed", "peft", "triton"}  # what needs one of them asks for it
 IMPORT, PLAIN_IMPORT = "from faithful import Accelerator  # noqa: E402", "from accelerate import Accelerator"
 PLAIN = {("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16")}  # trains the same: test_plain.py
 NOT_PLAIN = {("diffusion", "ddp")}  # on CPUs, Accelerate wraps a model that is not trained in DDP, which refuses it

@@ -286,12 +286,12 @@ class MSAMPRules(BackendRules):
             )
 
     def linear_cost(self, settings: "Settings") -> LinearCost:
-        # One kernel casts with the scale of earlier steps, finds the amax and writes a transposed copy. So for the
-        # weight, in forward and again in backward. The weight's gradient leaves in bf16: amax 2, to FP8 2 + 1.
+        # One kernel casts with the scale of earlier steps, finds the amax and writes a transposed copy; compiled, the
+        # kernel that makes x finds it. So for the weight, in forward and again in backward. The weight's gradient comes
+        # in bf16: amax 2, to FP8 2 + 1. kernels, host: as on an H100, results/fp8_speed.json.
         held = 1 if settings.level == "o3" or settings.sharded else 2
-        x = 1 + 1 if settings.compile else 2 + 1 + 1  # the kernel that makes x casts it
-        kernels = (3, 5) if settings.compile else (6, 8)
-        return LinearCost(x, 2 + 1 + 1, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=kernels, host=5e-5)
+        x = 2 + 1 + 1
+        return LinearCost(x, x, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=(9, 15), host=1e-3)
 
     def bytes_sent(self, settings: "Settings", fp8: float, rest: float) -> float | None:
         rules = settings.rules

@@ -114,7 +114,8 @@ NOTED = {
         ["dynamo_config is not read"],
     ),
     "torchao's default outside FSDP2": (
-        DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, ["off outside FSDP2"]
+        DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}},
+        ["slower than bf16's, as torchao's casts are not compiled: use ddp_fp8_compile", "off outside FSDP2"],
     ),
     "an option of an earlier version": (
         fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_backward_prefetch_policy="BACKWARD_PRE"),

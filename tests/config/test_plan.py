@@ -14,6 +14,8 @@ from faithful import Refused, arguments, plan
 from faithful.config import config_file, rules, schema
 from faithful.config.settings import read_env, to_env
 from faithful.launch import machine
+from tools import find
+from tools.estimate import read_config
 
 FILES = sorted(CONFIGS.glob("*.yml"))
 GPU = machine.Machine("cuda", 8, "NVIDIA H200", (9, 0), "13.2", ["torchao", "transformer_engine", "deepspeed"])
@@ -232,3 +234,28 @@ def test_no_pickle_is_ever_loaded():
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert found.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("single_fp8", "use single_fp8_compile"),
+        ("fsdp_fp8_ao_rowwise", "use fsdp_fp8_compile"),
+        ("zero2_fp8", "use zero2_bf16"),
+        ("single_fp8_compile", None),
+        ("single_fp8_te", None),
+        ("single_fp8_msamp_o2", None),
+        ("single_bf16", None),
+    ],
+)
+def test_fp8_that_costs_time_says_on_a_gpu_what_to_use(name, use):
+    settings = read_config(ROOT / "accelerate_configs" / f"{name}.yml")
+    said = [line for line in rules.notes(settings, GPU) if "slower than bf16's" in line]
+    assert len(said) == (use is not None) and all(use in line for line in said)
+    assert not any("slower" in line for line in rules.notes(settings, CPU))
+
+
+def test_the_list_names_fp8_that_is_compiled_first():
+    listed = [line.split()[0] for line in find.listing() if line.startswith("  ")]
+    for name in ("single_fp8", "ddp_fp8", "fsdp_fp8", "single_fp8_ao_rowwise", "single_fp8_msamp_o2"):
+        assert listed.index(f"{name}_compile") == listed.index(name) - 1
