@@ -7,7 +7,7 @@ Each part writes results/amp8_PART.json.
 table   dtypes and bytes of the 48 converted layers of a ViT-small on two gloo ranks, counted on live tensors. gemm: the
         formats of the operands of their products, found from the values: e4m3 if e4m3 can hold all of them exactly,
         times a power of two, else e5m2 if that can, else their dtype (without FP8 hardware codes are multiplied as
-        bf16). wire: of DistributedDataParallel the dtype of its buckets. TE: delayed scaling as amp8/emulate.py has it.
+        bf16). wire: of DistributedDataParallel the dtype of its buckets. TE: delayed scaling, emulated.
 comm    the error of a mean of gradients, by how much the ranks' gradients correlate, in 8 simulated ranks and in 4 real
         ones that run amp8's code: amp8's way (all_to_all of e4m3, mean in fp32, rounded once more); MS-AMP's (e4m3 with
         a pre-scale of 1/sqrt(N), added in FP8 around a ring and rounded at each hop), which is here only; one rounding
@@ -36,10 +36,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp8
 import amp8.fsdp
-from amp8 import emulate, scaling
+from amp8 import scaling
 from amp8.comm import Comm
 from amp8.gradients import WeightGradient
 from amp8.report import name_of
+from faithful.backends import emulation as emulate
 
 LEVELS = ("O1", "O2", "O3")
 CORRELATIONS = (0.0, 0.5, 0.9, 1.0)

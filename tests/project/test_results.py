@@ -1,5 +1,6 @@
 """The files of results/: they say where they came from, and show what the docs say."""
 
+import importlib
 import json
 import re
 
@@ -13,6 +14,11 @@ def test_every_figure_has_its_command_versions_device_and_date(file):
     assert found["command"].startswith("python benchmarks/") and found["device"]
     assert found["date"].startswith("20") and found["versions"]["torch"]
     assert str(ROOT) not in file.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_every_benchmark_finds_what_it_imports(name):
+    importlib.import_module(name)
 
 
 def result(name):
