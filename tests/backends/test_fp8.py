@@ -504,9 +504,10 @@ def test_compiles_without_breaks_or_recompiles(tmp_path, name):
         import torch._dynamo as dynamo
 
         from faithful import Accelerator
+        from faithful.ending import Run
 
         dynamo.config.error_on_recompile = False
-        update, close, seen = Accelerator.after_update, Accelerator.close, {}
+        update, close, seen = Accelerator.after_update, Run.close, {}
 
         def counted(self, optimizer):
             update(self, optimizer)
@@ -520,12 +521,13 @@ def test_compiles_without_breaks_or_recompiles(tmp_path, name):
             print(f"graphs {early[0].get('unique_graphs')} -> {last[0].get('unique_graphs')}, breaks {last[1]}")
             return close(self, error, code)
 
-        Accelerator.after_update, Accelerator.close = counted, report
+        Accelerator.after_update, Run.close = counted, report
 
     run = train(name, tmp_path / "run", *STEPS, before=count)
     log = (tmp_path / "run.log").read_text()
     graphs = log.split("graphs ")[1].split(",")[0].split(" -> ")
-    assert graphs[0] == graphs[1] and int(graphs[0]) >= 1 and "breaks 0" in log, log
+    # one for all blocks, one more where the first block differs, as it has the first Linear layer
+    assert graphs[0] == graphs[1] and 1 <= int(graphs[0]) <= 2 and "breaks 0" in log, log
     eager = train(name.replace("_compile", ""), tmp_path / "eager", *STEPS)
     a, b = ([row["loss"] for row in metrics(r) if "loss" in row] for r in (run, eager))
     assert a == pytest.approx(b, rel=0.01)
