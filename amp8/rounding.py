@@ -35,7 +35,7 @@ def mixed(x: Integer) -> Integer:
 @functools.cache
 def table(device: torch.device) -> torch.Tensor:
     """A hash of each place in a block, int32 [BLOCK]."""
-    return mixed(torch.arange(BLOCK)).to(torch.int32).to(device)
+    return mixed(torch.arange(BLOCK, device=device)).to(torch.int32)
 
 
 def factors(seed: int, block: int) -> tuple[int, int]:
