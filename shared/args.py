@@ -10,6 +10,7 @@ stands what run.json and data.json must be to be read.
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import json
 import os
@@ -111,8 +112,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {short(message, 2000)} (--help lists the options)", file=sys.stderr)
+            print(f"error: {short(with_hint(self, message), 2000)} (--help lists the options)", file=sys.stderr)
         sys.exit(2)
+
+
+def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
+    """The parser's message; if it does not know an option, with the one that is spelled most like it."""
+    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+    return f"{message}: did you mean {close[0]}?" if close else message
 
 
 def parse(cls: type[Options], argv: Sequence[str] | None = None) -> Options:

@@ -15,7 +15,7 @@ from shared import args
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise args.Refused(f"{args.short(message, 2000)} ({self.prog} --help lists the options)")
+        raise args.Refused(f"{args.short(args.with_hint(self, message), 2000)} ({self.prog} --help lists the options)")
 
 
 def parser(name: str, description: str | None) -> Parser:

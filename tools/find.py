@@ -152,7 +152,7 @@ class Quiet(args.Parser):
     """Raises Refused for a bad option, where the recipe itself would exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise args.Refused(args.short(message, 2000))
+        raise args.Refused(args.short(args.with_hint(self, message), 2000))
 
 
 def parse_options(file: str | Path, words: list[str]) -> args.Run:

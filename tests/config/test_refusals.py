@@ -20,7 +20,7 @@ from faithful import Refused, arguments, plan
 from faithful.config import config_file
 from tools import check, cli, tracing
 
-UNKNOWN = "vit: unrecognized arguments: --max_step 4; python recipes/vit.py --help lists the options"
+UNKNOWN = "vit: unrecognized arguments: --max_step 4: did you mean --max_steps?; python recipes/vit.py --help lists the options"
 PLAIN = "--plain is for single and ddp in fp32 and bf16, where Accelerate alone trains the same;"
 TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of the fixture
     ("advise", "--memory 80GB", 2, "which recipe? ./launch.sh advise"),

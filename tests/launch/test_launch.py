@@ -105,6 +105,7 @@ def test_each_option_of_the_launcher_keeps_its_value(monkeypatch, capsys):
         ("--monitor_interval 1 --debug", "typo.yml: mixed_precison is a key"),
         ("--cpu --main-training-function f", "typo.yml: mixed_precison is a key"),
         ("--monitor_intervall 1", "unrecognized arguments: --monitor_intervall"),
+        ("--num_procs 2", ": did you mean --num_processes?"),
         ("--config_file other.yml", "unrecognized arguments: --config_file"),
     ],
 )
