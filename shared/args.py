@@ -106,9 +106,8 @@ class Parser(argparse.ArgumentParser):
     """All ranks parse the same line; only rank 0 prints what is wrong with it."""
 
     def __init__(self, description: str | None = None) -> None:
-        super().__init__(
-            description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, allow_abbrev=False, formatter_class=formatter)
 
     def error(self, message: str) -> typing.NoReturn:
         if int(os.environ.get("RANK", 0)) == 0:
@@ -118,10 +117,8 @@ class Parser(argparse.ArgumentParser):
 
 def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
     """The parser's message; if it does not know an option, with the one that is spelled most like it."""
-    unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-    known = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
-    return f"{message}: did you mean {close[0]}?" if close else message
+    close = difflib.get_close_matches("".join(message.split()[2:3]), parser._option_string_actions, 1)
+    return f"{message}: did you mean {close[0]}?" if close and message.startswith("unrecognized") else message
 
 
 def parse(cls: type[Options], argv: Sequence[str] | None = None) -> Options:
