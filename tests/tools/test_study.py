@@ -293,5 +293,7 @@ def test_advise_prefers_what_the_study_calls_equal_and_says_how_far_it_is(found,
     assert "420 times the largest of them" in text and "nobody has measured here" in text
     found.read.cache_clear()
     monkeypatch.setattr(of_study, "FILE", ROOT / "nowhere.json")
+    sizes["fsdp_fp8_compile"] = 30
     advise.main([*sizes, "--memory", "80GB", "--devices", "8", "--", "gpt"])
-    assert "Recommended: fsdp_fp8_ao_rowwise\n" in capsys.readouterr().out, "without a study the least memory"
+    said = "Recommended: fsdp_fp8_compile\n"
+    assert said in capsys.readouterr().out, "without a study the least memory of what is not slower than bf16"
