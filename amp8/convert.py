@@ -400,17 +400,17 @@ def attach(model: nn.Module, last_micro_batch: Callable[[], bool] | None = None)
     state = state_of(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         state.wrapper = weakref.proxy(model)  # Python does not see what the C++ side of the wrapper holds
-        model.register_forward_hook(watch)
+        model.register_forward_hook(functools.partial(watch, state))
     state.asked = last_micro_batch
     state.told = state.told or last_micro_batch is not None
     return model
 
 
-def watch(wrapper: nn.Module, _: Any, output: Any) -> None:
-    """Forward hook of DistributedDataParallel: the exchange of FP8 gradients follows each backward pass through it."""
-    if torch.compiler.is_compiling():
-        return  # then it comes before the step
-    state = state_of(wrapper)
+def watch(state: State | None, wrapper: nn.Module, _: Any, output: Any) -> None:
+    """Forward hook of DistributedDataParallel: the exchange of FP8 gradients follows each backward pass through it.
+    state: None in a copy of the model, whose layers are plain."""
+    if state is None or torch.compiler.is_compiling():  # compiled, the exchange comes before the step
+        return
     for tensor in _find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(state.pass_begins)

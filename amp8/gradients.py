@@ -46,7 +46,7 @@ AVERAGED = {Phase.MEAN, Phase.CHANGED, Phase.RUNNING, Phase.ELSEWHERE}
 
 def quantize_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds a gradient with in-time scaling: (e4m3 codes, scale)."""
-    if kernels.fits(gradient.device):
+    if kernels.fits(gradient.device) and gradient.numel():  # a shard may have no row
         return kernels.quantize_gradient(gradient)
     scale = scaling.gradient_scale(scaling.amax(gradient))
     return scaling.quantize(gradient, scale, scaling.E4M3), scale

@@ -1,24 +1,20 @@
-"""Triton kernels for a GPU with FP8 tensor cores: a cast that writes both layouts a product needs, and Adam for all
-tensors at once. Elsewhere the same values come from the functions of scaling.py and optimizer.py, which say what they
-are.
+"""Launches the Triton kernels of a GPU with FP8 tensor cores (triton_kernels.py): a cast that writes both layouts a
+product needs, and Adam for all tensors at once. Elsewhere the same values come from the functions of scaling.py and
+optimizer.py, which say what they are.
 
 Both are bound by memory, and each byte is moved once. Torch's own operations would read a tensor again for each of
-these: its amax, the codes, their transpose (which a strided copy of bytes makes at a twentieth of the memory's rate).
+these: its amax, the codes, their transpose (which torch copies at a tenth of an H100's rate).
 """
 
 import functools
+import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from . import scaling
 from .tensors import without_waiting
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton for this system
-    triton = None  # pyrefly: ignore[bad-assignment]
 
 BLOCK = 4096  # elements that one program of a pass over a whole tensor reads at one time
 TILE = 64  # rows and columns of a matrix that one program casts
@@ -29,9 +25,21 @@ PROGRAMS = 1056  # of a pass over a whole tensor: eight for each of an H100's mu
 @functools.cache
 def fits(device: torch.device) -> bool:
     """Whether the kernels run on a device: an NVIDIA GPU with FP8 tensor cores (Triton has no e4m3 on older ones)."""
-    if triton is None or device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def blocks(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+@functools.cache
+def gpu() -> ModuleType:
+    """The kernels. Not imported before they are needed, because importing triton takes a tenth of a second."""
+    from . import triton_kernels
+
+    return triton_kernels
 
 
 def cast_delayed(
@@ -57,10 +65,10 @@ def cast_delayed(
     found = torch.zeros(2, dtype=torch.int32, device=x.device)  # bits of fp32: the amax in time, the scale
     with torch.cuda.device_of(x):
         if window:
-            _amax[(PROGRAMS,)](x, found, updates, slot, window, x.numel(), BLOCK=BLOCK, num_warps=8)
-        grid = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+            gpu().amax[(PROGRAMS,)](x, found, updates, slot, window, x.numel(), BLOCK=BLOCK, num_warps=8)
+        grid = blocks(rows, TILE), blocks(columns, TILE)
         grid_of, (carry, exponent) = torch.finfo(dtype), scaling.carry_and_exponent(dtype)
-        _cast[grid](
+        gpu().cast[grid](
             x, codes, codes if turned is None else turned, found, scale, updates, history, slot, window, rows, columns,
             TOP=grid_of.max, SMALLEST=grid_of.smallest_normal, EPS=grid_of.eps, CARRY=carry, EXPONENT=exponent,
             RECORDING=recording, TRANSPOSED=transposed, TILE=TILE,
@@ -75,8 +83,8 @@ def quantize_gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
     carry, exponent = scaling.carry_and_exponent(scaling.E4M3)
     with torch.cuda.device_of(x):
-        _amax[(PROGRAMS,)](x, found, found, 0, 1, x.numel(), BLOCK=BLOCK, num_warps=8)
-        _gradient[(triton.cdiv(x.numel(), BLOCK),)](
+        gpu().amax[(PROGRAMS,)](x, found, found, 0, 1, x.numel(), BLOCK=BLOCK, num_warps=8)
+        gpu().gradient[(blocks(x.numel(), BLOCK),)](
             x, codes, found, x.numel(), CARRY=carry, EXPONENT=exponent, OF_ZEROS=scaling.OF_ZEROS,
             BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
@@ -87,7 +95,7 @@ def e4m3_of(x: torch.Tensor, factor: float) -> torch.Tensor:
     """e4m3 codes of `x * factor`, x fp16. Nothing saturates."""
     codes = torch.empty(x.shape, dtype=scaling.E4M3, device=x.device)
     with torch.cuda.device_of(x):
-        _scaled[(triton.cdiv(x.numel(), BLOCK),)](x, codes, x.numel(), FACTOR=factor, BLOCK=BLOCK, num_warps=8)
+        gpu().scaled[(blocks(x.numel(), BLOCK),)](x, codes, x.numel(), FACTOR=factor, BLOCK=BLOCK, num_warps=8)
     return codes
 
 
@@ -96,8 +104,8 @@ def transposed(x: torch.Tensor, factor: float) -> torch.Tensor:
     rows, columns = x.shape
     turned = torch.empty(columns, rows, dtype=scaling.E4M3, device=x.device)
     with torch.cuda.device_of(x):
-        grid = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-        _turn[grid](x, turned, rows, columns, FACTOR=factor, TILE=TILE)
+        grid = blocks(rows, TILE), blocks(columns, TILE)
+        gpu().turn[grid](x, turned, rows, columns, FACTOR=factor, TILE=TILE)
     return turned
 
 
@@ -116,7 +124,7 @@ def adam(
     pointers = [[0 if t is None else t.data_ptr() for t in flat] for flat in flats]
     aligned = all(n % 16 == 0 for row in (*pointers, sizes, starts) for n in row)
     rows = zip(pointers, sizes, starts, seeds, strict=True)
-    device = numbers.device
+    device, named = numbers.device, gpu().NAMED
     table = without_waiting(torch.tensor([[*row, size, start, seed] for row, size, start, seed in rows]), device)
     found = torch.zeros(len(flats), 3, dtype=torch.int32, device=device)
     alike: dict[Any, list[int]] = {}
@@ -125,9 +133,9 @@ def adam(
     for (w, g, m, v, copy), which in alike.items():
         places = chunks(tuple(sizes[i] for i in which), tuple(starts[i] for i in which), tuple(which), device)
         with torch.cuda.device_of(numbers):
-            _adam[(len(places),)](
+            gpu().adam[(len(places),)](
                 table, places, numbers, found, found_inf,
-                W=NAMED[w], G=NAMED[g], M=NAMED[m], V=NAMED[v], COPY=copy is not None,
+                W=named[w], G=named[g], M=named[m], V=named[v], COPY=copy is not None,
                 NOISY=noisy, DECOUPLED=decoupled, ALIGNED=aligned, CHUNK=CHUNK,
             )  # fmt: skip
     return found.view(torch.float32)
@@ -139,214 +147,8 @@ def chunks(
 ) -> torch.Tensor:
     """int32 [programs, 2] on the device: of each program of Adam its tensor, one of `which`, and its chunk. Chunks
     count from the beginning of the whole parameter, of which a tensor is the part that begins at `start`."""
-    pairs = [
-        (tensor, chunk)
-        for tensor, size, start in zip(which, sizes, starts, strict=True)
-        for chunk in range(start // CHUNK, -(-(start + size) // CHUNK))
-    ]
-    return torch.tensor(pairs, dtype=torch.int32).to(device)
-
-
-if triton is not None:
-    NAMED = {
-        torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
-        scaling.E4M3: tl.float8e4nv,
-    }  # fmt: skip
-
-    @triton.jit
-    def _bits(x):
-        """The bits of |x|, x fp32, as int32: they sort as the magnitudes do, and NaN comes last."""
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-    @triton.jit
-    def _rounded(x, noise, TOP: tl.constexpr, SMALLEST: tl.constexpr, EPS: tl.constexpr, NOISY: tl.constexpr):
-        """scaling.quantize, or rounding.round_stochastically, of fp32, as fp32 on the grid of the dtype whose largest
-        value is TOP."""
-        x = tl.maximum(x, -TOP, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.minimum(x, TOP, propagate_nan=tl.PropagateNan.ALL)
-        unit = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        unit = tl.maximum(unit, SMALLEST)
-        if NOISY:
-            x = x + noise * (EPS * 2.0**-32 * (1 - 2 * 2.0**-23 / EPS)) * unit
-        magic = unit * (1.5 * 2.0**23 * EPS)
-        return (x + magic) - magic
-
-    @triton.jit
-    def _power_of_two(amax, CARRY: tl.constexpr, EXPONENT: tl.constexpr):
-        """scaling.power_of_two_scale of a finite amax above 0, given by its bits."""
-        exponent = EXPONENT - ((amax + CARRY) >> 23)
-        exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-        return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-    @triton.jit
-    def _places(rows, columns, TILE: tl.constexpr):
-        """(rows [TILE], columns [TILE], their places in the matrix [TILE, TILE], and in its transpose) of a program."""
-        first_row, first_column = tl.program_id(0) * TILE, tl.program_id(1) * TILE
-        i = tl.arange(0, TILE)
-        at = first_row.to(tl.int64) * columns + first_column + (i[:, None] * columns + i[None, :])
-        turned_at = first_column.to(tl.int64) * rows + first_row + (i[:, None] * rows + i[None, :])
-        return first_row + i, first_column + i, at, turned_at
-
-    @triton.jit
-    def _amax(x, found, updates, slot, window, n, BLOCK: tl.constexpr):
-        if tl.load(updates + slot) < window:
-            most = tl.zeros([BLOCK], tl.int32)
-            first = tl.program_id(0).to(tl.int64) * BLOCK
-            while first < n:
-                at = first + tl.arange(0, BLOCK)
-                most = tl.maximum(most, _bits(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
-                first += tl.num_programs(0) * BLOCK
-            tl.atomic_max(found, tl.max(most, 0))
-
-    @triton.jit
-    def _cast(
-        x, codes, turned, found, scales, updates, history, slot, window, rows, columns,
-        TOP: tl.constexpr, SMALLEST: tl.constexpr, EPS: tl.constexpr, CARRY: tl.constexpr, EXPONENT: tl.constexpr,
-        RECORDING: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
-    ):  # fmt: skip
-        scale = tl.load(scales + slot)
-        if tl.load(updates + slot) < window:  # in-time
-            amax = tl.load(found)
-            if (amax > 0) & (amax < 0x7F800000):
-                scale = _power_of_two(amax, CARRY, EXPONENT)
-        row, column, at, turned_at = _places(rows, columns, TILE)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        most = tl.max(tl.max(_bits(value), 1), 0)
-        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        if most >= 0x7F800000:  # the cast saturates, and a finite result would hide it
-            tl.atomic_max(found + 1, 0x7FC00000)
-        elif first:
-            tl.atomic_max(found + 1, scale.to(tl.int32, bitcast=True))
-        if RECORDING:  # scaling.record_
-            history_bits = (history + slot).to(tl.pointer_type(tl.int32), bitcast=True)
-            tl.atomic_max(history_bits, tl.minimum(most, 0x7F800000))
-        # Of 16 bits, which hold every code: Triton 3.6 transposes a tile of 8 bits wrongly if it was loaded as fp32.
-        code = _rounded(value * scale, value, TOP, SMALLEST, EPS, False).to(tl.bfloat16)
-        tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
-        if TRANSPOSED:
-            code = tl.trans(code).to(tl.float32).to(turned.dtype.element_ty)
-            tl.store(turned + turned_at, code, mask=(column < columns)[:, None] & (row < rows)[None, :])
-
-    @triton.jit
-    def _gradient(
-        x, codes, found, n,
-        CARRY: tl.constexpr, EXPONENT: tl.constexpr, OF_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        amax = tl.load(found)
-        scale = _power_of_two(amax, CARRY, EXPONENT)
-        if amax == 0:
-            scale = OF_ZEROS
-        if amax >= 0x7F800000:
-            scale = float("nan")
-        if tl.program_id(0) == 0:
-            tl.store(found + 1, scale.to(tl.int32, bitcast=True))
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        code = _rounded(value * scale, value, 448.0, 2.0**-6, 2.0**-3, False)
-        tl.store(codes + at, code.to(codes.dtype.element_ty), mask=at < n)
-
-    @triton.jit
-    def _scaled(x, codes, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        code = _rounded(value * FACTOR, value, 448.0, 2.0**-6, 2.0**-3, False)
-        tl.store(codes + at, code.to(codes.dtype.element_ty), mask=at < n)
-
-    @triton.jit
-    def _turn(x, turned, rows, columns, FACTOR: tl.constexpr, TILE: tl.constexpr):
-        row, column, at, turned_at = _places(rows, columns, TILE)
-        value = tl.load(x + at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
-        if FACTOR != 1.0:
-            value = _rounded(value.to(tl.float32) * FACTOR, value, 448.0, 2.0**-6, 2.0**-3, False)
-        code = tl.trans(value.to(tl.float16)).to(tl.float32).to(turned.dtype.element_ty)
-        tl.store(turned + turned_at, code, mask=(column < columns)[:, None] & (row < rows)[None, :])
-
-    @triton.jit
-    def _mixed(x):
-        """rounding.mixed, of uint32."""
-        x = (x ^ (x >> 16)) * 0x21F0AAAD
-        x = (x ^ (x >> 15)) * 0x735A2D97
-        return x ^ (x >> 15)
-
-    @triton.jit
-    def _noise(hashed, seed, block):
-        """rounding.random_noise. hashed: of each place in a block."""
-        a = _mixed(seed + block * 0x9E3779B1)
-        b = _mixed(a ^ 0x5BD1E995)
-        return (hashed * (a | 1) + b).to(tl.int32, bitcast=True).to(tl.float32)
-
-    @triton.jit
-    def _pointer(table, column: tl.constexpr, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-        at = tl.load(table + column).to(tl.pointer_type(DTYPE)) + offset
-        if ALIGNED:
-            at = tl.multiple_of(at, 16)
-        return at
-
-    @triton.jit
-    def _store(at, x, noise, scale, mask, NOISY: tl.constexpr):
-        """rounding.store"""
-        if at.dtype.element_ty == tl.float16:
-            x = _rounded(x * scale, noise, 65504.0, 2.0**-14, 2.0**-10, NOISY)
-        elif at.dtype.element_ty == tl.float8e4nv:
-            x = _rounded(x * scale, noise, 448.0, 2.0**-6, 2.0**-3, NOISY)
-        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
-
-    @triton.jit
-    def _adam(
-        table, places, numbers, found, found_inf,
-        W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, COPY: tl.constexpr,
-        NOISY: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    ):  # fmt: skip
-        """optimizer.adam_slice. The numbers are in the order of its columns."""
-        if found_inf is not None:
-            if tl.load(found_inf) != 0:
-                return
-        tensor = tl.load(places + 2 * tl.program_id(0))
-        chunk = tl.load(places + 2 * tl.program_id(0) + 1)
-        table += 8 * tensor
-        numbers += 16 * tensor
-        size, start, seed = tl.load(table + 5), tl.load(table + 6), tl.load(table + 7).to(tl.uint32)
-        index = chunk.to(tl.int64) * CHUNK
-        offset = index - start  # of the chunk in the tensor
-        low, high = tl.maximum(-offset, 0).to(tl.int32), tl.minimum(size - offset, CHUNK).to(tl.int32)
-        if ALIGNED:
-            low, high = tl.multiple_of(low, 16), tl.multiple_of(high, 16)
-        element = tl.arange(0, CHUNK)
-        inside = (element >= low) & (element < high)
-        w_at = _pointer(table, 0, offset, W, ALIGNED) + element
-        g_at = _pointer(table, 1, offset, G, ALIGNED) + element
-        m_at = _pointer(table, 2, offset, M, ALIGNED) + element
-        v_at = _pointer(table, 3, offset, V, ALIGNED) + element
-        w = tl.load(w_at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers)
-        g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 1)
-        m = tl.load(m_at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
-        if not DECOUPLED:
-            g += w * tl.load(numbers + 11)
-        m = m * tl.load(numbers + 2) + g * tl.load(numbers + 4)
-        v = v * tl.load(numbers + 3) + g * g * tl.load(numbers + 5)
-        counted = v
-        if V == tl.float16:
-            counted = tl.maximum(v, tl.load(numbers + 6))
-        step = m / (tl.sqrt(counted) * (1 / tl.load(numbers + 7)) + tl.load(numbers + 8))
-        if DECOUPLED:
-            w *= tl.load(numbers + 10)
-        w -= step * tl.load(numbers + 9)
-        noise_of_fp16 = w  # nothing
-        if NOISY:
-            block = (index >> 16).to(tl.uint32)
-            hashed = _mixed((index & 0xFFFF).to(tl.uint32) + element.to(tl.uint32))
-            noise_of_fp16 = _noise(hashed, seed + 1, block)
-        noise_of_e4m3 = noise_of_fp16
-        if NOISY and M == tl.float8e4nv:
-            noise_of_e4m3 = _noise(hashed, seed, block)
-        _store(w_at, w, noise_of_e4m3 if W == tl.float8e4nv else noise_of_fp16, tl.load(numbers + 12), inside, NOISY)
-        _store(m_at, m, noise_of_e4m3 if M == tl.float8e4nv else noise_of_fp16, tl.load(numbers + 13), inside, NOISY)
-        _store(v_at, v, noise_of_fp16, tl.load(numbers + 14), inside, NOISY)
-        if COPY:
-            c_at = _pointer(table, 4, offset, tl.float8e4nv, ALIGNED) + element
-            _store(c_at, w, w, tl.load(numbers + 15), inside, False)
-        tl.atomic_max(found + 3 * tensor, tl.max(tl.where(inside, _bits(w), 0), 0))
-        tl.atomic_max(found + 3 * tensor + 1, tl.max(tl.where(inside, _bits(m), 0), 0))
-        tl.atomic_max(found + 3 * tensor + 2, tl.max(tl.where(inside, _bits(v), 0), 0))
+    firsts = [start // CHUNK for start in starts]
+    counts = [blocks(start + size, CHUNK) - first for start, size, first in zip(starts, sizes, firsts, strict=True)]
+    tensors = torch.tensor(which).repeat_interleave(torch.tensor(counts))
+    numbers = torch.cat([torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
+    return without_waiting(torch.stack([tensors, numbers], 1).to(torch.int32), device)

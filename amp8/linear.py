@@ -335,7 +335,7 @@ def cast(
     rows of its own, because its products read rows of both operands. delayed: history [length, slots], in which the
     amax is recorded if `recording`, scale and updates [slots]. transposed: whether to make that too, else None."""
     history, scales, updates = delayed
-    if not torch.compiler.is_compiling() and kernels.fits(x.device):
+    if not torch.compiler.is_compiling() and kernels.fits(x.device) and x.numel():  # an expert may get no row
         return kernels.cast_delayed(x, dtype, scales, updates, history, slot, window, recording, transposed)
     amax = scaling.amax(x)
     scale = cast_scale(amax, scales[slot], updates[slot], dtype, window)

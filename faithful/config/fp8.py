@@ -148,14 +148,13 @@ class TorchAORules(BackendRules):
     def slower(self, settings: "Settings") -> Iterator[str]:
         if settings.compile:
             return
-        use = f"{settings.strategy}_bf16, as DeepSpeed compiles nothing"
-        if settings.deepspeed.stage is None:
-            use = (
-                f"{settings.strategy}_fp8_compile"
-                if settings.strategy in ("single", "ddp", "fsdp")
-                else "dynamo_config"
-            )
-        yield f"on a GPU this step is slower than bf16's, as torchao's casts are not compiled: use {use}"
+        if settings.deepspeed.stage is not None:
+            use = f"use {settings.strategy}_bf16, as DeepSpeed compiles nothing"
+        elif settings.strategy in ("single", "ddp", "fsdp"):
+            use = f"use {settings.strategy}_fp8_compile"
+        else:
+            use = "set dynamo_config, as in single_fp8_compile"
+        yield f"on a GPU this step is slower than bf16's, as torchao's casts are not compiled: {use}"
 
     def linear_cost(self, settings: "Settings") -> LinearCost:
         own = own_bytes(settings)

@@ -1,6 +1,7 @@
 """Ranks exchange FP8 gradients. The tests run them as gloo processes."""
 
 import contextlib
+import copy
 import math
 import os
 
@@ -583,3 +584,18 @@ def test_a_gradient_of_zeros_on_one_rank_leaves_the_others_theirs(rank, world, l
     model.amp8_state.finish()
     mean = model[0].gradient.value()
     assert (mean is None and level == "O3") or relative_error(mean, gradient / 2) < 0.06
+
+
+def copied(rank, world, level):
+    model, optimizer = start_net(level)
+    train(model, optimizer, lambda model, step: loss_of(model, *batch_of(rank, seed=step)), range(2))
+    twin, plain, (x, _) = copy.deepcopy(model), copy.deepcopy(model.module), data(8)
+    assert not any(hasattr(layer, "gradient") for layer in twin.modules())
+    twin(x).sum().backward()  # and its backward pass exchanges no FP8 gradient
+    return {"apart": (twin(x) - plain(x)).abs().max(), "sent": amp8.wire_bytes(model)}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_copy_of_the_wrapped_model_is_plain(level):
+    """As an average of the weights begins."""
+    assert all(result["apart"] == 0 for result in run_ranks(2, copied, level))

@@ -607,7 +607,7 @@ assert 0, (found, sum(len(each["waits"]) for each in pretend.steps), sum(each["l
 
 @pytest.mark.parametrize(("level", "most"), [("O1", 135), ("O2", 170), ("O3", 170)])
 def test_a_level_copies_no_codes_but_in_its_kernels(gpu, level, most):
-    """A transposed copy of bytes by torch runs at a twelfth of the memory's rate on an H100 (results/fp8_speed.json).
+    """A transposed copy of bytes by torch runs at a tenth of the memory's rate on an H100 (results/fp8_speed.json).
     most: launches of a layer's forward, backward and step, without those of the kernels."""
     [found] = said_on(([COPIED.format(level=level)], {}))
     copies, waits, launches = json.loads(next(iter(found.values())).replace("(", "[").replace(")", "]"))
