@@ -17,7 +17,7 @@ from .choice import Skip, check, check_optimizer, choose, is_conv1d
 from .coded import CodedWeight, CodesRead
 from .comm import BUCKET, Comm, largest, partition
 from .gradients import WeightGradient
-from .linear import FP8Conv1D, FP8Linear
+from .linear import FP8Conv1D, FP8Linear, InputCast
 from .optimizer import Adam
 
 if TYPE_CHECKING:
@@ -245,6 +245,7 @@ class State:
         self.replica_group: dist.ProcessGroup | None = None  # likewise
         self.replicas = 1
         self.held = False  # inside no_sync()
+        self.last_cast: InputCast | None = None
         self.wrapper: weakref.CallableProxyType | None = None  # see attach()
         self.asked: Callable[[], bool] | None = None  # likewise
         self.arrived: list[WeightGradient] = []  # under fully_shard: the gradients that this backward pass has brought
@@ -252,6 +253,11 @@ class State:
         self.told = False  # whether the loop says which backward pass is the last before a step
         self.gradient_bytes = 0  # at the last step
         self.gradient_dtypes: set[torch.dtype] = set()  # likewise
+
+    def forget_cast(self, input: "weakref.ref[torch.Tensor]") -> None:
+        """Called when an input is freed."""
+        if self.last_cast is not None and self.last_cast.input is input:
+            self.last_cast = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # belongs to the one model that trains; a copy of it is for evaluation

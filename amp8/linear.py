@@ -10,8 +10,10 @@ x and dy have delayed scales; w has the scale it is stored with.
 """
 
 import copy
+import itertools
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,22 @@ INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 FP16_TO_E4M3 = 2.0**-8
 
 
+class InputCast(NamedTuple):
+    """The cast of an input that was made last, kept while the input is there: q, k and v have the same input, and need
+    one cast. Layers with the same `casts` have cast the same inputs from the start, so that their scales are equal."""
+
+    input: "weakref.ref[torch.Tensor]"
+    version: int
+    casts: int | tuple[float, ...] | None  # of the layer that made it, before and
+    new_casts: int | tuple[float, ...] | None  # afterwards
+    how: tuple[bool, bool]  # recording, transposed
+    history: torch.Tensor  # of that layer
+    made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+CAST_NUMBERS = itertools.count(1)
+
+
 class FP8Linear(nn.Linear):
     """An nn.Linear, converted in place: same object, same parameters, same names and hooks.
 
@@ -44,7 +62,7 @@ class FP8Linear(nn.Linear):
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     FP8_ATTRS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained", "own",
-            "plain_dtype", "cast")  # fmt: skip
+            "plain_dtype", "cast", "casts")  # fmt: skip
     name: str
     plain_class: type[nn.Module]
     gradient: "WeightGradient"  # soon after `start`
@@ -73,6 +91,8 @@ class FP8Linear(nn.Linear):
         self.amax_history, self.scale = torch.zeros(state.history, 2, device=device), torch.ones(2, device=device)
         self.updates = torch.zeros(2, dtype=torch.int32, device=device)
         self.plain_dtype, self.cast = self.weight.dtype, None
+        # Which inputs the layer has cast: a number, or what a saved history says. None where compiled code casts.
+        self.casts: int | tuple[float, ...] | None = 0
         self.weight.grad = None
         if self.sharding is not None:
             value = self.sharding.rows_of(self.weight.detach()).float()
@@ -229,7 +249,7 @@ class FP8Linear(nn.Linear):
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():
-            x8 = cast(rows.detach(), self.delayed, INPUT, scaling.E4M3, self.window, recording, port is not None)
+            x8 = self.cast_input(input, rows.detach(), recording, port is not None)
         y = _Products.apply(
             rows,
             port,
@@ -242,6 +262,33 @@ class FP8Linear(nn.Linear):
             self.operands,
         )
         return y.view(*input.shape[:-1], y.shape[-1])
+
+    def cast_input(
+        self, input: torch.Tensor, rows: torch.Tensor, *how: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """`cast` of the input, whose rows are `rows`, or what another layer has made of it. how: recording, transposed."""
+        if torch.compiler.is_compiling():  # the compiler makes one kernel of the casts of one input
+            self.casts = None
+            return cast(rows, self.delayed, INPUT, scaling.E4M3, self.window, *how)
+        state, recording = self.gradient.state, how[0]
+        last = state.last_cast
+        if last is not None and last.input() is input and self.casts is not None:
+            if (input._version, self.casts, how) == (last.version, last.casts, last.how):
+                if recording:
+                    self.casts = last.new_casts
+                    self.amax_history[0, INPUT].copy_(last.history[0, INPUT])
+                return last.made
+        made, before = cast(rows, self.delayed, INPUT, scaling.E4M3, self.window, *how), self.casts
+        if recording and before is not None:
+            self.casts = next(CAST_NUMBERS)
+        if not input.is_inference():  # which has no version
+            reference = weakref.ref(input, state.forget_cast)
+            state.last_cast = InputCast(reference, input._version, before, self.casts, how, self.amax_history, made)
+        return made
+
+    def saved_casts(self) -> tuple[float, ...]:
+        """What `casts` is after the scaling state was loaded: layers with equal ones have equal scales."""
+        return tuple(torch.cat([t.reshape(-1, 2)[:, INPUT].float() for t in self.delayed]).tolist())
 
     @property
     def delayed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

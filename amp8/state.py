@@ -102,6 +102,9 @@ def load_exact_state(
             here, there = f"{target.dtype} {list(target.shape)}", f"{value.dtype} {list(value.shape)}"
             raise ValueError(f"{key} is {there} in the saved state, {here} in the model")
         target.copy_(value)
+    for module in root.modules():
+        if isinstance(module, FP8Linear):
+            module.casts = module.saved_casts()
     if optimizer is None:
         return
     parameters = dict(named(root.named_parameters()))

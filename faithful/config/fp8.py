@@ -290,7 +290,8 @@ class MSAMPRules(BackendRules):
         # in bf16: amax 2, to FP8 2 + 1. kernels, host: as on an H100, results/fp8_speed.json.
         held = 1 if settings.level == "o3" or settings.sharded else 2
         x = 2 + 1 + 1
-        return LinearCost(x, x, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=(9, 15), host=1e-3)
+        cost = LinearCost(x, x, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=(9, 15), host=1e-3)
+        return replace(cost, shares_casts=not settings.compile)
 
     def bytes_sent(self, settings: "Settings", fp8: float, rest: float) -> float | None:
         rules = settings.rules

@@ -290,6 +290,65 @@ def test_checkpointing_gives_the_same_run_and_records_once():
         assert torch.equal(plain[0][i].codes, recomputed[0][i].codes)
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x, memory=None, between=lambda x: None):
+        q = self.q(x)
+        memory = x if memory is None else memory
+        between(memory)
+        k, v = self.k(memory), self.v(memory)
+        return x + self.o(torch.softmax(q @ k.mT / 8, -1) @ v)
+
+
+SHARED = {  # what a training pass gives the model -> casts of inputs in ten of them and two evaluations, of one input
+    "one input": ({}, 10 * 2 + 2 + 2),
+    "keys of another": ({"memory": seeded(2, 16, 64, seed=9)}, 10 * 3 + 2 + 3),  # in the second scales are apart
+    "changed between": ({"between": lambda x: x.mul_(2)}, 10 * 3 + 2 + 3),
+}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("recipe", ["msamp", "te_delayed"])
+@pytest.mark.parametrize("given", SHARED)
+def test_layers_of_one_input_cast_it_once_and_train_as_if_each_did(monkeypatch, given, recipe, resumed):
+    arguments, casts = SHARED[given]
+
+    def trained(share):
+        def model():
+            torch.manual_seed(0)
+            return start(Attention(), "O2", recipe=recipe)
+
+        slots, real = [], amp8.linear.cast
+        monkeypatch.setattr(amp8.linear, "cast", lambda *given: [slots.append(given[2]), real(*given)][1])
+        net, optimizer = model()
+        for i in range(12):
+            if resumed and i == 6:
+                state = amp8.exact_state(net, optimizer)
+                net, optimizer = model()
+                amp8.load_exact_state(net, optimizer, state)
+            for layer in () if share else (net.q, net.k, net.v, net.o):
+                layer.casts = None
+            x, training = seeded(2, 16, 64, seed=i) + 0, i % 6 != 0
+            if not training:
+                with torch.no_grad():
+                    net.eval()(x)
+            else:
+                net.train()(x, **arguments).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del x
+        monkeypatch.undo()
+        assert net.amp8_state.last_cast is None  # nothing is kept that the script has freed
+        return amp8.exact_state(net, optimizer), slots.count(amp8.linear.INPUT)
+
+    (shared, few), (apart, many) = trained(True), trained(False)
+    assert all(torch.equal(shared[key].float(), apart[key].float()) for key in apart)
+    assert (few, many) == (casts, 12 * 4)
+
+
 def test_te_recipe_casts_with_the_last_updates_scale():
     options = {"amax_history_len": 2, "amax_compute_algo": "most_recent", "margin": 1, "fp8_format": "E4M3"}
     linear, optimizer = layer(recipe="te_delayed", recipe_options=options, exact=True)

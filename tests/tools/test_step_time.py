@@ -78,12 +78,13 @@ def test_a_better_card_is_faster_and_more_work_takes_longer():
     assert plain < hidden < exposed
 
 
-def test_layers_of_the_same_input_share_its_cast_when_compiled():
-    alone = step("single_fp8", LARGE, True)
+@pytest.mark.parametrize(("config", "compiled"), [("single_fp8", True), ("single_fp8_msamp_o2", False)])
+def test_layers_of_the_same_input_share_its_cast(config, compiled):
+    alone = step(config, LARGE, compiled)
     shared = Work([replace(linear, same_input=True) for linear in alone.work.linears])
     first, second = (step_time.seconds(replace(alone, work=work), H100)["casts"] for work in (alone.work, shared))
     assert second < first
-    assert not step("single_fp8_msamp_o2", LARGE, True).cost.shares_casts, "each layer has a scale of its own"
+    assert not step(config, LARGE, not compiled).cost.shares_casts
 
 
 @pytest.mark.parametrize(("text", "name"), [("h100", "H100"), ("RTX 4090", "RTX 4090"), ("4090", "RTX 4090")])
