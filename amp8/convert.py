@@ -128,7 +128,7 @@ def convert_layer(layer: Any, name: str, owner: int, state: "State", exact: bool
     if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
         layer.gradient.misused = misused(name)
         layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
-    layer.open_port()
+    layer.open_ports()
     return layer
 
 

@@ -3,7 +3,7 @@
 Weights use FSDP2's own extension point, `fsdp_pre_all_gather` on a tensor subclass: FSDP2 gathers one byte per
 parameter whenever it would gather a plain weight, and prefetching, freeing and checkpointing work as usual. Gradients
 cannot use FSDP2's reduce-scatter: FSDP2 copies all gradients of a block into one buffer of one dtype, and a custom
-reduce-scatter sees only this buffer, without the bounds of the tensors. So they leave through the layer's port, as
+reduce-scatter sees only this buffer, without the bounds of the tensors. So they leave through the layer's ports, as
 under DistributedDataParallel, and `ShardComm` averages them.
 
 All ranks use the same scales, one per tensor: they agree on the largest magnitudes once per step. So the stored rows

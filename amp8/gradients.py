@@ -149,7 +149,7 @@ class WeightGradient:
         self.set_phase(Phase.READY, codes, scale, unrounded=unrounded)
 
     def receive(self, port: torch.Tensor) -> None:
-        """Hook of the layer's port: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
+        """Hook of the layer's ports: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new: torch.Tensor = port.grad  # pyrefly: ignore[bad-assignment]
         port.grad = None
@@ -323,7 +323,7 @@ class WeightGradient:
         self.expose_grad()
 
     def backward_runs(self, _: torch.Tensor) -> None:
-        """Hook of the layer's port: what follows when the backward pass has ended."""
+        """Hook of the layer's ports: what follows when the backward pass has ended."""
         self.state.arrived.append(self)
         torch.autograd.Variable._execution_engine.queue_callback(self.state.backward_ended)
 
@@ -414,7 +414,7 @@ def clip_grad_norm_(
 
 def hooks_of(weight: torch.Tensor) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
     """(hooks of the gradient, hooks of the accumulated gradient) that others have registered on a converted weight.
-    Autograd never calls them, because the gradient arrives at the port."""
+    Autograd never calls them, because the gradient arrives at a port."""
     if type(weight) is not CodedWeight:
         return (), ()
     before, after = weight._backward_hooks, weight._post_accumulate_grad_hooks

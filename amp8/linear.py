@@ -61,7 +61,7 @@ class FP8Linear(nn.Linear):
     sharding: "Sharding | None" = None  # under fully_shard: where the weight's rows are
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     FP8_ATTRS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
-            "keeps_master", "master", "master_scale", "replaced", "port", "held", "trained", "own",
+            "keeps_master", "master", "master_scale", "replaced", "ports", "held", "trained", "own",
             "plain_dtype", "cast", "casts")  # fmt: skip
     name: str
     plain_class: type[nn.Module]
@@ -70,7 +70,7 @@ class FP8Linear(nn.Linear):
     master_scale: torch.Tensor  # if there is a master
     held: torch.Tensor  # but under fully_shard
     own: CodedWeight
-    port: torch.Tensor
+    ports: dict[torch.dtype, torch.Tensor]
     cast: torch.dtype | None  # to which somebody has cast the layer
     replaced: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None  # see replace
 
@@ -121,19 +121,22 @@ class FP8Linear(nn.Linear):
         """This rank's codes of the weight, without autograd."""
         return self.held if self.sharding is None else self.sharding.codes
 
-    def open_port(self) -> None:
-        """Creates the port, the leaf tensor that receives the weight's gradient from autograd.
+    def open_ports(self) -> None:
+        """Creates the ports, leaf tensors that receive the weight's gradient from autograd: one for each dtype of it.
 
         The parameter itself cannot receive it, because autograd would cast the gradient to the parameter's fp16 or FP8
-        first. The port is a leaf with the weight's shape and one element of memory. It takes a gradient of any dtype.
+        first. A port is a leaf with the weight's shape and one element of memory. There are several, not one with
+        `grad_dtype = None`, because compiled code would cast to the dtype of that one.
         """
-        with torch.no_grad():
-            self.port = torch.zeros((), device=self.weight.device).expand(self.weight.shape)
-        self.port.requires_grad_()
-        self.port.grad_dtype = None  # any
-        self.port.register_post_accumulate_grad_hook(self.gradient.receive)
-        if self.sharding is not None:
-            self.port.register_post_accumulate_grad_hook(self.gradient.backward_runs)
+        self.ports = {}
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            with torch.no_grad():
+                port = torch.zeros((), dtype=dtype, device=self.weight.device).expand(self.weight.shape)
+            port.requires_grad_()
+            port.register_post_accumulate_grad_hook(self.gradient.receive)
+            if self.sharding is not None:
+                port.register_post_accumulate_grad_hook(self.gradient.backward_runs)
+            self.ports[dtype] = port
 
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> None:
@@ -240,9 +243,9 @@ class FP8Linear(nn.Linear):
         if self.sharding is not None:  # what has been gathered is the FP8 copy
             codes = self.weight.detach()
         if self.weight_trains() and torch.is_grad_enabled():
-            if self.port.device != codes.device:  # the model was moved after initialize
-                self.open_port()
-            port = self.port
+            if self.ports[torch.float32].device != codes.device:  # the model was moved after initialize
+                self.open_ports()
+            port = self.ports.get(dtype, self.ports[torch.float32])
         if self.sharding is not None:
             if self.weight.dtype != scaling.E4M3:
                 raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
@@ -409,12 +412,15 @@ def cast_scale(
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
-def fp8_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 operand of products, its scale) of a weight stored as fp16 or e4m3 codes, or of its transpose."""
-    if weight.is_cuda and weight.dtype != scaling.E4M3:
-        scale = scale * FP16_TO_E4M3
+def scale_of_operand(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The scale of `fp8_weight` of codes with this one."""
+    return scale * FP16_TO_E4M3 if weight.is_cuda and weight.dtype != scaling.E4M3 else scale
+
+
+def fp8_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The e4m3 operand of products of a weight stored as fp16 or e4m3 codes with this scale, or of its transpose."""
     if transposed and not torch.compiler.is_compiling() and kernels.fits(weight.device):
-        return kernels.transposed(weight, 1.0 if weight.dtype == scaling.E4M3 else FP16_TO_E4M3), scale
+        return kernels.transposed(weight, 1.0 if weight.dtype == scaling.E4M3 else FP16_TO_E4M3)
     if weight.dtype == scaling.E4M3:
         codes = scaling.operand(weight, scale, scaling.E4M3)
     elif weight.is_cuda:
@@ -423,7 +429,7 @@ def fp8_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> t
         # On a CPU the operand keeps the units of the FP16 codes, in which e4m3's smallest normal number is another.
         smallest = torch.finfo(scaling.E4M3).smallest_normal / FP16_TO_E4M3
         codes = scaling.in_pieces(lambda x: scaling.round_to_grid(x.float(), smallest, scaling.E4M3), weight)
-    return turned(codes) if transposed else codes, scale
+    return turned(codes) if transposed else codes
 
 
 def fp16_to_e4m3(codes: torch.Tensor) -> torch.Tensor:
@@ -459,35 +465,41 @@ class _Products(torch.autograd.Function):
         operands: set[tuple[torch.dtype, torch.dtype]],
     ) -> torch.Tensor:
         _, _, transposed, exact, dtype = settings
-        w8, w_scale = fp8_weight(weight, weight_scale, transposed)
+        w8, w_scale = fp8_weight(weight, weight_scale, transposed), scale_of_operand(weight, weight_scale)
+        reciprocals = x_scale.reciprocal(), w_scale.reciprocal()  # here, not in each product: all are small kernels
         ctx.delayed, ctx.settings, ctx.operands = delayed, settings, operands
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         note(operands, scaling.E4M3, scaling.E4M3)
         # Backward makes the weight's FP8 copy again: keeping one per layer would cost a byte per parameter.
-        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale)
-        y = scaling.product(x8, w8.t(), x_scale, w_scale, dtype, bias=bias, exact=exact, use_fast_accum=True)
+        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale, w_scale, *reciprocals)
+        y = scaling.product(
+            x8, w8.t(), x_scale, w_scale, dtype, bias=bias, exact=exact, use_fast_accum=True, reciprocals=reciprocals
+        )
         return output(y)
 
     @staticmethod
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
-        x8_turned, x_scale, weight, weight_scale = ctx.saved_tensors
+        x8_turned, x_scale, weight, weight_scale, w_scale, x_factor, w_factor = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         window, gradient_format, transposed, exact, _ = ctx.settings
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         dy8, dy8_turned, dy_scale = cast(dy, ctx.delayed, OUTPUT_GRADIENT, gradient_format, window, True, of_weight)
+        dy_factor = dy_scale.reciprocal()
         dx = dw = None
         if of_x:
-            w8, w_scale = fp8_weight(weight, weight_scale, not transposed)
+            w8, factors = fp8_weight(weight, weight_scale, not transposed), (dy_factor, w_factor)
             note(ctx.operands, gradient_format, scaling.E4M3)
-            dx = scaling.product(dy8, w8.t(), dy_scale, w_scale, dy.dtype, exact=exact).to(ctx.x_dtype)
+            dx = scaling.product(dy8, w8.t(), dy_scale, w_scale, dy.dtype, exact=exact, reciprocals=factors)
+            dx = dx.to(ctx.x_dtype)
         if of_weight:
             # a [n, M] b [M, k]: this product sums over the rows, so their number is padded with zeros.
-            pair = (dy8_turned, dy_scale), (x8_turned, x_scale)
-            (a, a_scale), (b, b_scale) = reversed(pair) if transposed else pair
+            pair = (dy8_turned, dy_scale, dy_factor), (x8_turned, x_scale, x_factor)
+            (a, a_scale, a_factor), (b, b_scale, b_factor) = reversed(pair) if transposed else pair
+            factors = a_factor, b_factor
             note(ctx.operands, *((scaling.E4M3, gradient_format) if transposed else (gradient_format, scaling.E4M3)))
             # pyrefly: ignore[bad-argument-type, missing-attribute]
-            dw = scaling.product(a, b.t(), a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True)
+            dw = scaling.product(a, b.t(), a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True, reciprocals=factors)
         db = dy.sum(0).to(ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None, None, None, None, None, None, None

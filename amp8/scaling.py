@@ -44,6 +44,8 @@ def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Ten
         return x.view(ints).bitwise_and(magnitude).amax(dim, keepdim=True).view(x.dtype).float()
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
+    if torch.compiler.is_compiling():  # one reduction, in the kernel that makes x
+        return x.abs().amax().float()
     low, high = torch.aminmax(x)  # one pass; abs() would write a copy of x first
     return torch.maximum(low.abs(), high.abs()).float()
 
@@ -185,10 +187,11 @@ def product(
     exact: bool = False,
     use_fast_accum: bool = False,
     pad_inner: bool = False,
+    reciprocals: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """(a / scale_a) @ (b / scale_b) + bias for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`. bias: [N].
 
-    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]. K and N must be multiples of 16, as FP8 tensor cores demand, on
+    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]; reciprocals: of both, where they are known already. K and N must be multiples of 16, as FP8 tensor cores demand, on
     every device; `pad_inner` allows any K, for tensor cores padded with zeros, which changes nothing.
 
     On a GPU with FP8 tensor cores: `torch._scaled_mm`, which adds a bias before it rounds; `use_fast_accum` is its own.
@@ -204,14 +207,17 @@ def product(
     if a.dtype == b.dtype == E5M2:
         raise ValueError("FP8 products take at most one e5m2 operand")
     if _has_fp8_hardware(a) and not exact:
-        return _hardware_product(a, b, scale_a, scale_b, out_dtype, bias, use_fast_accum)
+        scales = reciprocals or (scale_a.reciprocal(), scale_b.reciprocal())
+        return _hardware_product(a, b, *scales, out_dtype, bias, use_fast_accum)
     if bias is not None:
-        return product(a, b, scale_a, scale_b, out_dtype, exact=exact).add_(bias.to(out_dtype))
+        out = product(a, b, scale_a, scale_b, out_dtype, exact=exact, reciprocals=reciprocals)
+        return out.add_(bias.to(out_dtype))
     if exact or out_dtype == torch.float32:
         with torch.autocast(a.device.type, enabled=False):
             return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
     out = decode(a, torch.bfloat16) @ decode(b, torch.bfloat16)
-    factor = scale_a.reciprocal() * scale_b.reciprocal()
+    factor_a, factor_b = reciprocals or (scale_a.reciprocal(), scale_b.reciprocal())
+    factor = factor_a * factor_b
     if out.is_cuda and factor.dim() == 0:
         factor = factor.reshape(1, 1)  # a 0-d factor would be rounded to bf16 there; a CPU keeps it fp32
     return out.mul_(factor).to(out_dtype)
@@ -230,11 +236,11 @@ def _hardware_product(
     bias: torch.Tensor | None,
     use_fast_accum: bool,
 ) -> torch.Tensor:
+    """scale_a, scale_b: what torch calls so, the reciprocals of ours."""
     if padding := -a.shape[1] % 16:
         # through uint8: pad() has no FP8 kernel; the code 0 is zero in both formats
         a = torch.nn.functional.pad(a.view(torch.uint8), (0, padding)).view(a.dtype)
         b = torch.nn.functional.pad(b.t().contiguous().view(torch.uint8), (0, padding)).view(b.dtype).t()
-    scale_a, scale_b = scale_a.reciprocal(), scale_b.reciprocal()
     if scale_a.dim() or scale_b.dim():  # rowwise takes both as vectors, and returns bf16 only
         scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(1, b.shape[1])
         dtype = torch.bfloat16

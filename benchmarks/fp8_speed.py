@@ -2,10 +2,11 @@
 
     python benchmarks/fp8_speed.py --output results/fp8_speed.json [--only llama-bf16 llama-O2 ...]
 
-Two models, 8,192 tokens or 64 images in a step, under autocast to bf16, gradients clipped, AdamW:
+Three models, 8,192 tokens or 64 images in a step, under autocast to bf16, gradients clipped, AdamW:
 
   llama   4 of the 32 blocks of Llama-3-8B (4096 wide, 14336 inside), a vocabulary of 32,000, sequences of 2,048
   vit     16 of the 32 blocks of ViT-Huge (1280 wide, 5120 inside)
+  bert    8 of the 24 blocks of BERT-large (1024 wide, 4096 inside), sequences of 512
 
 A case is MODEL-WAY or MODEL-WAY-compile, WAY one of bf16, ao (torchao, tensorwise), O1, O2, O3. The head stays in bf16.
 Figures of a case: `ms`, the median of 8 steps after 3, by CUDA events; `host_ms`, in which the host launches a step;
@@ -57,7 +58,21 @@ def vit(small):
     return model, model.blocks, lambda model: F.cross_entropy(model(images).float(), labels)
 
 
-MODELS = {"llama": llama, "vit": vit}
+def bert(small):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = (64, 128, 2, 4, 500) if small else (1024, 4096, 8, 16, 30522)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    model = BertForMaskedLM(BertConfig(**dict(zip(names, sizes, strict=True))))
+    ids = torch.randint(0, sizes[-1], (2, 32) if small else (16, 512))
+
+    def loss(model):
+        return F.cross_entropy(model(ids).logits.flatten(0, 1).float(), ids.flatten())
+
+    return model, model.bert.encoder.layer, loss
+
+
+MODELS = {"llama": llama, "vit": vit, "bert": bert}
 
 
 def case(name, device):
@@ -72,12 +87,12 @@ def case(name, device):
         from torchao.float8 import convert_to_float8_training
 
         def fits(module, name):
-            return isinstance(module, nn.Linear) and "head" not in name
+            return isinstance(module, nn.Linear) and not name.startswith(("lm_head", "head", "cls"))
 
         convert_to_float8_training(model, module_filter_fn=fits)
     optimizer, clip = torch.optim.AdamW(model.parameters(), 1e-4, fused=device == "cuda"), nn.utils.clip_grad_norm_
     if way.startswith("O"):
-        head = [name for name, _ in model.named_modules() if name in ("lm_head", "head")]
+        head = [name for name, _ in model.named_modules() if name in ("lm_head", "head", "cls")]
         model, optimizer = amp8.initialize(model, optimizer, way, skip=head)
         clip = amp8.clip_grad_norm_
     for block in blocks if rest else ():

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tools import step_time
 from tools.estimate import read_config
+from tools.fake import without_reading
 from tools.work import Count, Linear, Work
 
 WITHIN = 0.15
@@ -107,13 +108,23 @@ def in_bf16():
 
 
 def traced(model, batch, length, everything=False):
-    """What tracing says of a model in bf16 whose parameters are fp32. everything: the last Linear layer is in FP8."""
+    """`of_model` of one of MODELS. everything: the last Linear layer is in FP8."""
+
+    def loss(made):
+        return made(torch.zeros(batch, length, dtype=torch.long))
+
+    return of_model(lambda: Model(*MODELS[model]), loss, () if everything else ("output",))
+
+
+def of_model(make, loss, high_precision=()):
+    """What tracing says of a model with blocks, in bf16, whose parameters are fp32. make: returns it; loss: of it.
+    high_precision: names of Linear layers that FP8 leaves out."""
     count = Count()
-    with FakeTensorMode(), in_bf16():
-        made, tokens = Model(*MODELS[model]), torch.zeros(batch, length, dtype=torch.long)
+    with FakeTensorMode(), without_reading(), in_bf16():
+        made = make()
         count.watch(made.named_modules())
         with count:
-            made(tokens).backward()
+            loss(made).backward()
         parameters = sum(p.numel() for p in made.parameters())
         blocks = [sum(p.numel() for p in block.parameters()) for block in made.blocks]
         names = [name for name, layer in made.named_modules() if isinstance(layer, nn.Linear)]
@@ -122,7 +133,7 @@ def traced(model, batch, length, everything=False):
         "work": count.work, "blocks": blocks, "parameters": parameters, "weights": 4 * parameters, "frozen": 0,
         "gradients": {"ordinary": 4 * parameters, "bf16": 0, "fp8": 0}, "master": 0, "optimizer": 8 * parameters,
         "bf16_weights": 0, "bf16_state": 0, "fp8_optimizer": 8 * inside, "fused": True, "tensors": 0,
-        "fp8_linear": names if everything else [name for name in names if name != "output"],
+        "fp8_linear": [name for name in names if name not in high_precision],
     }  # fmt: skip
 
 

@@ -87,6 +87,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data._utils import pin_memory as data_pinning  # noqa: E402
 
 CPU, FP8 = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -247,6 +248,8 @@ def dispatch(func, kinds, args, kwargs):
     to_host_later = count(func, name, args, kwargs, here)
     if name == "is_pinned":
         return False
+    traffic = compiled[0] if compiled else Traffic((args, kwargs))
+    traffic.writes(func, args, kwargs)
     given = {id(leaf.held): leaf for leaf in mine}  # an operator in place gives back what it was given
     inside = bytewise if names(func)[1] else bare
     out = (scaled_mm if name == "_scaled_mm" else func)(
@@ -257,6 +260,11 @@ def dispatch(func, kinds, args, kwargs):
     if to_host_later:
         postpone(out)
     out = each(lambda value: given[id(value)] if id(value) in given else wrapped(value, here), out)
+    if not compiled and not (collective or name in FREE or func.is_view):
+        traffic.done(out)
+        source = args[1] if name == "copy_" else args[0] if args else None
+        if isinstance(source, CudaTensor) and isinstance(out, CudaTensor) and turns(name, source.held, out.held):
+            steps[-1]["turned"] += in_memory(source.held) + in_memory(out.held)
     return each(functools.partial(done, out), out) if func.namespace == "c10d" else out
 
 
@@ -432,12 +440,16 @@ ASK = {
 
 
 def nothing_yet():
-    """`behind`: for what was asked of the device in an earlier step. It is no wait, as the device has work meanwhile."""
-    return {"launches": 0, "in_compiled": 0, "waits": [], "behind": []}
+    """What happened in a step. launches: of operators outside of compiled functions; in_compiled: inside, where a
+    compiler makes fewer of them; compiled: calls of compiled functions, as which amp8's Triton kernels count. bytes: that
+    operators and compiled functions read from the device's memory and write to it. turned: bytes of copies in which
+    another dimension becomes the innermost, as in a matrix's transpose, which torch makes at a tenth of the memory's
+    rate. behind: waits for what was asked of the device in an earlier step; the device has work meanwhile."""
+    return {"launches": 0, "in_compiled": 0, "compiled": 0, "bytes": 0, "turned": 0, "waits": [], "behind": []}
 
 
 steps = [nothing_yet()]  # from one optimizer step to the next; the last one is the one in progress
-compiled = 0  # how deep in functions that a GPU would run compiled
+compiled = []  # the Traffic of the functions in which we are that a GPU would run compiled, the outermost first
 
 
 late = []  # (tensor on the host, its values) of copies for which nobody has waited yet
@@ -466,6 +478,50 @@ def launches(name, args):
     layouts = [[(each.shape, each.stride()) for each in tensors] for tensors in lists]
     dense = all(torch.ops.aten.is_non_overlapping_and_dense(each) for each in lists[0])
     return 1 if dense and all(layout == layouts[0] for layout in layouts) else len(lists[0])
+
+
+class Traffic:
+    """The bytes that a call reads and writes: what it is given, what of it is written, and what it returns."""
+
+    def __init__(self, given):
+        self.given = {id(leaf): leaf for leaf in tree_leaves(given) if isinstance(leaf, CudaTensor)}
+        self.written = set()  # storages
+
+    def writes(self, func, args, kwargs):
+        arguments = zip(func._schema.arguments, args, strict=False)
+        named = {argument.name: argument for argument in func._schema.arguments}
+        found = [value for argument, value in arguments if argument.is_write and argument.name != "grads"]  # of Adam
+        found += [value for key, value in kwargs.items() if named[key].is_write]
+        self.written |= {
+            leaf.held.untyped_storage()._cdata for leaf in tree_leaves(found) if isinstance(leaf, CudaTensor)
+        }
+
+    def done(self, returned):
+        """Adds them to those of the step."""
+        storages = {leaf.held.untyped_storage()._cdata for leaf in self.given.values()}
+        written = [leaf for leaf in self.given.values() if leaf.held.untyped_storage()._cdata in self.written]
+        made = {id(leaf): leaf for leaf in tree_leaves(returned) if isinstance(leaf, CudaTensor)}.values()
+        made = [leaf for leaf in made if leaf.held.untyped_storage()._cdata not in storages]
+        steps[-1]["bytes"] += sum(in_memory(leaf.held) for leaf in (*self.given.values(), *written, *made))
+
+
+def in_memory(tensor):
+    """The bytes of a tensor, those that it repeats once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def innermost(tensor):
+    """The dimension whose elements lie side by side, None if there is none."""
+    return next((i for i in reversed(range(tensor.dim())) if tensor.stride(i) == 1 and tensor.shape[i] > 1), None)
+
+
+def turns(name, source, made):
+    """Whether an operator is a copy in which another dimension becomes the innermost."""
+    return (
+        name in ("clone", "copy_", "_to_copy")
+        and innermost(source) is not None
+        and innermost(source) != innermost(made)
+    )
 
 
 def count(func, name, args, kwargs, here):
@@ -678,12 +734,15 @@ def compile(function=None, **options):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        global compiled
-        compiled += 1
+        compiled.append(Traffic((args, kwargs)))
         try:
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
         finally:
-            compiled -= 1
+            traffic = compiled.pop()
+        if not compiled:
+            steps[-1]["compiled"] += 1
+            traffic.done(out)
+        return out
 
     return call
 

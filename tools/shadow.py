@@ -49,7 +49,8 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
     dtype = scaling.E4M3
     if isinstance(layer, levels.FP8Linear):
         if which == 1:
-            codes, scale = levels.fp8_weight(layer.codes, layer.weight_scale, False)
+            codes = levels.fp8_weight(layer.codes, layer.weight_scale, False)
+            scale = levels.scale_of_operand(layer.codes, layer.weight_scale)
             value = scaling.dequantize(codes, scale)
             return value.t() if layer.transposed else value, scale, dtype
         slot = which // 2
@@ -302,7 +303,7 @@ class Weight:
         }
         self.adam = torch.optim.Adam([self.parameter], **options)
         self.adam.state[self.parameter] = {"step": taken, "exp_avg": parts[1], "exp_avg_sq": parts[2]}
-        self.hook = layer.port.register_hook(self.receive)
+        self.hook = layer.ports[torch.float32].register_hook(self.receive)
         layer.forward = self.forward
 
     def receive(self, gradient: torch.Tensor) -> None:
@@ -311,7 +312,7 @@ class Weight:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         layer, device = self.layer, input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        weight = (self.parameter.detach() + layer.port).to(dtype)
+        weight = (self.parameter.detach() + layer.ports[torch.float32]).to(dtype)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return F.linear(input.to(dtype), weight.t() if layer.transposed else weight, bias)
 

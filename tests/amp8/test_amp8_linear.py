@@ -1,6 +1,7 @@
 """The FP8 Linear multiplies in FP8, saves and records little, and runs compiled and checkpointed."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -45,7 +46,7 @@ def test_the_three_products_bit_for_bit(level):
     dw = dy8.t() @ x8
     assert torch.equal(linear.gradient.value(), rounded(dw, E4M3))
     assert torch.equal(linear.bias.grad, dy.sum((0, 1)))
-    assert torch.equal(linear.weight.grad, linear.gradient.value()) and linear.port.grad is None
+    assert torch.equal(linear.weight.grad, linear.gradient.value()) and linear.ports[torch.float32].grad is None
 
 
 def test_it_takes_its_input_by_the_name_of_the_layer_that_it_was():
@@ -135,7 +136,7 @@ def test_warm_up_is_in_time_then_the_window_decides():
     # a small input is now rounded with the window's scale, which leaves little of it
     x = seeded(32, 64) * 1e-4
     x8 = scaling.dequantize(scaling.quantize(x, linear.scale[0], E4M3), linear.scale[0])
-    w8 = scaling.dequantize(*fp8_weight(linear.codes, linear.weight_scale, False))
+    w8 = scaling.dequantize(fp8_weight(linear.codes, linear.weight_scale, False), linear.weight_scale)
     linear.exact = True
     assert torch.equal(linear(x), x8 @ w8.t() + linear.bias)
     assert relative_error(x8, x) > 0.5
@@ -263,12 +264,20 @@ def losses_of(model, optimizer, run=None):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_compiles_in_one_graph_with_the_same_results(level):
+def test_compiles_in_one_graph_with_the_same_results(level, monkeypatch):
     eager, compiled = start_block(level), start_block(level)
+    received = {1: [], 3: []}  # dtypes of weight gradients
+    for i, model in itertools.product(received, (eager[0], compiled[0])):
+        monkeypatch.setattr(
+            model[i].gradient,
+            "add",
+            lambda new, i=i, add=model[i].gradient.add: [received[i].append(new.dtype), add(new)],
+        )
     torch._dynamo.reset()
     run = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
     assert losses_of(*eager) == losses_of(*compiled, run)
     for i in (1, 3):
+        assert received[i] == [torch.bfloat16] * 6, "a compiled graph casts to the dtype of what gets the gradient"
         assert torch.equal(eager[0][i].amax_history, compiled[0][i].amax_history)
         assert eager[0][i].amax_history[1].min() > 0
         assert torch.equal(eager[0][i].codes.view(torch.uint8), compiled[0][i].codes.view(torch.uint8))

@@ -54,7 +54,7 @@ def test_the_shadow_rounds_as_a_layer_of_a_level_does(level):
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
     model, optimizer = amp8.initialize(model, torch.optim.AdamW(model.parameters()), level)
     kept = []
-    model[0].port.register_hook(lambda gradient: kept.append(gradient.clone()))
+    model[0].ports[torch.float32].register_hook(lambda gradient: kept.append(gradient.clone()))
     y, product, gradient = sides(model[0], torch.randn(32, 64))
     torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, kept[0], rtol=1e-5, atol=1e-5)

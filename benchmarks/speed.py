@@ -1,0 +1,219 @@
+"""What FP8 costs a GPU beside its products, as far as it can be known without one.
+
+    python benchmarks/speed.py --output results/speed.json [--only layers machine_code graphs steps]
+
+layers        a Linear layer's forward and backward pass, and an update of AdamW, on the pretended GPU of
+              tests/pretend.py: launches of torch's operators, compiled functions (MS-AMP's kernels count as such, each
+              once), bytes read and written for each element of x, y and w, and bytes of copies by torch that transpose
+machine_code  MS-AMP's Triton kernels, compiled for compute capability 9.0 and 10.0: instructions for each element,
+              registers, bytes that did not fit into registers (`spilled`)
+graphs        Llama, ViT and BERT, small, with compiled blocks on this CPU: graphs of torch.compile and breaks in them,
+              and seconds of the first step, in which it compiles
+steps         a step of Llama-8B (8,192 tokens for each GPU) and ViT-Huge (64 images) on H100s as
+              `./launch.sh estimate --time` estimates it, over bf16's and over compiled bf16's
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import ROOT, arguments, save
+
+WAYS = ("bf16", "O1", "O2", "O3")
+M, K, N = 512, 256, 384
+SHAPES = [(M, K, N), (2 * M, K, N), (M, 2 * K, N), (M, K, 2 * N)]  # of x [M, K] and w [N, K]
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+def layers():
+    """{way: its figures}, from a process that has the pretended GPU."""
+    line = [sys.executable, __file__, "--layers-here"]
+    return json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+
+
+def layers_here():
+    """Prints the figures. Replaces CUDA in this process."""
+    sys.path.append(str(ROOT / "tests"))
+    import pretend  # before torch
+
+    pretend.wear()
+    print(json.dumps({way: of_layer(way) for way in WAYS}))
+
+
+def of_layer(way):
+    first, *others = (of_shape(way, *shape) for shape in SHAPES)
+    found = {part: {key: first[part][key] for key in ("launches", "compiled", "turned")} for part in first}
+    # What a pass moves is a MK + b MN + c NK + a constant: twice M doubles the first two, and so on.
+    for part, figures in found.items():
+        whole = first[part]["bytes"]
+        by_m, by_k, by_n = (other[part]["bytes"] - whole for other in others)
+        mk, mn, nk = (by_m + by_k - by_n) / 2, (by_m + by_n - by_k) / 2, (by_k + by_n - by_m) / 2
+        figures["bytes"] = {"x": round(mk / (M * K), 2), "y": round(mn / (M * N), 2), "w": round(nk / (N * K), 2)}
+    return found
+
+
+def of_shape(way, m, k, n):
+    """{part: what it counts in one step} of a layer with x [m, k] and w [n, k] in the dtypes of bf16 autocast."""
+    import pretend
+    import torch
+
+    import amp8
+
+    layer = torch.nn.Linear(k, n, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    if way != "bf16":
+        layer, optimizer = amp8.initialize(layer, optimizer, way)
+    layer.cuda()
+    x, dy = (torch.ones(m, width, device="cuda", dtype=torch.bfloat16) for width in (k, n))
+    x.requires_grad_()
+
+    def counted(function):
+        pretend.steps[:] = [pretend.nothing_yet()]
+        function()
+        return pretend.steps[0]
+
+    def passes():
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x)
+        y.backward(dy)
+        x.grad = None
+
+    for _ in range(2):  # the first makes the optimizer's state
+        found = {"passes": counted(passes), "update": counted(optimizer.step)}
+        optimizer.zero_grad()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- machine code
+
+
+def machine_code():
+    """{kernel: {capability: figures}}, compiled by the ptxas that Triton brings."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from amp8 import kernels, scaling, triton_kernels
+
+    e4m3, carry = "*fp8e4nv", dict(zip(("CARRY", "EXPONENT"), scaling.carry_and_exponent(scaling.E4M3), strict=True))
+    cast = {"TOP": 448.0, "SMALLEST": 2.0**-6, "EPS": 0.125, **carry, "RECORDING": True, "TILE": kernels.TILE}
+    adam = {"W": tl.float16, "G": tl.float8e4nv, "M": tl.float8e4nv, "V": tl.float16, "COPY": False, "NOISY": True,
+            "DECOUPLED": True, "ALIGNED": True, "CHUNK": kernels.CHUNK, "found_inf": None}  # fmt: skip
+    state = {"found": "*i32", "scales": "*fp32", "updates": "*i32", "history": "*fp32", "numbers": "*fp32",
+             "table": "*i64", "places": "*i32"}  # fmt: skip
+    block = {"BLOCK": kernels.BLOCK}
+    wanted = {  # name: (function, dtypes of its tensors, constants, warps, elements of a program)
+        "cast": ("cast", {"x": "*bf16", "codes": e4m3, "turned": e4m3}, cast | {"TRANSPOSED": True}, 4, 64 * 64),
+        "amax": ("amax", {"x": "*bf16"}, block, 8, kernels.BLOCK),
+        "gradient": ("gradient", {"x": "*bf16", "codes": e4m3}, block | carry | {"OF_ZEROS": 2.0**60}, 8, kernels.BLOCK),
+        "weight": ("scaled", {"x": "*fp16", "codes": e4m3}, block | {"FACTOR": 2.0**-8}, 8, kernels.BLOCK),
+        "weight transposed": ("turn", {"x": "*fp16", "turned": e4m3}, {"FACTOR": 2.0**-8, "TILE": 64}, 4, 64 * 64),
+        "Adam of O2": ("adam", {}, adam, 4, kernels.CHUNK),
+        "Adam of O3": ("adam", {}, adam | {"COPY": True}, 4, kernels.CHUNK),
+        "Adam of O1": ("adam", {}, adam | {"M": tl.float32, "V": tl.float32}, 4, kernels.CHUNK),
+    }  # fmt: skip
+    found = {}
+    for name, (function, dtypes, constants, warps, elements) in wanted.items():
+        function = getattr(triton_kernels, function)
+        names = function.arg_names
+        signature = dict.fromkeys(names, "i32") | {key: kind for key, kind in state.items() if key in names}
+        signature |= dtypes | dict.fromkeys(constants, "constexpr")
+        aligned = [i for i, key in enumerate(names) if "*" in signature[key] or key in ("rows", "columns", "n")]
+        source = ASTSource(function, signature, {(names.index(key),): value for key, value in constants.items()},
+                           {(i,): [["tt.divisibility", 16]] for i in aligned})  # fmt: skip
+        for capability in (90, 100):
+            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+            found.setdefault(name, {})[str(capability)] = of_code(made.asm["cubin"], elements / (32 * warps))
+    return found
+
+
+def of_code(cubin, elements):
+    """elements: of one thread."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        used = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
+        text = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)", text)
+    registers, spilled = (int(re.search(rf"{key}:(\d+)", used.stdout + used.stderr)[1]) for key in ("REG", "STACK"))
+    return {"instructions": round(len(code) / elements, 1), "registers": registers, "spilled": spilled}
+
+
+# ------------------------------------------------------------------------------------------------------ graphs, steps
+
+
+def graphs():
+    from fp8_speed import MODELS, case
+
+    names = [f"{model}-{way}-compile" for model, way in itertools.product(MODELS, WAYS[1:])]
+    found = {name: case(name, "cpu") for name in names}
+    return {name: {key: figures[key] for key in ("graphs", "breaks", "first_s")} for name, figures in found.items()}
+
+
+CONFIGS = ("fp8", "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3", "fp8_te")
+
+
+def steps():
+    """{model: {GPUs: {config: its ratio to bf16 and to compiled bf16}}}. `compile` as in the other configs' names."""
+    import torch
+    import torch.nn.functional as F
+    from step_time import H100, of_model, time_of, traced
+
+    def vit():
+        import timm
+
+        return timm.create_model("vit_huge_patch14_224")
+
+    def loss(model):
+        return F.cross_entropy(model(torch.zeros(64, 3, 224, 224)).float(), torch.zeros(64, dtype=torch.long))
+
+    models = {"Llama-3.1-8B": traced("Llama-3.1-8B", 4, 2048), "ViT-Huge": of_model(vit, loss, ("head",))}
+    found = {}
+    for (name, figures), processes in itertools.product(models.items(), (1, 8)):
+        strategy = "single" if processes == 1 else "fsdp" if "Llama" in name else "ddp"
+        bf16, compiled = (time_of(f"{strategy}_bf16", figures, H100, c, processes) for c in (False, True))
+        rows = {f"{strategy}_bf16": bf16, f"{strategy}_bf16 compiled": compiled}
+        for config, c in itertools.product(CONFIGS, (False, True)):
+            file = f"{strategy}_{config}"
+            te_compiles_itself = config == "fp8_te" and not c
+            if (ROOT / "accelerate_configs" / f"{file}.yml").exists() and (config != "fp8_te" or te_compiles_itself):
+                rows[file + c * " compiled"] = time_of(file, figures, H100, c, processes)
+        found.setdefault(name, {})[str(processes)] = {
+            key: {"ms": 1000 * took, "over_bf16": took / bf16, "over_compiled_bf16": took / compiled}
+            for key, took in rows.items()
+        }
+    return found
+
+
+PARTS = {"layers": layers, "machine_code": machine_code, "graphs": graphs, "steps": steps}
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts")
+    parser.add_argument("--layers-here", action="store_true", help="print the layers' figures from this process")
+    args = parser.parse_args()
+    if args.layers_here:
+        return layers_here()
+    found = {}
+    for part in args.only or PARTS:
+        found[part] = PARTS[part]()
+        for name, figures in found[part].items():
+            print(f"{part} {name}: {json.dumps(figures)}", flush=True)
+    if args.output:
+        save(args.output, found, ["triton", "transformers", "timm"])
+
+
+if __name__ == "__main__":
+    main()
