@@ -1,10 +1,12 @@
 """What FP8 costs a GPU beside its products, as far as it can be known without one.
 
-    python benchmarks/speed.py --output results/speed.json [--only layers machine_code graphs steps]
+    python benchmarks/speed.py --output results/speed.json [--only layers compiled machine_code graphs steps]
 
 layers        a Linear layer's forward and backward pass, and an update of AdamW, on the pretended GPU of
               tests/pretend.py: launches of torch's operators, compiled functions (MS-AMP's kernels count as such, each
               once), bytes read and written for each element of x, y and w, and bytes of copies by torch that transpose
+compiled      kernels of an MS-AMP layer's two passes in the code that torch's compiler generates for an H100; those of
+              the whole layer alone, which are fewer in a block, where casts are part of the kernels before them
 machine_code  MS-AMP's Triton kernels, compiled for compute capability 9.0 and 10.0: instructions for each element,
               registers, bytes that did not fit into registers (`spilled`)
 graphs        Llama, ViT and BERT, small, with compiled blocks on this CPU: graphs of torch.compile and breaks in them,
@@ -19,9 +21,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
+from unittest import mock
 
-from harness import ROOT, arguments, save
+from harness import ROOT, arguments, made, save
 
 WAYS = ("bf16", "O1", "O2", "O3")
 M, K, N = 512, 256, 384
@@ -32,23 +36,16 @@ SHAPES = [(M, K, N), (2 * M, K, N), (M, 2 * K, N), (M, K, 2 * N)]  # of x [M, K]
 
 
 def layers():
-    """{way: its figures}, from a process that has the pretended GPU."""
-    line = [sys.executable, __file__, "--layers-here"]
-    return json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
-
-
-def layers_here():
-    """Prints the figures. Replaces CUDA in this process."""
-    sys.path.append(str(ROOT / "tests"))
+    """{way: its figures}. Replaces CUDA in this process."""
     import pretend  # before torch
 
     pretend.wear()
-    print(json.dumps({way: of_layer(way) for way in WAYS}))
+    return {way: of_layer(way) for way in WAYS}
 
 
 def of_layer(way):
     first, *others = (of_shape(way, *shape) for shape in SHAPES)
-    found = {part: {key: first[part][key] for key in ("launches", "compiled", "turned")} for part in first}
+    found = {part: {key: first[part][key] for key in ("launches", "compiled", "waits", "turned")} for part in first}
     # What a pass moves is a MK + b MN + c NK + a constant: twice M doubles the first two, and so on.
     for part, figures in found.items():
         whole = first[part]["bytes"]
@@ -76,7 +73,7 @@ def of_shape(way, m, k, n):
     def counted(function):
         pretend.steps[:] = [pretend.nothing_yet()]
         function()
-        return pretend.steps[0]
+        return pretend.steps[0] | {"waits": sum(len(step["waits"]) for step in pretend.steps)}
 
     def passes():
         with torch.autocast("cuda", torch.bfloat16):
@@ -88,6 +85,97 @@ def of_shape(way, m, k, n):
         found = {"passes": counted(passes), "update": counted(optimizer.step)}
         optimizer.zero_grad()
     return found
+
+
+# ---------------------------------------------------------------------------------------------------- generated code
+
+
+def compiled():
+    """{level: {pass: its kernels}} of a layer with a bias. There is no GPU: tensors have no values, nothing runs."""
+    import pretend  # before torch: autograd asks its driver for devices
+    import torch
+
+    torch._C._ensureCUDADeviceGuardSet()
+    torch.ones(1, requires_grad=True).sum().backward()
+    pretend.DRIVER.set_devices(100)
+    torch.autograd.set_multithreading_enabled(False)
+    return {level: generated(level) for level in ("O2", "O3")}
+
+
+def generated(level, rows=8192, width=4096):
+    import torch
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp8 import linear, scaling
+
+    mode, found = FakeTensorMode(), {}
+    with mode, torch.device("cuda"):
+        x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
+        port = torch.empty((), dtype=torch.bfloat16).expand(width, width).detach().requires_grad_()
+        bias = torch.empty(width, requires_grad=True)
+        codes = torch.empty(width, width, dtype=scaling.E4M3 if level == "O3" else torch.float16)
+        delayed = torch.empty(16, 2), torch.empty(2), torch.empty(2, dtype=torch.int32)
+        scale = torch.empty(())
+
+    def layer(x, port, bias, codes, scale, *delayed):
+        with torch.no_grad():
+            x8 = linear.cast(x.detach(), delayed, linear.INPUT, scaling.E4M3, 16)
+        settings = 16, scaling.E5M2, False, False, torch.bfloat16
+        return linear._Products.apply(x, port, bias, codes, scale, *x8, delayed, settings, set())
+
+    def compiler(name):
+        def compile(graph, inputs):
+            found[name] = kernels_of(graph, inputs, mode)
+            return make_boxed_func(graph.forward)
+
+        return compile
+
+    nothing = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None}
+    compiling = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+    with mode, compiling, mock.patch.multiple(torch.cuda, **seen(), **nothing):
+        passes = {"fw_compiler": compiler("forward"), "bw_compiler": compiler("backward")}
+        function = aot_function(layer, **passes, partition_fn=min_cut_rematerialization_partition,
+                                decompositions=select_decomp_table(), keep_inference_input_mutations=True)  # fmt: skip
+        y = function(x, port, bias, codes, scale, *delayed)
+        y.backward(torch.empty_like(y))
+    return found
+
+
+def seen():
+    """What torch asks a GPU: an H100's answers."""
+    card = {"name": "H100", "major": 9, "minor": 0, "total_memory": 80 << 30, "multi_processor_count": 132,
+            "warp_size": 32, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+            "regs_per_multiprocessor": 65536, "L2_cache_size": 50 << 20, "shared_memory_per_block": 49152,
+            "shared_memory_per_block_optin": 232448, "gcnArchName": ""}  # fmt: skip
+    return {"get_device_properties": lambda *_: types.SimpleNamespace(**card), "is_available": lambda *_: True,
+            "current_device": lambda *_: 0, "get_device_capability": lambda *_: (9, 0)}  # fmt: skip
+
+
+def kernels_of(graph, inputs, mode):
+    """Names of the kernels that Inductor's code for a graph launches."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = types.SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+    driver.set_active(target)
+    answers = {key: answer for key, answer in seen().items() if key != "get_device_capability"}
+    interface = mock.patch.multiple(CudaInterface, **answers, is_triton_capable=lambda *_: True)
+    with interface, V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+        post_grad_passes(graph, is_inference=False)
+        lowered = GraphLowering(graph, example_inputs=inputs, shape_env=None)
+        with V.set_graph_handler(lowered):
+            lowered.run(*inputs)
+            code = lowered.codegen()[0]
+    code = getattr(code, "value", code)
+    calls = re.findall(r"(triton_\w+?)\.run|extern_kernels\.(\w+)", code[code.rindex("def call") :])
+    return [triton or other for triton, other in calls]
 
 
 # ------------------------------------------------------------------------------------------------------- machine code
@@ -109,10 +197,11 @@ def machine_code():
     state = {"found": "*i32", "scales": "*fp32", "updates": "*i32", "history": "*fp32", "numbers": "*fp32",
              "table": "*i64", "places": "*i32"}  # fmt: skip
     block = {"BLOCK": kernels.BLOCK}
+    gradient = block | carry | {"OF_ZEROS": 2.0**60}
     wanted = {  # name: (function, dtypes of its tensors, constants, warps, elements of a program)
         "cast": ("cast", {"x": "*bf16", "codes": e4m3, "turned": e4m3}, cast | {"TRANSPOSED": True}, 4, 64 * 64),
         "amax": ("amax", {"x": "*bf16"}, block, 8, kernels.BLOCK),
-        "gradient": ("gradient", {"x": "*bf16", "codes": e4m3}, block | carry | {"OF_ZEROS": 2.0**60}, 8, kernels.BLOCK),
+        "gradient": ("gradient", {"x": "*bf16", "codes": e4m3}, gradient, 8, kernels.BLOCK),
         "weight": ("scaled", {"x": "*fp16", "codes": e4m3}, block | {"FACTOR": 2.0**-8}, 8, kernels.BLOCK),
         "weight transposed": ("turn", {"x": "*fp16", "turned": e4m3}, {"FACTOR": 2.0**-8, "TILE": 64}, 4, 64 * 64),
         "Adam of O2": ("adam", {}, adam, 4, kernels.CHUNK),
@@ -195,24 +284,31 @@ def steps():
     return found
 
 
-PARTS = {"layers": layers, "machine_code": machine_code, "graphs": graphs, "steps": steps}
+PARTS = {"layers": layers, "compiled": compiled, "machine_code": machine_code, "graphs": graphs, "steps": steps}
+
+
+def part(name):
+    """The figures of a part, from a process of its own: some replace CUDA in theirs."""
+    line = [sys.executable, __file__, "--here", name]
+    return json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts")
-    parser.add_argument("--layers-here", action="store_true", help="print the layers' figures from this process")
+    parser.add_argument("--here", choices=PARTS, help="print the figures of this part, from this process")
     args = parser.parse_args()
-    if args.layers_here:
-        return layers_here()
-    found = {}
-    for part in args.only or PARTS:
-        found[part] = PARTS[part]()
-        for name, figures in found[part].items():
-            print(f"{part} {name}: {json.dumps(figures)}", flush=True)
+    if args.here:
+        sys.path.append(str(ROOT / "tests"))
+        return print(json.dumps(PARTS[args.here]()))
+    found = made(args.output)
+    for name in args.only or PARTS:
+        found[name] = part(name)
+        for row, figures in found[name].items():
+            print(f"{name} {row}: {json.dumps(figures)}", flush=True)
     if args.output:
-        save(args.output, found, ["triton", "transformers", "timm"])
+        save(args.output, {name: found[name] for name in PARTS if name in found}, ["triton", "transformers", "timm"])
 
 
 if __name__ == "__main__":

@@ -637,7 +637,7 @@ def properties(capability=(9, 0), name="NVIDIA H100 (pretended)"):
     )  # fmt: skip
 
 
-def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None, fp64=True):
+def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization=None, lost=None, fp64=True, hip=None):
     """Puts the device in the place of CUDA, for the rest of this process.
 
     utilization: what torch.cuda.utilization returns; None: it raises, as NVML does for a slice of a card. lost: what
@@ -646,7 +646,7 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
     """
     capability = tuple(capability)
     global lost_process, has_fp64
-    lost_process, has_fp64 = lost, fp64
+    lost_process, has_fp64, torch.version.hip = lost, fp64, hip
     if isinstance(DRIVER, str):
         raise SystemExit(DRIVER)
     importlib.import_module("torch._dynamo")  # makes a table of torch's functions, of those of CUDA too

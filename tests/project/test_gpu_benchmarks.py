@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpu
 import pytest
+import speed
 import torch
 from conftest import ROOT, launched, record, train
 
@@ -191,3 +192,28 @@ def test_the_first_minutes_have_time_for_the_last_item(monkeypatch):
         "races",
     }
     assert sum(seconds for seconds, *_ in known.values()) <= 600 and max(known[name][0] for name in known) <= gpu.MOST
+
+
+MOST = {  # way -> bytes for each element of x, y and w in a layer's passes, and for each of w in the update
+    "O1": ({"x": 8, "y": 8, "w": 13}, 21),
+    "O2": ({"x": 8, "y": 8, "w": 13}, 11),  # torch's fused AdamW of fp32: 28
+    "O3": ({"x": 8, "y": 8, "w": 9}, 13),
+}
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_level_moves_no_byte_in_vain():
+    """A transposed copy by torch runs at a tenth of the memory's rate on an H100 (results/fp8_speed.json)."""
+    found = speed.part("layers")
+    for way, (passes, update) in MOST.items():
+        assert found[way]["passes"]["bytes"] == passes and found[way]["update"]["bytes"]["w"] == update, found[way]
+        assert found[way]["passes"]["turned"] == 0 and found[way]["update"]["turned"] < 1024, "a transposed copy"
+        assert found[way]["passes"]["waits"] == found[way]["update"]["waits"] == 0
+        assert found[way]["passes"]["launches"] <= 7 and found[way]["update"]["launches"] <= 160
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_of_a_level_takes_few_kernels():
+    """As many again would make a step of small layers wait for its host. None casts a weight's gradient."""
+    for passes in speed.part("compiled").values():
+        assert len(passes["forward"]) <= 8 and len(passes["backward"]) <= 8, passes
