@@ -12,6 +12,7 @@ the items before it left some. All of these seconds fit into ten minutes, so tha
   machine   driver, torch's CUDA and NCCL, the C compiler: what a run would be refused for
   step-*    30 steps of recipes/vit.py with a config: the step's time, the summary line, how often torch compiled again
   resume    is a resumed run equal bit for bit, and is it with --deterministic
+  estimate  what `./launch.sh estimate --time` says of these steps, beside each
   kernels   five steps of recipes/gpt.py under torch's profiler: the kernels that take most of the time
   memory    two or more GPUs: what prepare() leaves and needed under FSDP2, for each parameter
   failure-* two or more GPUs: one process runs out of memory, or is killed: exit code, seconds, what run.json says
@@ -60,7 +61,8 @@ from faithful.checkpoint.checkpoints import write_json
 from faithful.training.steps import WARMUP_STEPS
 from shared import models, vision
 from shared.args import Refused
-from tools import cli
+from tools import cli, step_time
+from tools.estimate import read_config
 from tools.report import table
 from tools.tracing import make_fake, without_storage
 
@@ -351,10 +353,10 @@ def items(rehearse):
     """{name: (seconds of its own, function, its arguments)} in their order."""
     one = {"machine": (15, machine)}
     one |= {f"step-{config}": (seconds, step, config, rehearse) for config, seconds in STEP.items()}
-    one |= {"resume": (60, resume), "kernels": (40, kernels, rehearse)}
+    one |= {"resume": (60, resume), "kernels": (40, kernels, rehearse), "estimate": (20, estimate, rehearse)}
     several = {"memory": (45, memory, rehearse)}
     several |= {f"failure-{how}": (45, failure, how) for how in ("memory", "kill")}
-    several |= {f"races-{config}": (35, races, config) for config in RACES}
+    several |= {f"races-{config}": (30, races, config) for config in RACES}
     return one | (several if torch.cuda.device_count() > 1 or rehearse else {})
 
 
@@ -395,6 +397,18 @@ def step(config, rehearse):
     again = len(re.findall("Recompiling function", done["text"]))
     return figures | {"seconds": done["seconds"], "recompilations": again, "truth": record["evidence"]["truth"],
                       "peak_memory_bytes": record["peak_memory_bytes"], "loss": record["final"]["loss"]}  # fmt: skip
+
+
+def estimate(rehearse):
+    """{config: estimated seconds of the step that step-config measures, or why there are none}."""
+    here = step_time.CARDS[0].name if rehearse else device_name()
+    card = next((card for card in step_time.CARDS if card.name in here), None)
+    if card is None:
+        return {"none": f"no data sheet of {here}: there are {', '.join(card.name for card in step_time.CARDS)}"}
+    recipe, *words = images(rehearse)
+    wanted = {config: read_config(ROOT / "accelerate_configs" / f"{config}.yml") for config in STEP}
+    found = step_time.times(wanted, ROOT / "recipes" / f"{recipe}.py", words, card)
+    return {config: str(parts) if isinstance(parts, Refused) else parts["total"] for config, parts in found}
 
 
 def resume():
@@ -635,6 +649,8 @@ def all_items(args, names, known):
         limit = min(slower * MOST, max(slower * own, left - slower * sum(later)))
         rows[name] = measured(name, args.rehearse, min(limit, left), "first")
         print(f"  {rows[name].get('error', 'done')}", flush=True)
+        for config in STEP.keys() & rows.get("estimate", {}).keys():
+            rows.get(f"step-{config}", {})["step_seconds_estimated"] = rows["estimate"][config]
         args.output.write_text(first_page(about, rows, names[at:]))
     print(f"wrote {args.output}: this is the page to send")
 

@@ -80,6 +80,9 @@ TABLE = {  # what is changed: why
         "that a function is not compiled any more is five lines of each process; here it is a note in the record, too",
     "torch._dynamo.config:recompile_limit":
         "the blocks of a class share it, however many kinds of them there are: see models/blocks.py",
+    "torch._inductor.config:cpp.simdlen":
+        "with AVX-512 the compiler's code for CPUs is wrong where a transposed fp32 tensor meets a bf16 one, as in the "
+        "first block of a ViT (NaN; torch 2.11 to 2.15): a rehearsal compiles for AVX2",
     "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
     "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",
     "os.environ":

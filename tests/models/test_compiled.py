@@ -8,7 +8,7 @@ from conftest import record, train
 from torch import nn
 from torch._dynamo.utils import counters
 
-from faithful import Accelerator
+from faithful import Accelerator, patches
 from faithful.models.blocks import compile_blocks
 
 
@@ -36,6 +36,31 @@ def test_each_kind_of_block_stays_compiled_in_training_evaluation_and_the_last_b
             for block, size in zip(model, sizes, strict=True):
                 block(torch.randn(batch, size))
     assert not counters["unimplemented"] and counters["stats"]["unique_graphs"] == 3 * len(set(sizes))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = x + self.linear(x)
+        return x + self.linear(self.norm(x))
+
+
+def test_compiled_blocks_compute_what_they_do_uncompiled_on_a_transposed_input(monkeypatch):
+    """The first block of a ViT gets its patches so. On CPUs with AVX-512 it was NaN."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setattr(patches, "undos", [])
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Residual(), Residual()), torch.randn(4, 64, 64).transpose(1, 2)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(x)
+        compile_blocks(model)
+        torch.testing.assert_close(model(x), expected, atol=0.05, rtol=0.05)
+    for undo in patches.undos:
+        undo()
 
 
 def of_many_shapes():
