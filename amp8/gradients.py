@@ -149,7 +149,7 @@ class WeightGradient:
         self.set_phase(Phase.READY, codes, scale, unrounded=unrounded)
 
     def receive(self, port: torch.Tensor) -> None:
-        """Hook of the layer's ports: takes the gradient of one micro-batch. Calls the weight's own hooks, as torch does:
+        """Hook of the layer's ports: takes the gradient of a micro-batch. Calls the weight's own hooks, as torch does:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new: torch.Tensor = port.grad  # pyrefly: ignore[bad-assignment]
         port.grad = None

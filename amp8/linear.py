@@ -42,7 +42,7 @@ class InputCast(NamedTuple):
     version: int
     casts: int | tuple[float, ...] | None  # of the layer that made it, before and
     new_casts: int | tuple[float, ...] | None  # afterwards
-    how: tuple[bool, bool]  # recording, transposed
+    how: tuple[bool, ...]  # recording, transposed
     history: torch.Tensor  # of that layer
     made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
@@ -269,7 +269,7 @@ class FP8Linear(nn.Linear):
     def cast_input(
         self, input: torch.Tensor, rows: torch.Tensor, *how: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """`cast` of the input, whose rows are `rows`, or what another layer has made of it. how: recording, transposed."""
+        """`cast` of the input, whose rows are `rows`, or what it was for another layer. how: recording, transposed."""
         if torch.compiler.is_compiling():  # the compiler makes one kernel of the casts of one input
             self.casts = None
             return cast(rows, self.delayed, INPUT, scaling.E4M3, self.window, *how)

@@ -191,8 +191,9 @@ def product(
 ) -> torch.Tensor:
     """(a / scale_a) @ (b / scale_b) + bias for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`. bias: [N].
 
-    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]; reciprocals: of both, where they are known already. K and N must be multiples of 16, as FP8 tensor cores demand, on
-    every device; `pad_inner` allows any K, for tensor cores padded with zeros, which changes nothing.
+    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]; reciprocals: of both, where they are known already. K and N must be
+    multiples of 16, as FP8 tensor cores demand, on every device; `pad_inner` allows any K, for tensor cores padded with
+    zeros, which changes nothing.
 
     On a GPU with FP8 tensor cores: `torch._scaled_mm`, which adds a bias before it rounds; `use_fast_accum` is its own.
     Elsewhere the codes multiply as bf16, which holds every FP8 value exactly (codes may come as bf16 already), and the
