@@ -254,19 +254,9 @@ CONFIGS = ("fp8", "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3", "fp8_te")
 
 def steps():
     """{model: {GPUs: {config: its ratio to bf16 and to compiled bf16}}}. `compile` as in the other configs' names."""
-    import torch
-    import torch.nn.functional as F
-    from step_time import H100, of_model, time_of, traced
+    from step_time import H100, time_of, traced, vit_huge
 
-    def vit():
-        import timm
-
-        return timm.create_model("vit_huge_patch14_224")
-
-    def loss(model):
-        return F.cross_entropy(model(torch.zeros(64, 3, 224, 224)).float(), torch.zeros(64, dtype=torch.long))
-
-    models = {"Llama-3.1-8B": traced("Llama-3.1-8B", 4, 2048), "ViT-Huge": of_model(vit, loss, ("head",))}
+    models = {"Llama-3.1-8B": traced("Llama-3.1-8B", 4, 2048), "ViT-Huge": vit_huge()}
     found = {}
     for (name, figures), processes in itertools.product(models.items(), (1, 8)):
         strategy = "single" if processes == 1 else "fsdp" if "Llama" in name else "ddp"

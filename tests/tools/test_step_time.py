@@ -223,11 +223,15 @@ def test_published_ratios():
     assert wrong == [
         ("one layer 65536 x 1664 x 6656: rowwise compiled", "LOG.md"),
         ("one layer 16384 x 8192 x 1280: FP8 compiled", "116"),
-        ("Llama 8B, 4 blocks, 8,192 tokens: MS-AMP's O2", "fp8_speed.json"),  # 1.00 measured, 0.98 estimated
+        ("Llama 8B, 4 blocks, 8,192 tokens: MS-AMP's O2", "fp8_speed.json"),  # 1.00 measured, 0.97 estimated
+        ("ViT-Huge, 16 blocks, 64 images: torchao compiled", "fp8_speed.json"),  # 1.08, 0.87: narrow layers
+        ("ViT-Huge, 16 blocks, 64 images: MS-AMP's O2 compiled", "fp8_speed.json"),  # over bf16 and compiled bf16:
+        ("ViT-Huge, 16 blocks, 64 images: MS-AMP's O2 compiled", "fp8_speed.json"),  # the host was slow there
     ]
     ours = [row for row in rows if row["source"] == "results/fp8_speed.json"]
     far = [row["what"].split(": ")[1] for row in ours if not row["within"]]
-    assert len(ours) == 7 and far == ["torchao", "torchao"]  # not compiled: 1.79 measured, 1.27 estimated
+    # Not compiled: 1.79 measured, 1.27 estimated.
+    assert len(ours) == 12 and far == ["torchao"] * 2 + ["torchao compiled"] * 2 + ["MS-AMP's O2 compiled"] * 2
     rows = [row for row in rows if row not in ours]
     trainings = [row for row in rows if row["training"]]
     assert len(trainings) == 13 and all(row["sign"] and row["within"] for row in trainings)
