@@ -25,7 +25,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
-from harness import ROOT, arguments, made, save
+from harness import ROOT, arguments, command, made, save
 
 WAYS = ("bf16", "O1", "O2", "O3")
 M, K, N = 512, 256, 384
@@ -298,7 +298,8 @@ def main():
         for row, figures in found[name].items():
             print(f"{name} {row}: {json.dumps(figures)}", flush=True)
     if args.output:
-        save(args.output, {name: found[name] for name in PARTS if name in found}, ["triton", "transformers", "timm"])
+        parts = {name: found[name] for name in PARTS if name in found}
+        save(args.output, {"command": command(found.get("command")), **parts}, ["triton", "transformers", "timm"])
 
 
 if __name__ == "__main__":
