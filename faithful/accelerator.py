@@ -282,7 +282,8 @@ class Accelerator(accelerate.Accelerator):
         self.between_steps = False
         self.backward_passes += 1
         self.norms.clear()
-        self.steps.backward(loss, self.gradient_accumulation_steps > 1)
+        # Under DeepSpeed the Trainer divides the loss itself, and tells the engine so by `scale_wrt_gas`.
+        self.steps.backward(loss, self.gradient_accumulation_steps > 1 and kwargs.get("scale_wrt_gas", True))
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)

@@ -143,6 +143,21 @@ def test_arguments_in_16_bit_are_rehearsed_on_a_cpu(tmp_path, client, config, ar
     assert made["evidence"]["dtypes"]["linear_output"] in (None, {"bf16": "bfloat16", "fp16": "float16"}[argument])
 
 
+@there("transformers")
+@pytest.mark.parametrize("config", ["zero2_bf16", pytest.param("ddp_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("client", ["classifier", pytest.param("causal", marks=pytest.mark.slow)])
+def test_the_recorded_loss_of_accumulated_micro_batches_is_the_trainers(tmp_path, client, config):
+    """A model that takes num_items_in_batch divides its loss by it, the Trainer divides that of another one, and both
+    tell DeepSpeed to leave it as it is."""
+    more = {"causal": [("size=4,", "size=4, gradient_accumulation_steps=2,")]}.get(client, [])
+    told = ("trainer.train()", "trainer.train()\ntrainer.save_state()"), ("logging_steps=2", "logging_steps=1")
+    run(client, config, tmp_path, script=changed(client, tmp_path, *more, *told))
+    logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = {row["step"]: row["loss"] for row in logged if "loss" in row}
+    curve = of(tmp_path)["seen"]["loss_curve"]
+    assert curve and [loss for _, loss in curve] == pytest.approx([losses[step] for step, _ in curve], rel=1e-4)
+
+
 @pytest.mark.slow
 @there("transformers")
 def test_transformers_trainer_under_zero_ends_where_ddp_ends(tmp_path):
