@@ -389,6 +389,8 @@ class Accelerator(accelerate.Accelerator):
             weights = [self.get_state_dict(model) for model in self._models] if scripts else []
             hooks = [functools.partial(hook, self._models, weights) for hook in scripts]
             self.checkpoints.save(state, folder, together, hooks, behind)
+        if self.record.opened:
+            self.run.write()  # a run that is killed later and resumed from here has its loss curve there
         return str(folder)
 
     def run_state(self) -> RunState:

@@ -21,7 +21,8 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     plan = record["plan"]
     yield "how", f"{plan['strategy']} x{plan['num_processes']}, {plan['precision']}, on {record['device_name']}"
     curve = record["seen"]["loss_curve"]  # a script of one's own may log nothing
-    yield "optimizer steps", final.get("step") or (curve[-1][0] if curve else None)
+    taken, resumed = final.get("step") or (curve[-1][0] if curve else None), record["seen"].get("resumed_at")
+    yield "optimizer steps", taken and f"{taken}" + (f", resumed at step {resumed}" if resumed else "")
     yield "training loss", curve and " -> ".join(f"{loss:.4f} (step {step})" for step, loss in (curve[0], curve[-1]))
     for name, value in (final.get("metrics") or {}).items():
         yield name, f"{value:.4f}" if records.number(value) else records.readers.short(value)

@@ -1,7 +1,7 @@
 """The record of a run: `run.json` and `metrics.jsonl` in its folder.
 
-run.json holds the plan of the run, what was observed, and the evidence. It is written when the run begins and when it
-ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
+run.json holds the plan of the run, what was observed, and the evidence. It is written when the run begins, at each
+checkpoint, and when it ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
 """
 
 import contextlib
@@ -125,10 +125,22 @@ class Record:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.claim()
             self.clear_leftovers()
-            if not resumed:
+            if resumed:
+                self.go_on(step)
+            else:
                 self.set_aside()
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)
+
+    def go_on(self, step: int) -> None:
+        """Takes the loss curve up to `step` from the record of the run that is resumed, if this folder has one: a run
+        is one curve, however often it was launched."""
+        self.seen |= {"resumed_at": step} if step else {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            form = {"seen": {"loss_curve": [[readers.number]]}}
+            path = self.folder / "run.json"
+            before = readers.of_kind(path, readers.value_of(path), form)["seen"]["loss_curve"]
+            self.seen["loss_curve"] = [point for point in before if len(point) == 2 and point[0] <= step]
 
     def clear_leftovers(self) -> None:
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
