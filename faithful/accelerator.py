@@ -91,7 +91,6 @@ class Accelerator(accelerate.Accelerator):
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
-        self.print(f"record: {self.record.shown}")
         for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
         clipping.instead_of_torch(self)

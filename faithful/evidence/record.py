@@ -129,6 +129,8 @@ class Record:
                 self.go_on(step)
             else:
                 self.set_aside()
+        if self.folder.is_dir():  # not before: a run that is refused leaves none
+            print(f"record: {self.shown}", flush=True)
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)
 
