@@ -130,6 +130,7 @@ launch() {
                 [ -n "$flags" ] || { need_python; flags=" $("$python" "$root/tools/find.py" flags) "; }
                 if [[ $flags == *" $1 "* ]]; then options+=("$1"); shift; continue; fi
                 [ $# -gt 1 ] || die "$1 needs a value"
+                [ ! -f "$root/recipes/${2%.py}.py" ] && [[ $2 != *.py ]] || die "$1 needs a value before $2"
                 options+=("$1" "$2"); shift 2 ;;
             *) recipe=$1; shift; break ;;
         esac
@@ -140,8 +141,9 @@ launch() {
             [ -f "$root/recipes/${recipe%.py}.py" ] || find_name recipe "$recipe"
             recipe="$root/recipes/${recipe%.py}.py"
         fi
-        if [[ " $* " == *" --help "* || " $* " == *" -h "* ]] && grep -q '^class Arguments(options' "$recipe"; then
-            find_name options "$recipe"
+        if grep -q '^class Arguments(options' "$recipe"; then
+            [[ " $* " != *" --help "* && " $* " != *" -h "* ]] || find_name options "$recipe"
+            (find_name checked "$recipe" "$@") || exit $?  # now, as the processes take seconds to start
         fi
         # A script that does not import faithful runs with faithful's Accelerator in place of Accelerate's.
         grep -qE '^ *(from|import) faithful' "$recipe" || through=(-m faithful)
@@ -164,7 +166,7 @@ launch() {
         fi
         [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # else c10d always uses port 29400
     fi
-    missing=$("$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config") || exit $?
+    missing=$("$python" "$root/tools/check.py" --quiet "$config" ${options[@]+"${options[@]}"}) || exit $?
     [ -z "$missing" ] || options+=($missing)  # the GPUs there are, the threads of offloaded steps: if nobody says them
     trap '' PIPE  # what is printed is not the run: it goes on without a reader (faithful/printing.py)
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*" 2>/dev/null || :

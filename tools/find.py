@@ -4,6 +4,7 @@ python tools/find.py ls               the list that ./launch.sh ls prints
 python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
 python tools/find.py recipe vit
 python tools/find.py options FILE     the options of a recipe, without importing what it trains with
+python tools/find.py checked FILE ...  nothing, if a recipe takes these options
 python tools/find.py flags            the options of accelerate launch that take no value
 """
 
@@ -50,7 +51,8 @@ def file_of(name: str | Path, kind: str) -> Path:
     for file in (Path(name), folder / f"{name.removesuffix(suffix)}{suffix}"):
         if file.is_file():
             return file
-    raise args.Refused(f"no {kind} {name}: {suggestion(name, kind)}")
+    here = f"no file {name} in {os.getcwd()}, and " if Path(name).suffix or "/" in name else ""
+    raise args.Refused(f"{here}no {kind} {name}: {suggestion(name, kind)}")
 
 
 def config(name: str | Path) -> Path:
@@ -170,6 +172,13 @@ def main(what: str, *rest: str) -> None:
         print("\n".join(listing()))
     elif what == "flags":
         print(*sorted(flags()))
+    elif what == "checked":
+        file, *words = rest
+        try:
+            arguments_of(file)
+        except Exception:  # changed by its user, so that its options cannot be read alone: it checks them itself
+            return
+        parse_options(file, words)
     elif what == "options":
         sys.argv[0] = Path(rest[0]).name
         args.parse(arguments_of(rest[0]), ["--help"])
