@@ -56,7 +56,7 @@ class Accelerator(accelerate.Accelerator):
 
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What `__init__` does, or nothing that lasts: it may refuse."""
-        patches.silence("torch.utils._pytree", unless="is an Enum subclass")
+        patches.silence_torchao()
         patches.say_instead("torch._dynamo.convert_frame", "hit config.", ending.not_compiled)
         trainer.allow_bf16()
         script = arguments.keyword_arguments(args, kwargs)
@@ -67,6 +67,8 @@ class Accelerator(accelerate.Accelerator):
         launcher.keep_timeout()
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
+        if self.plan.rehearsal:
+            patches.ignore_warning("'pin_memory' argument is set as true but no accelerator is found")
         if self.plan.rehearsal and self.plan.precision != "fp32":
             cpu_matmul.start()
         self.strategy.started(self)

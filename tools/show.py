@@ -5,7 +5,7 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "error", record["error"]
 
 
-def text(folder: Path) -> str:
-    table = [(name, printable(str(value))) for name, value in rows(records.record_of(folder)) if value]
+def text(folder: Path, printed: Collection[str] = ()) -> str:
+    """The table. printed: the rows that the run itself has printed."""
+    named = [(name, value) for name, value in rows(records.record_of(folder)) if value and name not in printed]
+    table = [(name, printable(str(value))) for name, value in named]
     files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(files)}"))
     return "\n".join(f"  {line}" for line in cli.columns(table))

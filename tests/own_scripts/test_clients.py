@@ -335,6 +335,23 @@ def test_a_shuffled_epoch_goes_on_with_the_samples_that_are_left(tmp_path, confi
     assert all(dict(a).get(step, loss) == loss for step, loss in b)  # two processes compare losses every 0.1 s
 
 
+@pytest.mark.slow
+@there("transformers")
+def test_what_a_run_says_is_said_once(tmp_path):
+    """Nothing of torchao or of memory that cannot be pinned, in any process; notes and what was counted only once."""
+    noted = ("import sys\n", "import signal, sys\n\nsignal.signal(signal.SIGTERM, print)\n")
+    script = changed("classifier", tmp_path, noted)
+    script = script.rename(script.with_name("bert.py"))
+    done = launched("./launch.sh", "ddp_bf16", script, tmp_path,
+                    env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)})  # fmt: skip
+    made, lines = record(tmp_path / "run"), (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0 and made["notes"]
+    assert not [line for line in lines if "Enum subclass" in line or "pin_memory" in line]
+    for line in (*made["notes"], made["evidence"]["truth"].removesuffix(" | rehearsal on a CPU"), "finished: "):
+        assert sum(line in said for said in lines) == 1, line
+    assert "compare ddp_bf16" not in done.stdout, "this is no recipe"
+
+
 def test_an_error_in_the_middle_of_a_run_is_shown(tmp_path):
     """torch.distributed collects what is written while an exception is shown, to show it afterwards."""
     script = changed("gan", tmp_path, ("if step == 6:", "if step == 2:\n        1 / 0\n    if step == 6:"))
