@@ -126,6 +126,7 @@ RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process
     ("single_bf16", "--dtype float16", 2, "parameters are in float16, which bf16 needs in fp32: leave it out, or use an fp32 config"),
     ("single_fp32", "--per_device_train_batch_size 5000", 2, "less than one global batch of 5000"),
     ("single_fp32", "--model vit_enormous", 2, "--model vit_enormous: Unknown model"),
+    ("single_fp32", "--report_to wandbb", 2, "the script logs with 'wandbb', which Accelerate does not know: one of all, "),
     ("single_fp32", "--dataset /nowhere/at/all", 2, "known offline: digits, photos, synthetic"),
     ("tp_bf16", "--max_steps 2", 2, "VisionTransformer has no plan for tensor parallel"),
 ]  # fmt: skip

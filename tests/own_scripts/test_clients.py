@@ -115,6 +115,17 @@ def test_fsdp_ends_where_ddp_ends(tmp_path, client):
     assert weights_of(tmp_path / "ddp_fp32") and apart(tmp_path / "ddp_fp32", tmp_path / "fsdp_fp32") < 1e-9
 
 
+@pytest.mark.slow
+@there("trl")
+def test_a_default_sft_config_is_rehearsed_on_a_cpu(tmp_path):
+    """It says bf16=True, for which transformers wants a GPU before there is an Accelerator, and checkpoints layers."""
+    script = changed("sft", tmp_path, ("bf16=False, gradient_checkpointing=False, ", ""))
+    done = launched("./launch.sh", "single_bf16", script, tmp_path,
+                    env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert record(tmp_path / "run")["evidence"]["dtypes"]["linear_output"] == "bfloat16"
+
+
 IN_16_BIT = {"causal": ("optim=", "{}=True, optim="), "sft": ("bf16=False, ", "{}=True, ")}
 
 
