@@ -4,7 +4,8 @@ python tools/find.py ls               the list that ./launch.sh ls prints
 python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
 python tools/find.py recipe vit
 python tools/find.py options FILE     the options of a recipe, without importing what it trains with
-python tools/find.py checked FILE ...  nothing, if a recipe takes these options
+python tools/find.py checked FILE ... nothing, if a recipe takes these options
+python tools/find.py words WORD ...   the options that may follow these words of ./launch.sh
 python tools/find.py flags            the options of accelerate launch that take no value
 """
 
@@ -131,6 +132,34 @@ def flags() -> set[str]:
     return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}
 
 
+def options_after(words: list[str]) -> set[str]:
+    """The options that may follow these words of ./launch.sh: of a recipe that they name, else of the command, else of
+    accelerate launch."""
+    from faithful.config.schema import launch_options
+
+    command, *rest = words
+    file = ROOT / "tools" / f"{'copy_recipe' if command == 'copy' else command}.py"
+    named = [word for word in rest if word in names("recipe")] or ["vit"] * (command == "demo")
+    if file.is_file() and (command == "copy" or not named):
+        return options_of_tool(file)
+    if named:
+        return set(args.parser_of(arguments_of(recipe(named[0])))._option_string_actions)
+    is_config = command in names("config") or Path(command).is_file()
+    return {"--extra"} if command == "setup" else set(launch_options()) if is_config else set()
+
+
+def options_of_tool(file: Path) -> set[str]:
+    """The options in the lines of a tool, which may import torch: those that it adds, and the names in OPTIONS."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        called = isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None))
+        if isinstance(node, ast.Call) and called in ("add_argument", "add"):
+            found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "OPTIONS":
+            found |= {f"--{name}" for name in ast.literal_eval(node.value)}
+    return {word for word in found if isinstance(word, str)}
+
+
 def is_recipe(file: str | Path) -> bool:
     """Whether a script has the options that all recipes share."""
     return "options.Run" in Path(file).read_text()
@@ -170,6 +199,9 @@ def parse_options(file: str | Path, words: list[str]) -> args.Run:
 def main(what: str, *rest: str) -> None:
     if what == "ls":
         print("\n".join(listing()))
+    elif what == "words":
+        found = {option for option in options_after(list(rest)) if option.startswith("--")}
+        print(*sorted(option for option in found if f"--{option[2:].replace('-', '_')}" not in found - {option}))
     elif what == "flags":
         print(*sorted(flags()))
     elif what == "checked":
