@@ -39,7 +39,12 @@ from tools import cli, find, paired, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
-LENGTH = ("max_steps", "eval_steps", "save_steps")  # options of a recipe that say how long it trains
+LENGTH = (
+    "max_steps",
+    "num_train_epochs",
+    "eval_steps",
+    "save_steps",
+)  # options of a recipe that say how long it trains
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
 
 

@@ -190,7 +190,7 @@ def parse_options(file: str | Path, words: list[str]) -> args.Run:
     """The options of a recipe from a command line, before anything is launched. Raises Refused for a bad one."""
     try:
         cls = arguments_of(file)
-        return cls(**vars(args.parser_of(cls, Quiet).parse_args(words)))
+        return cls(**args.values_of(args.parser_of(cls, Quiet), words))
     except args.Refused as refused:
         name = os.path.relpath(file)
         raise args.Refused(f"{Path(file).stem}: {refused}; python {name} --help lists the options") from None
