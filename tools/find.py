@@ -10,6 +10,7 @@ python tools/find.py flags            the options of accelerate launch that take
 """
 
 import ast
+import contextlib
 import difflib
 import os
 import re
@@ -210,7 +211,8 @@ def main(what: str, *rest: str) -> None:
             arguments_of(file)
         except Exception:  # changed by its user, so that its options cannot be read alone: it checks them itself
             return
-        parse_options(file, words)
+        with contextlib.suppress(ImportError):  # of yaml, for --config, before setup
+            parse_options(file, words)
     elif what == "options":
         sys.argv[0] = Path(rest[0]).name
         args.parse(arguments_of(rest[0]), ["--help"])

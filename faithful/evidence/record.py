@@ -55,7 +55,7 @@ class Record:
         self.folder = self.name.absolute()  # the script may change its working directory
         self.script, self.started = Path(sys.argv[0]).stem, now()
         self.file = Path(sys.argv[0]).absolute()
-        self.commits = commits(self.file) if main else {}  # now: the repository may go on while the run lasts
+        self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
         self.notes: list[str] = []
         self.opened, self.failed_saves, self.status = False, 0, "running"
         self.lock: int | None = None
@@ -244,10 +244,7 @@ class Record:
             "evidence": evidence[0] if evidence else None,
             "evidence_of_other_models": evidence[1:],
             "notes": self.notes,
-            "versions": machine.versions(),
-            "device_name": machine.device_name(self.plan.device),
-            **self.commits,
-            "code_sha256": code_sha256(self.file),
+            **self.code,
             "started": self.started,
             "finished": finished,
             "throughput": {
@@ -363,6 +360,12 @@ def of_arguments(arguments: Any) -> dict[str, Any]:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def code_and_machine(plan: Plan, script: Path) -> dict[str, Any]:
+    """What a run is made of: packages, device, and the code, in which commits and by its hash."""
+    here = {"versions": machine.versions(), "device_name": machine.device_name(plan.device)}
+    return here | commits(script) | {"code_sha256": code_sha256(script)}
 
 
 def code_sha256(script: Path) -> str:
