@@ -25,7 +25,8 @@
 #   ./launch.sh gpu-first                  the first ten minutes on a GPU: what tells most first, as one page to send
 #   ./launch.sh CONFIG RECIPE --help       the options of a recipe
 #   ./launch.sh ls                         the configs and recipes there are
-#   ./launch.sh completion                 bash completion: source <(./launch.sh completion)
+#   ./launch.sh completion                 completion for bash and zsh: source <(./launch.sh completion)
+#   ./launch.sh --version                  the version of this repository
 #   ./launch.sh test [pytest options]      the test suite
 set -euo pipefail
 for number in 1 2; do  # if it is closed, the next file that is opened would get what is printed
@@ -85,17 +86,25 @@ find_name() { find_python || python=python3; exec "$python" "$root/tools/find.py
 
 need_python() { find_python || { setup; find_python; }; }
 
-# Prints bash completion: commands and configs for the first word, then each command's arguments, folders and files.
+# Prints completion for bash and zsh: commands and configs for the first word, then each command's arguments and options,
+# folders and files.
 completion() {
     local commands
+    find_python || python=python3
     commands=$(help | sed -n 's/^  \.\/launch.sh \([a-z][a-z-]*\).*/\1/p' | tr '\n' ' ')
     cat <<EOF
+if [ -n "\${ZSH_VERSION-}" ]; then
+    type compdef >/dev/null 2>&1 || { autoload -U compinit && compinit; }
+    autoload -U +X bashcompinit && bashcompinit
+fi
 _launch_sh() {
     local word=\${COMP_WORDS[COMP_CWORD]} configs recipes found=""
     configs=\$(cd "$root/accelerate_configs" && printf '%s ' *.yml | sed 's/\.yml//g')
     recipes=\$(cd "$root/recipes" && printf '%s ' *.py | sed 's/\.py//g')
     if [ "\$COMP_CWORD" -eq 1 ]; then
         found="$commands\$configs"
+    elif [[ \$word == -* ]]; then
+        found=\$("$python" "$root/tools/find.py" words "\${COMP_WORDS[@]:1:\$((COMP_CWORD - 1))}" 2>/dev/null)
     else
         case \${COMP_WORDS[1]} in
             check) found=\$configs ;;
@@ -130,6 +139,7 @@ launch() {
                 [ -n "$flags" ] || { need_python; flags=" $("$python" "$root/tools/find.py" flags) "; }
                 if [[ $flags == *" $1 "* ]]; then options+=("$1"); shift; continue; fi
                 [ $# -gt 1 ] || die "$1 needs a value"
+                [ ! -f "$root/recipes/${2%.py}.py" ] && [[ $2 != *.py ]] || die "$1 needs a value before $2"
                 options+=("$1" "$2"); shift 2 ;;
             *) recipe=$1; shift; break ;;
         esac
@@ -140,8 +150,9 @@ launch() {
             [ -f "$root/recipes/${recipe%.py}.py" ] || find_name recipe "$recipe"
             recipe="$root/recipes/${recipe%.py}.py"
         fi
-        if [[ " $* " == *" --help "* || " $* " == *" -h "* ]] && grep -q '^class Arguments(options' "$recipe"; then
-            find_name options "$recipe"
+        if grep -q '^class Arguments(options' "$recipe"; then
+            [[ " $* " != *" --help "* && " $* " != *" -h "* ]] || find_name options "$recipe"
+            (find_name checked "$recipe" "$@") || exit $?  # now, as the processes take seconds to start
         fi
         # A script that does not import faithful runs with faithful's Accelerator in place of Accelerate's.
         grep -qE '^ *(from|import) faithful' "$recipe" || through=(-m faithful)
@@ -164,7 +175,7 @@ launch() {
         fi
         [[ " ${options[*]-} " != *" --max_restarts"* ]] || export PET_STANDALONE=1  # else c10d always uses port 29400
     fi
-    missing=$("$python" "$root/tools/check.py" --quiet "${options[@]/#/}" "$config") || exit $?
+    missing=$("$python" "$root/tools/check.py" --quiet "$config" ${options[@]+"${options[@]}"}) || exit $?
     [ -z "$missing" ] || options+=($missing)  # the GPUs there are, the threads of offloaded steps: if nobody says them
     trap '' PIPE  # what is printed is not the run: it goes on without a reader (faithful/printing.py)
     echo "accelerate launch --config_file $config${options[*]:+ ${options[*]}}${through[*]:+ ${through[*]}} $recipe $*" 2>/dev/null || :
@@ -191,6 +202,7 @@ case ${1-} in
     gpu-report) need_python; exec "$python" "$root/benchmarks/gpu.py" report "${@:2}" ;;
     show | export | predict) need_python; exec "$python" "$root/tools/$1.py" "${@:2}" ;;
     ls) find_name ls ;;
+    --version) sed -n 's/^__version__ = "\(.*\)"/accelerate-recipes \1/p' "$root/faithful/__init__.py" ;;
     completion) completion ;;
     test)  # with pytest-xdist some files at once: most tests keep one core busy, many wait
         shift; need_python; cd "$root"

@@ -7,7 +7,8 @@ from faithful.errors import Diverged, Refused, Stopped
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
 
-__all__ = ["Accelerator", "Diverged", "Refused", "Stopped"]
+__all__ = ["Accelerator", "Diverged", "Refused", "Stopped", "__version__"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> "type[Accelerator]":  # importing faithful.config.rules must not import torch

@@ -12,14 +12,20 @@ import runpy
 import sys
 from pathlib import Path
 
+import faithful
 from faithful.errors import Refused
 from faithful.launch import process
 
 
 def main(words: list[str]) -> None:
+    if words[:1] in (["-h"], ["--help"], ["--version"]):
+        print(f"faithful {faithful.__version__}" if words[0] == "--version" else str(__doc__).strip())
+        return
     while words and words[0].startswith("--"):
         if words[0] != "--config_wins":
-            raise Refused(f"python -m faithful {words[0]}: the option before a script is --config_wins, or none")
+            raise Refused(
+                f"python -m faithful {words[0]}: options before a script are --config_wins, --help, --version"
+            )
         os.environ["FAITHFUL_CONFIG_WINS"] = "1"
         words = words[1:]
     module = words[:1] == ["-m"]
@@ -46,8 +52,8 @@ def take_its_place() -> None:
     from faithful.config import settings
     from faithful.scripts import trainer
 
+    patches.silence_torchao()
     trainer.allow_bf16()  # again, if a run of this process has ended
-
     if settings.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
         patches.set_environment(settings.ONCE, "0")
     plan.resolve()  # before the script asks torch or transformers for the device

@@ -56,7 +56,7 @@ class Accelerator(accelerate.Accelerator):
 
     def launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What `__init__` does, or nothing that lasts: it may refuse."""
-        patches.silence("torch.utils._pytree", unless="is an Enum subclass")
+        patches.silence_torchao()
         patches.say_instead("torch._dynamo.convert_frame", "hit config.", ending.not_compiled)
         trainer.allow_bf16()
         script = arguments.keyword_arguments(args, kwargs)
@@ -67,6 +67,8 @@ class Accelerator(accelerate.Accelerator):
         launcher.keep_timeout()
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
+        if self.plan.rehearsal:
+            patches.ignore_warning("'pin_memory' argument is set as true but no accelerator is found")
         if self.plan.rehearsal and self.plan.precision != "fp32":
             cpu_matmul.start()
         self.strategy.started(self)
@@ -91,7 +93,6 @@ class Accelerator(accelerate.Accelerator):
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
-        self.print(f"record: {self.record.shown}")
         for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
         clipping.instead_of_torch(self)
@@ -282,7 +283,8 @@ class Accelerator(accelerate.Accelerator):
         self.between_steps = False
         self.backward_passes += 1
         self.norms.clear()
-        self.steps.backward(loss, self.gradient_accumulation_steps > 1)
+        # Under DeepSpeed the Trainer divides the loss itself, and tells the engine so by `scale_wrt_gas`.
+        self.steps.backward(loss, self.gradient_accumulation_steps > 1 and kwargs.get("scale_wrt_gas", True))
         super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)
@@ -388,6 +390,8 @@ class Accelerator(accelerate.Accelerator):
             weights = [self.get_state_dict(model) for model in self._models] if scripts else []
             hooks = [functools.partial(hook, self._models, weights) for hook in scripts]
             self.checkpoints.save(state, folder, together, hooks, behind)
+        if self.record.opened:
+            self.run.write()  # a run that is killed later and resumed from here has its loss curve there
         return str(folder)
 
     def run_state(self) -> RunState:

@@ -124,8 +124,14 @@ def with_config(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_missing_trackers(asked: Any) -> None:
-    """Raises Refused if a tracker that is asked for by name is not installed: Accelerate would leave it out."""
+    """Raises Refused if a tracker that is asked for by name is none, or is not installed: Accelerate would leave that
+    out."""
     asked = asked if isinstance(asked, list | tuple) else [asked]
+    if unknown := [one for one in asked if isinstance(one, str) and one not in LoggerType]:
+        names = ", ".join(LoggerType.list())
+        raise Refused(
+            f"the script logs with {unknown[0]!r}, which Accelerate does not know: one of {names}, or leave it out"
+        )
     named = [LoggerType(one) for one in asked if isinstance(one, str | LoggerType) and one in LoggerType]
     if LoggerType.ALL in named:
         return

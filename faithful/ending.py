@@ -139,7 +139,8 @@ class Run:
 
     def write_last(self) -> None:
         self.write(now())
-        PartialState().print(f"{self.record.status}: {self.record.shown}", flush=True)
+        if self.record.main:
+            print(f"{self.record.status}: {self.record.shown}", flush=True)
 
 
 made: list[Run] = []  # of each Accelerator of this process, the oldest first

@@ -84,7 +84,9 @@ TABLE = {  # what is changed: why
         "with AVX-512 the compiler's code for CPUs is wrong where a transposed fp32 tensor meets a bf16 one, as in the "
         "first block of a ViT (NaN; torch 2.11 to 2.15): a rehearsal compiles for AVX2",
     "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
-    "warnings": "torch warns about the way in which Accelerate makes the mesh of HSDP",
+    "warnings":
+        "torch warns about the way in which Accelerate makes the mesh of HSDP; and in a rehearsal, for every loader of "
+        "every process, that there is no GPU to pin memory for",
     "os.environ":
         "ACCELERATE_USE_CPU would make every strategy DDP, ACCELERATE_FP8_BACKEND would convert the model again; "
         "ACCELERATE_TORCH_DEVICE, DS_ACCELERATOR and CUDA_VISIBLE_DEVICES say that there is no accelerator; the "
@@ -140,6 +142,11 @@ def silence(name: str, level: int | None = None, unless: str | None = None) -> N
     elif level is not None:
         undos.append(lambda before=logger.level: logger.setLevel(before))
         logger.setLevel(level)
+
+
+def silence_torchao() -> None:
+    """Before torchao is imported, which transformers does too."""
+    silence("torch.utils._pytree", unless="is an Enum subclass")
 
 
 def say_instead(name: str, text: str, say: Callable[[str], object]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from faithful import patches, strategies
-from faithful.config import config_file, deepspeed, fsdp, rules
+from faithful.config import config_file, deepspeed, fp8, fsdp, rules
 from faithful.config.settings import TAILS, Settings, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
 from faithful.launch import launcher, machine
@@ -105,8 +105,8 @@ def resolved(precision: str | None, process: int) -> Plan:
 
 def made_of(settings: Settings, here: Machine, config: str | None, notes: list[str]) -> Plan:
     """The Plan of settings that have no problem on the machine `here`."""
-    fsdp, fp8, rehearsal = settings.fsdp, settings.fp8.rules, not here.devices
-    emulated = rehearsal and fp8.in_software(settings.rules)
+    fsdp, backend, rehearsal = settings.fsdp, settings.fp8.rules, not here.devices
+    emulated = rehearsal and backend.in_software(settings.rules)
     return Plan(
         config=config,
         strategy=settings.strategy,
@@ -115,7 +115,7 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         device=here.device,
         backend=settings.backend,
         level=settings.level,
-        implementation="emulated" if emulated else fp8.implementation,
+        implementation="emulated" if emulated else backend.implementation,
         fp8_options=settings.fp8.options,
         skip=settings.skip,
         compile=settings.compile,
@@ -276,7 +276,7 @@ def file_says_precision(file: Path) -> bool:
 def describe(plan: Plan) -> str:
     """The plan in one line: `ddp x2 | bf16`, then its other options."""
     parts = [f"{plan.strategy} x{plan.num_processes}" if plan.num_processes > 1 else plan.strategy]
-    parts.append(" ".join(word for word in (plan.precision, plan.backend, plan.level) if word))
+    parts.append(fp8.in_words(plan.precision, plan.backend, plan.level, plan.fp8_options))
     parts += [word for word in TAILS if getattr(plan, word)]
     parts += ["rehearsal on a CPU"] if plan.rehearsal else []
     return " | ".join(parts)

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader
-from transformers import get_cosine_schedule_with_warmup
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
@@ -39,8 +38,10 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     optimizer: Literal["adamw", "sgd", "adamw_8bit", "adamw_bf16", "adafactor", "muon"] = "adamw"  # sgd: momentum 0.9
     learning_rate: float = 2e-3  # peak, after the warm-up
     weight_decay: float = 0.05  # decoupled in AdamW
-    warmup_steps: int = 30  # optimizer steps of linear warm-up; cosine decay to zero after it
+    warmup_steps: int = 30  # optimizer steps of linear warm-up
+    lr_scheduler_type: options.Schedule = "cosine"  # after the warm-up: to zero, or constant
     max_steps: int = 300  # optimizer steps
+    num_train_epochs: float | None = None  # epochs, in place of max_steps
     per_device_train_batch_size: int = 32  # samples per process and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
     max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 means no clipping
@@ -81,7 +82,7 @@ def main(args: Arguments) -> None:
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
     optimizer = optimizers.optimizer(model, args, accelerator.device)
-    lr_scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.max_steps)
+    lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
     progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()})
     order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
     loading = data.loading(args.dataloader_num_workers, dtype)

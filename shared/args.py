@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from tqdm.auto import tqdm
 
 Options = typing.TypeVar("Options")  # the dataclass of a recipe's options
+Schedule = typing.Literal["cosine", "linear", "constant_with_warmup"]  # of transformers' SchedulerType
 
 
 class Refused(Exception):
@@ -43,6 +44,7 @@ class Refused(Exception):
 class Run:
     """Options of every recipe that don't change what is computed. A resumed run may change them."""
 
+    config: str | None = None  # a YAML or JSON file of `option: value`; the command line wins
     output_dir: str | None = None  # default: runs/<recipe>-<config>-<time>
     resume_from_checkpoint: str | None = None  # latest (in output_dir), or a checkpoint folder
     logging_steps: int = 10  # optimizer steps
@@ -63,6 +65,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "dataloader_num_workers": (0, 1024), "image_size": (1, 1 << 16), "freeze": (0, None), "layer_decay": (0, 1),
     "dropout": (0, 1), "label_dropout": (0, 1), "skip_broken": (0, None), "learning_rate": (0, None),
     "weight_decay": (0, None), "ema_decay": (0, 1), "warmup_steps": (0, None), "max_steps": (1, None),
+    "num_train_epochs": (0.001, None),
     "gradient_accumulation_steps": (1, None), "max_grad_norm": (0, None), "guidance": (0, None),
     "sequence_length": (1, 1 << 24), "vocab_size": (0, 1 << 24), "lora_rank": (0, 1 << 16), "lora_alpha": (1, None),
     "seed": (0, 2**31 - 1),  # NumPy takes 32 bits, and Accelerate may add the number of a process
@@ -117,18 +120,56 @@ class Parser(argparse.ArgumentParser):
 
 def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
     """The parser's message; if it does not know an option, with the one that is spelled most like it."""
-    close = difflib.get_close_matches("".join(message.split()[2:3]), parser._option_string_actions, 1)
+    close = difflib.get_close_matches("".join(message.split()[2:3]).split("=")[0], parser._option_string_actions, 1)
     return f"{message}: did you mean {close[0]}?" if close and message.startswith("unrecognized") else message
 
 
 def parse(cls: type[Options], argv: Sequence[str] | None = None) -> Options:
     """Fills the dataclass `cls` from `argv` (default: the command line). Exits with code 2 on a bad option."""
-    args = cls(**vars(parser_of(cls).parse_args(argv)))
+    args = cls(**values_of(parser_of(cls), sys.argv[1:] if argv is None else argv))
     if str(getattr(args, "dtype", None)).endswith("16"):
         os.environ.setdefault("FAITHFUL_KEEP_DTYPE", "1")  # faithful's word for: the parameters are meant to be so
     if getattr(args, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it begins
     return args
+
+
+def values_of(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, typing.Any]:
+    """{option: value} of a command line, and of the file that its --config names."""
+    values = vars(parser.parse_args(argv))
+    if values.get("config"):
+        values = vars(parser.parse_args([*words_of(values["config"], parser), *argv]))
+    epochs, steps = values.get("num_train_epochs"), values.get("max_steps")
+    if epochs is not None and steps != parser.get_default("max_steps"):
+        parser.error(f"--num_train_epochs {epochs} and --max_steps {steps}: give one of them")
+    return values
+
+
+def words_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The options in a YAML or JSON file, as words of a command line: their values are the texts that stand there."""
+    import yaml
+
+    words, at = {}, Path(file)
+    try:
+        if not at.is_file() or at.stat().st_size > 1 << 16:  # a pipe would be waited for
+            raise OSError("it is longer than 65,536 bytes" if at.is_file() else "no such file")
+        lines = yaml.compose(at.read_text(), yaml.SafeLoader)  # pyrefly: ignore[bad-argument-type]
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        parser.error(f"--config {file} cannot be read: {' '.join(str(error).split())}")
+    for key, value in lines.value if isinstance(lines, yaml.MappingNode) else [(None, None)]:
+        if not isinstance(value, yaml.ScalarNode):
+            parser.error(f"--config {file} does not hold `option: value` lines alone")
+        option = f"--{key.value}"
+        if option not in parser._option_string_actions or option in ("--config", "--help"):
+            parser.error(f"unrecognized arguments: {option} in {file}")
+        if option in words:
+            parser.error(f"--config {file} has {key.value} twice")
+        words[option] = f"{option}={value.value}"
+        if isinstance(parser._option_string_actions[option], argparse.BooleanOptionalAction):
+            words[option] = {"true": option, "false": f"--no-{key.value}"}.get(value.value.lower(), words[option])
+        elif value.value in ("", "null", "~"):  # as if it were not there
+            words[option] = ""
+    return list(filter(None, words.values()))
 
 
 def parser_of(cls: type, kind: type[Parser] = Parser) -> Parser:

@@ -8,6 +8,7 @@ and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` an
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,18 @@ def global_batch_size(accelerator: Accelerator, args: Any) -> int:
     parallel = accelerator.parallelism_config
     processes = accelerator.num_processes // (parallel.non_data_parallel_size if parallel else 1)
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+
+
+def lr_scheduler(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, args: Any, length: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule of --lr_scheduler_type. Sets args.max_steps to the optimizer steps of --num_train_epochs, if that is
+    given. length: samples in the set, of which an epoch leaves out those that do not fill a global batch."""
+    from transformers import get_scheduler
+
+    if args.num_train_epochs is not None:
+        args.max_steps = math.ceil(args.num_train_epochs * (length // global_batch_size(accelerator, args))) or 1
+    return get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
 
 
 def about(dataset: object) -> dict[str, Any]:

@@ -96,19 +96,19 @@ def what_next(folder: Path) -> None:
             record = records.record_of(folder)
             if record["status"] != "finished":
                 return
-            print(show.text(folder))
+            print(show.text(folder, printed=("truth", "note")))
             config, recipe, other = record["config"]["name"], record["recipe"], other_than(record["plan"])
     except Refused as refused:  # a script may write over its own record
         print(f"note: {refused}")
         return
-    lines = []
-    if (folder / "data.json").exists() and recipe in find.names("recipe"):
+    lines, is_recipe = [], (folder / "data.json").exists() and recipe in find.names("recipe")
+    if is_recipe:
         what = {"gpt": '--prompt "The "', "sft": '--prompt "QUESTION"', "bert": '--prompt "TEXT"', "diffusion": ""}
         what = what.get(recipe, "FILE")
         lines.append((f"predict {folder} {what}", "use the model"))
     if (folder / "model").exists():
         lines.append((f"export {folder}", "the weights as plain fp32 safetensors"))
-    if recipe in find.names("recipe") and {config, other} <= {*find.names("config")}:
+    if is_recipe and {config, other} <= {*find.names("config")}:
         lines.append((f"compare {config} {other} -- {recipe}", "whether FP8 changes the loss"))
     lines.append((f"show {folder} --html", "the run as a page, with its curves"))
     print("next:", *(f"  ./launch.sh {line}" for line in cli.columns(lines)), sep="\n")

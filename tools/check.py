@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
-from faithful.config import config_file, rules, schema  # noqa: E402
+from faithful.config import config_file, fp8, rules, schema  # noqa: E402
 from faithful.config.fsdp import FSDP  # noqa: E402
 from faithful.config.settings import TAILS, Settings, read_env, to_env  # noqa: E402
 from faithful.launch import machine  # noqa: E402
@@ -49,10 +49,11 @@ def check(
     return lines + unsound, not_here, notes, wanted
 
 
-def description(wanted: Settings) -> str:
-    """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`."""
+def description(wanted: Settings, rehearsal: bool = False) -> str:
+    """What a file will be, in a few words: `fsdp x8, bf16, sharded by LlamaDecoderLayer; as FSDP2`. rehearsal: whether
+    that is on a CPU here, by the file's word or because there is no GPU."""
     words = [f"{wanted.strategy} x{wanted.num_processes}"]
-    words.append(" ".join(word for word in (wanted.precision, wanted.backend, wanted.level) if word))
+    words.append(fp8.in_words(wanted.precision, wanted.backend, wanted.level, wanted.fp8.options))
     fsdp = wanted.fsdp if wanted.sharded else FSDP()
     if fsdp.wrap_policy == "SIZE_BASED_WRAP":
         words.append(f"sharded by modules of {fsdp.min_num_params} parameters")
@@ -61,7 +62,8 @@ def description(wanted: Settings) -> str:
     elif fsdp.wrap_classes:
         words.append(f"sharded by {', '.join(fsdp.wrap_classes)}")
     words += [tail for tail in TAILS if getattr(wanted, tail)]
-    return ", ".join(words) + ("; as FSDP2" if wanted.sharded and fsdp.version == 1 else "")
+    as_fsdp2 = "; as FSDP2" if wanted.sharded and fsdp.version == 1 else ""
+    return ", ".join(words) + as_fsdp2 + ("; rehearsal on a CPU" if rehearsal else "")
 
 
 def missing_option(path: Path, here: machine.Machine, overrides: dict[str, Any]) -> str:
@@ -86,6 +88,8 @@ def threads(wanted: Settings, here: machine.Machine) -> int:
 
 def main(argv: list[str]) -> int:
     parser = cli.parser("check", __doc__)
+    if argv[:1] == ["--quiet"]:  # ./launch.sh asks before a launch
+        parser.prog = "accelerate launch"
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
     for name in OPTIONS:
         kind = str if name in ("main_process_ip", "rdzv_backend") else schema.option(name)
@@ -112,7 +116,8 @@ def main(argv: list[str]) -> int:
             print(f"--num_cpu_threads_per_process {count}")
         failed |= bool(problems) or (bool(args.configs) and bool(not_here))
         if wanted and not (problems or not_here or args.quiet):
-            print(f"{path.name}: ok ({description(wanted)})")
+            rehearsal = not here.devices or config_file.asks_for_cpu(config_file.read(path)[1] or {})
+            print(f"{path.name}: ok ({description(wanted, rehearsal)})")
         for line in () if args.quiet else notes:
             print(f"{path.name}: note: {line}")
         for line in problems:

@@ -3,7 +3,8 @@
     ./launch.sh copy vit ddp_fp8_msamp_o2 ../my-project
     ./launch.sh copy vit ddp_bf16 ../my-project --plain
 
-writes recipes/vit.py, the modules of shared/ that it imports, the YAML, pinned requirements, and a README of ten lines.
+writes recipes/vit.py, the modules of shared/ that it imports, the YAML, pinned requirements, a test that trains two
+steps, and a README of ten lines.
 faithful and amp8 stand beside them as a wheel that the requirements name; with --vendored they are written as source,
 to be changed. With --plain the recipe imports Accelerate's own Accelerator, and needs neither. The modules are found by
 reading the imports, including those inside functions.
@@ -142,7 +143,39 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
     more = [*engine, *([f"./{built}"] if built else [])]
     (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in more))
     (destination / "README.md").write_text(readme(source, yml, destination, built, plain, wanted.strategy))
-    return sorted([*written, Path("requirements.txt"), Path("README.md"), *([Path(built)] if built else [])])
+    (destination / "test_copy.py").write_text(smoke_test(source, yml, plain, wanted.strategy))
+    made = ["requirements.txt", "README.md", "test_copy.py", *([built] if built else [])]
+    return sorted([*written, *map(Path, made)])
+
+
+def smoke_test(source: Path, yml: Path, plain: bool, strategy: str) -> str:
+    """A test of the copy. Without a GPU, plain ddp needs a variable (see `readme`)."""
+    launch = f"-m accelerate.commands.launch --config_file accelerate_configs/{yml.name}"
+    launch += "" if strategy == "single" else " --main_process_port 0"
+    system, torch, env = "", "", ""
+    if plain and strategy == "ddp":
+        system, torch = "import os\n", "\nimport torch\n"
+        env = '\nENV = os.environ | ({} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"})'
+    return f'''"""Two steps of the recipe under its config, on any machine: python test_copy.py, or pytest."""
+
+{system}import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+{torch}
+LAUNCH = "{launch}".split(){env}
+
+
+def test_two_steps():
+    with TemporaryDirectory() as folder:
+        words = [sys.executable, *LAUNCH, "recipes/{source.name}", "--max_steps", "2", "--output_dir", folder]
+        assert subprocess.run(words, cwd=Path(__file__).resolve().parent{", env=ENV" * bool(env)}).returncode == 0
+        assert Path(folder, "model", "model.safetensors").is_file()
+
+
+if __name__ == "__main__":
+    test_two_steps()
+'''
 
 
 def readme(source: Path, yml: Path, destination: Path, built: str | None, plain: bool, strategy: str) -> str:
@@ -163,6 +196,7 @@ def readme(source: Path, yml: Path, destination: Path, built: str | None, plain:
 
     python3 -m venv .venv && source .venv/bin/activate  # or: uv venv, and below uv pip install
     pip install -r requirements.txt
+    python test_copy.py  # trains two steps
     {command}{without_gpu}
 
 {textwrap.fill(text, 100)}

@@ -39,7 +39,12 @@ from tools import cli, find, paired, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
-LENGTH = ("max_steps", "eval_steps", "save_steps")  # options of a recipe that say how long it trains
+LENGTH = (
+    "max_steps",
+    "num_train_epochs",
+    "eval_steps",
+    "save_steps",
+)  # options of a recipe that say how long it trains
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
 
 
@@ -292,9 +297,9 @@ def main(argv: list[str]) -> int:
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
     env = os.environ | {"TQDM_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     code = subprocess.run([*command, str(script), *script_options], env=env, preexec_fn=ends_with_this).returncode
+    shutil.rmtree(out / "run", ignore_errors=True)  # what the script wrote beside its record, of which there is none
     if not (out / "watched.json").exists():
         return code or 1
-    shutil.rmtree(out / "run", ignore_errors=True)  # the record of repeated steps describes no real run
     diagnosis = diagnosis_of(json.loads((out / "watched.json").read_text()), f"./launch.sh diagnose {shlex.join(argv)}")
     cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
     cli.write(out / "diagnose.html", page_of(diagnosis))

@@ -4,10 +4,13 @@ python tools/find.py ls               the list that ./launch.sh ls prints
 python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
 python tools/find.py recipe vit
 python tools/find.py options FILE     the options of a recipe, without importing what it trains with
+python tools/find.py checked FILE ... nothing, if a recipe takes these options
+python tools/find.py words WORD ...   the options that may follow these words of ./launch.sh
 python tools/find.py flags            the options of accelerate launch that take no value
 """
 
 import ast
+import contextlib
 import difflib
 import os
 import re
@@ -50,7 +53,8 @@ def file_of(name: str | Path, kind: str) -> Path:
     for file in (Path(name), folder / f"{name.removesuffix(suffix)}{suffix}"):
         if file.is_file():
             return file
-    raise args.Refused(f"no {kind} {name}: {suggestion(name, kind)}")
+    here = f"no file {name} in {os.getcwd()}, and " if Path(name).suffix or "/" in name else ""
+    raise args.Refused(f"{here}no {kind} {name}: {suggestion(name, kind)}")
 
 
 def config(name: str | Path) -> Path:
@@ -129,6 +133,34 @@ def flags() -> set[str]:
     return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}
 
 
+def options_after(words: list[str]) -> set[str]:
+    """The options that may follow these words of ./launch.sh: of a recipe that they name, else of the command, else of
+    accelerate launch."""
+    from faithful.config.schema import launch_options
+
+    command, *rest = words
+    file = ROOT / "tools" / f"{'copy_recipe' if command == 'copy' else command}.py"
+    named = [word for word in rest if word in names("recipe")] or ["vit"] * (command == "demo")
+    if file.is_file() and (command == "copy" or not named):
+        return options_of_tool(file)
+    if named:
+        return set(args.parser_of(arguments_of(recipe(named[0])))._option_string_actions)
+    is_config = command in names("config") or Path(command).is_file()
+    return {"--extra"} if command == "setup" else set(launch_options()) if is_config else set()
+
+
+def options_of_tool(file: Path) -> set[str]:
+    """The options in the lines of a tool, which may import torch: those that it adds, and the names in OPTIONS."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        called = isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None))
+        if isinstance(node, ast.Call) and called in ("add_argument", "add"):
+            found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "OPTIONS":
+            found |= {f"--{name}" for name in ast.literal_eval(node.value)}
+    return {word for word in found if isinstance(word, str)}
+
+
 def is_recipe(file: str | Path) -> bool:
     """Whether a script has the options that all recipes share."""
     return "options.Run" in Path(file).read_text()
@@ -159,7 +191,7 @@ def parse_options(file: str | Path, words: list[str]) -> args.Run:
     """The options of a recipe from a command line, before anything is launched. Raises Refused for a bad one."""
     try:
         cls = arguments_of(file)
-        return cls(**vars(args.parser_of(cls, Quiet).parse_args(words)))
+        return cls(**args.values_of(args.parser_of(cls, Quiet), words))
     except args.Refused as refused:
         name = os.path.relpath(file)
         raise args.Refused(f"{Path(file).stem}: {refused}; python {name} --help lists the options") from None
@@ -168,8 +200,19 @@ def parse_options(file: str | Path, words: list[str]) -> args.Run:
 def main(what: str, *rest: str) -> None:
     if what == "ls":
         print("\n".join(listing()))
+    elif what == "words":
+        found = {option for option in options_after(list(rest)) if option.startswith("--")}
+        print(*sorted(option for option in found if f"--{option[2:].replace('-', '_')}" not in found - {option}))
     elif what == "flags":
         print(*sorted(flags()))
+    elif what == "checked":
+        file, *words = rest
+        try:
+            arguments_of(file)
+        except Exception:  # changed by its user, so that its options cannot be read alone: it checks them itself
+            return
+        with contextlib.suppress(ImportError):  # of yaml, for --config, before setup
+            parse_options(file, words)
     elif what == "options":
         sys.argv[0] = Path(rest[0]).name
         args.parse(arguments_of(rest[0]), ["--help"])

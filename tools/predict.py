@@ -149,7 +149,10 @@ def of_images(args: argparse.Namespace, device: torch.device) -> str:
         if not path.is_file():
             raise Refused(f"no file {path}")
     model, record, _ = load(args.run, args.checkpoint)
-    rows = classes(model, record, paths, args.precision, device=device)
+    try:
+        rows = classes(model, record, paths, args.precision, device=device)
+    except images.Broken as broken:  # it ends with advice for training
+        raise Refused(f"{str(broken).rpartition(': ')[0]}: {args.run} classifies images, leave it out") from None
     return "\n".join(
         f"{printable(str(path))}\t{printable(str(name))}\t{probability:.4f}" for path, name, probability in rows
     )

@@ -38,7 +38,8 @@ PLAN = {
     "level": word, "rehearsal": bool, "emulated": bool,
 }  # fmt: skip
 SEEN = {
-    "samples_per_step": (None, COUNT), "first_batch": words, "nudged?": bool, "optimizer": (None, {"class": str}),
+    "samples_per_step": (None, COUNT), "first_batch": words, "nudged?": bool, "resumed_at?": COUNT,
+    "optimizer": (None, {"class": str}),
     "loss_curve": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
 }  # fmt: skip
 EVIDENCE = {

@@ -5,7 +5,7 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     plan = record["plan"]
     yield "how", f"{plan['strategy']} x{plan['num_processes']}, {plan['precision']}, on {record['device_name']}"
     curve = record["seen"]["loss_curve"]  # a script of one's own may log nothing
-    yield "optimizer steps", final.get("step") or (curve[-1][0] if curve else None)
+    taken, resumed = final.get("step") or (curve[-1][0] if curve else None), record["seen"].get("resumed_at")
+    yield "optimizer steps", taken and f"{taken}" + (f", resumed at step {resumed}" if resumed else "")
     yield "training loss", curve and " -> ".join(f"{loss:.4f} (step {step})" for step, loss in (curve[0], curve[-1]))
     for name, value in (final.get("metrics") or {}).items():
         yield name, f"{value:.4f}" if records.number(value) else records.readers.short(value)
@@ -34,8 +35,10 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "error", record["error"]
 
 
-def text(folder: Path) -> str:
-    table = [(name, printable(str(value))) for name, value in rows(records.record_of(folder)) if value]
+def text(folder: Path, printed: Collection[str] = ()) -> str:
+    """The table. printed: the rows that the run itself has printed."""
+    named = [(name, value) for name, value in rows(records.record_of(folder)) if value and name not in printed]
+    table = [(name, printable(str(value))) for name, value in named]
     files = [name for name in ("run.json", "metrics.jsonl", "model/model.safetensors") if (folder / name).exists()]
     table.append(("record", f"{folder}/{', '.join(files)}"))
     return "\n".join(f"  {line}" for line in cli.columns(table))

@@ -181,6 +181,7 @@ def watching(watch: Watch) -> type[accelerator.Accelerator]:
                     f"diagnose sees the scales of emulated FP8 and of MS-AMP's levels, not those inside "
                     f"{self.plan.implementation}'s kernels: run it on a CPU"
                 )
+            self.record.main = False  # steps that are repeated are no run: no process writes a record
 
         def prepare(self, *args: Any, **kwargs: Any) -> Any:
             prepared = super().prepare(*args, **kwargs)

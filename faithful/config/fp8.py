@@ -321,6 +321,13 @@ BACKENDS: dict[str | None, BackendRules] = {  # the first is Accelerate's defaul
 }
 
 
+def in_words(precision: str, backend: str | None, level: str | None, options: dict[str, Any]) -> str:
+    """What a config asks for in the words of its name: `fp8 msamp o2_te`."""
+    recipes = BACKENDS.get(backend, HIGH_PRECISION).recipes.items()
+    recipe = next((word for word, name in recipes if name == options.get("recipe")), None)
+    return " ".join(word for word in (precision, backend, f"{level}_{recipe}" if recipe else level) if word)
+
+
 def own_bytes(settings: "Settings") -> int:
     """Bytes of a weight in high precision as a layer finds it: a strategy that divides the state casts it."""
     return computed(settings) if settings.rules.divides_state else 4

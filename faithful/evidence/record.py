@@ -1,7 +1,7 @@
 """The record of a run: `run.json` and `metrics.jsonl` in its folder.
 
-run.json holds the plan of the run, what was observed, and the evidence. It is written when the run begins and when it
-ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
+run.json holds the plan of the run, what was observed, and the evidence. It is written when the run begins, at each
+checkpoint, and when it ends, finished or not. metrics.jsonl has one line for each call of `accelerator.log`.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Record:
         self.folder = self.name.absolute()  # the script may change its working directory
         self.script, self.started = Path(sys.argv[0]).stem, now()
         self.file = Path(sys.argv[0]).absolute()
-        self.commits = commits(self.file) if main else {}  # now: the repository may go on while the run lasts
+        self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
         self.notes: list[str] = []
         self.opened, self.failed_saves, self.status = False, 0, "running"
         self.lock: int | None = None
@@ -125,10 +125,24 @@ class Record:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.claim()
             self.clear_leftovers()
-            if not resumed:
+            if resumed:
+                self.go_on(step)
+            else:
                 self.set_aside()
+        if self.folder.is_dir():  # not before: a run that is refused leaves none
+            print(f"record: {self.shown}", flush=True)
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)
+
+    def go_on(self, step: int) -> None:
+        """Takes the loss curve up to `step` from the record of the run that is resumed, if this folder has one: a run
+        is one curve, however often it was launched."""
+        self.seen |= {"resumed_at": step} if step else {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            form = {"seen": {"loss_curve": [[readers.number]]}}
+            path = self.folder / "run.json"
+            before = readers.of_kind(path, readers.value_of(path), form)["seen"]["loss_curve"]
+            self.seen["loss_curve"] = [point for point in before if len(point) == 2 and point[0] <= step]
 
     def clear_leftovers(self) -> None:
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
@@ -230,10 +244,7 @@ class Record:
             "evidence": evidence[0] if evidence else None,
             "evidence_of_other_models": evidence[1:],
             "notes": self.notes,
-            "versions": machine.versions(),
-            "device_name": machine.device_name(self.plan.device),
-            **self.commits,
-            "code_sha256": code_sha256(self.file),
+            **self.code,
             "started": self.started,
             "finished": finished,
             "throughput": {
@@ -349,6 +360,12 @@ def of_arguments(arguments: Any) -> dict[str, Any]:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def code_and_machine(plan: Plan, script: Path) -> dict[str, Any]:
+    """What a run is made of: packages, device, and the code, in which commits and by its hash."""
+    here = {"versions": machine.versions(), "device_name": machine.device_name(plan.device)}
+    return here | commits(script) | {"code_sha256": code_sha256(script)}
 
 
 def code_sha256(script: Path) -> str:

@@ -64,7 +64,10 @@ def test_killed_and_resumed_is_the_same_run(uninterrupted, tmp_path, config, kil
     train(config, out, *STEPS, *LATEST)
     assert "resumed from" in (tmp_path / "run.log").read_text()
     same_run(out, uninterrupted(config))
-    assert record(out)["status"] == "finished"
+    assert record(out)["status"] == "finished" and record(out)["seen"]["resumed_at"]
+    whole = dict(record(uninterrupted(config))["seen"]["loss_curve"])  # processes compare losses every 0.1 s
+    curve = record(out)["seen"]["loss_curve"]
+    assert curve[0][0] <= 10 and all(whole.get(step, loss) == loss for step, loss in curve)
 
 
 @pytest.mark.parametrize(("config", "victim"), [("single_fp32", 0), ("ddp_fp16", 1)])

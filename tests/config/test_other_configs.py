@@ -208,10 +208,16 @@ def test_minus_one_process_is_nobodys_choice(tmp_path):
 def test_check_says_what_a_file_will_be(tmp_path):
     path = written(tmp_path, fsdp(fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer") | {"mixed_precision": "bf16"})
     lines = launched("./launch.sh", "check", str(path)).stdout.splitlines()
-    assert lines[0] == f"{path.name}: ok (fsdp x2, bf16, sharded by LlamaDecoderLayer; as FSDP2)"
+    words = "fsdp x2, bf16, sharded by LlamaDecoderLayer; as FSDP2; rehearsal on a CPU"
+    assert lines[0] == f"{path.name}: ok ({words})"  # also where the file says `use_cpu: false`
     assert [line.split(": ")[1] for line in lines[1:]] == ["note"] * 2
+    path = written(tmp_path, DDP | {"mixed_precision": "fp8", "fp8_config": TE_LEVEL})
+    assert launched("./launch.sh", "check", str(path)).stdout.endswith(
+        "ok (ddp x2, fp8 msamp o2_te; rehearsal on a CPU)\n"
+    )
 
 
+TE_LEVEL = {"backend": "MSAMP", "opt_level": "O2", "recipe": "te_delayed"}
 STEPS = ("--max_steps", "2", "--logging_steps", "1", "--save_steps", "0",
          "--dataset", str(ROOT / "launch.sh"), "--sequence_length", "32")  # fmt: skip
 

@@ -109,16 +109,24 @@ LAUNCH_SH = [  # (the script, its words, its exit code, the line)
     ("./launch.sh", "diagnose single_f8 -- vit", 2, "did you mean single_fp8?"),
     ("./launch.sh", "ddp_bf16", 2, "which recipe?"),
     ("./launch.sh", "ddp_bf16 vitt", 2, "no recipe vitt: did you mean vit?"),
+    ("./launch.sh", "ddp_bf16 gone.py", 2, f"no file gone.py in {ROOT}, and no recipe gone.py: ./launch.sh ls lists them"),
+    ("./launch.sh", "./gone.yml vit", 2, f"no file ./gone.yml in {ROOT}, and no config ./gone.yml"),
+    ("./launch.sh", "ddp_bf16 vit --max_step 4", 2, UNKNOWN),
+    ("./launch.sh", "ddp_bf16 vit --max_steps many", 2, "max_steps: many is not a whole number, 1 or more"),
     ("./launch.sh", "--bananas", 2, "unknown option"),
     ("./launch.sh", "ddp_bf16 --num_processes", 2, "needs a value"),
+    ("./launch.sh", "ddp_bf16 --num_processes vit", 2, "--num_processes needs a value before vit"),
+    ("./launch.sh", "ddp_bf16 --num_processes recipes/vit.py --max_steps 2", 2, "--num_processes needs a value before recipes/vit.py"),
+    ("./launch.sh", "ddp_bf16 --num_procs 2 vit", 2, "unrecognized arguments: --num_procs 2: did you mean --num_processes? (accelerate launch --help"),
     ("./launch.sh", "setup fast", 2, "setup takes --extra"),
     ("./launch.sh", "show /nowhere", 2, "/nowhere is not the folder of a run"),
-]
+]  # fmt: skip
 RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process, the line)
     ("single_bf16", "--grad_scaler init_scale=8", 2, "a gradient scaler (GradScalerKwargs) is for fp16, this run is bf16: leave it out"),
     ("single_bf16", "--dtype float16", 2, "parameters are in float16, which bf16 needs in fp32: leave it out, or use an fp32 config"),
     ("single_fp32", "--per_device_train_batch_size 5000", 2, "less than one global batch of 5000"),
     ("single_fp32", "--model vit_enormous", 2, "--model vit_enormous: Unknown model"),
+    ("single_fp32", "--report_to wandbb", 2, "the script logs with 'wandbb', which Accelerate does not know: one of all, "),
     ("single_fp32", "--dataset /nowhere/at/all", 2, "known offline: digits, photos, synthetic"),
     ("tp_bf16", "--max_steps 2", 2, "VisionTransformer has no plan for tensor parallel"),
 ]  # fmt: skip

@@ -140,7 +140,8 @@ def test_a_second_run_in_a_folder_keeps_the_record_of_the_first(tmp_path, capsys
     for again in range(2):
         (tmp_path / "run.json").write_text(earlier)
         (tmp_path / "metrics.jsonl").write_text(f"{again}\n")
-        assert opened(tmp_path).notes == [capsys.readouterr().out.removeprefix("note: ").strip()]
+        said = f"note: {opened(tmp_path).notes[0]}\nrecord: {tmp_path}\n"
+        assert capsys.readouterr().out == said
         assert not (tmp_path / "run.json").exists() and rows(tmp_path) == []
     name = "run_20261122T083000" if status else "run_earlier"
     for again, aside in enumerate((tmp_path / name, tmp_path / f"{name}_2")):

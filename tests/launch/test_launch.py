@@ -1,9 +1,12 @@
 """launch.sh: what it adds to a launch, its commands, and the set-up of an environment."""
 
 import dataclasses
+import importlib
 import os
+import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, launched, recipe, record
 
+import faithful
 from tools import check, compare, find
 
 
@@ -50,7 +54,9 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
                         "./launch.sh compare single_bf16 single_fp8 -- vit", f"./launch.sh show {out} --html"]  # fmt: skip
     shown = launched("./launch.sh", "show", str(out))
     assert "single_bf16, finished" in shown.stdout and "accuracy" in shown.stdout
-    assert shown.stdout.splitlines() == lines[at + 1 : after], "the table at the end of a run is the same"
+    rest = [line for line in shown.stdout.splitlines() if not line.startswith(("  truth ", "  note "))]
+    assert rest == lines[at + 1 : after], "the table at the end of a run is the same, without what was printed before"
+    assert result.stdout.count(record(out)["evidence"]["truth"].removesuffix(" | rehearsal on a CPU")) == 1
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "diffusion", "sft"])
@@ -65,6 +71,55 @@ def test_help_of_a_recipe_starts_nothing(tmp_path, name):
         assert f"--{option}" in text
         assert f"(default: {default})" in text, option
     assert text.startswith(f"usage: {name}.py") and "Train " in text
+
+
+OPTIONS_OF = [("compare single_bf16", "compare"), ("diagnose", "diagnose"), ("check", "check"), ("copy vit", "copy_recipe"),
+              ("estimate", "estimate"), ("advise", "advise"), ("show", "show"), ("export", "export"),
+              ("predict", "predict")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "tool"), OPTIONS_OF)
+def test_completion_knows_the_options_of_a_command(words, tool, capsys, monkeypatch):
+    find.main("words", *words.split())
+    offered = set(capsys.readouterr().out.split())
+    monkeypatch.setattr(sys, "argv", [tool, "--help"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"tools.{tool}").main(["--help"])
+    text = capsys.readouterr().out
+    there = set(re.findall(r"(?<![\w`])--[a-z][\w-]*", text[text.rindex("options:") :])) - {"--help"}
+    once = {word for word in there if f"--{word[2:].replace('-', '_')}" not in there - {word}}
+    assert offered == once and offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_options_in_each_shell(shell):
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    script = """source <(./launch.sh completion)
+    [ -z "${ZSH_VERSION-}" ] || emulate sh  # as zsh calls it, which then keeps what begins with the word
+    words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _launch_sh
+              echo $(printf '%s\\n' "${COMPREPLY[@]}" | grep -e "^${COMP_WORDS[COMP_CWORD]}"); }
+    words ./launch.sh ddp_b; words ./launch.sh ddp_bf16 --num_p; words ./launch.sh ddp_bf16 vit --learn
+    words ./launch.sh compare single_bf16 -- gpt --seq; words ./launch.sh predict RUN --pro; words ./launch.sh demo --max"""
+    done = launched(shell, *(["-f"] if shell == "zsh" else []), "-c", script)
+    lines = [
+        "ddp_bf16",
+        "--num_processes",
+        "--learning_rate",
+        "--sequence_length",
+        "--prompt",
+        "--max_grad_norm --max_steps",
+    ]
+    assert [" ".join(line.split()) for line in done.stdout.splitlines()] == lines and done.stderr == "", done.stderr
+
+
+def test_the_version_is_said_in_one_place():
+    version = re.search('__version__ = "(.*)"', (ROOT / "faithful" / "__init__.py").read_text())[1]
+    assert faithful.__version__ == version
+    assert launched("./launch.sh", "--version").stdout == f"accelerate-recipes {version}\n"
+    for option, begins in (("--version", f"faithful {version}\n"), ("--help", "Runs an unchanged Accelerate script")):
+        done = launched(sys.executable, "-m", "faithful", option)
+        assert done.returncode == 0 and done.stdout.startswith(begins), done.stderr
 
 
 def test_completion_knows_commands_configs_and_recipes():

@@ -115,6 +115,17 @@ def test_fsdp_ends_where_ddp_ends(tmp_path, client):
     assert weights_of(tmp_path / "ddp_fp32") and apart(tmp_path / "ddp_fp32", tmp_path / "fsdp_fp32") < 1e-9
 
 
+@pytest.mark.slow
+@there("trl")
+def test_a_default_sft_config_is_rehearsed_on_a_cpu(tmp_path):
+    """It says bf16=True, for which transformers wants a GPU before there is an Accelerator, and checkpoints layers."""
+    script = changed("sft", tmp_path, ("bf16=False, gradient_checkpointing=False, ", ""))
+    done = launched("./launch.sh", "single_bf16", script, tmp_path,
+                    env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert record(tmp_path / "run")["evidence"]["dtypes"]["linear_output"] == "bfloat16"
+
+
 IN_16_BIT = {"causal": ("optim=", "{}=True, optim="), "sft": ("bf16=False, ", "{}=True, ")}
 
 
@@ -141,6 +152,21 @@ def test_arguments_in_16_bit_are_rehearsed_on_a_cpu(tmp_path, client, config, ar
     made = of(tmp_path)
     assert made["plan"]["precision"] == argument and made["status"] == "finished"
     assert made["evidence"]["dtypes"]["linear_output"] in (None, {"bf16": "bfloat16", "fp16": "float16"}[argument])
+
+
+@there("transformers")
+@pytest.mark.parametrize("config", ["zero2_bf16", pytest.param("ddp_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("client", ["classifier", pytest.param("causal", marks=pytest.mark.slow)])
+def test_the_recorded_loss_of_accumulated_micro_batches_is_the_trainers(tmp_path, client, config):
+    """A model that takes num_items_in_batch divides its loss by it, the Trainer divides that of another one, and both
+    tell DeepSpeed to leave it as it is."""
+    more = {"causal": [("size=4,", "size=4, gradient_accumulation_steps=2,")]}.get(client, [])
+    told = ("trainer.train()", "trainer.train()\ntrainer.save_state()"), ("logging_steps=2", "logging_steps=1")
+    run(client, config, tmp_path, script=changed(client, tmp_path, *more, *told))
+    logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = {row["step"]: row["loss"] for row in logged if "loss" in row}
+    curve = of(tmp_path)["seen"]["loss_curve"]
+    assert curve and [loss for _, loss in curve] == pytest.approx([losses[step] for step, _ in curve], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -318,6 +344,23 @@ def test_a_shuffled_epoch_goes_on_with_the_samples_that_are_left(tmp_path, confi
     a, b = (record(one)["seen"]["loss_curve"] for one in (whole, tmp_path / "part"))
     assert distance(whole, tmp_path / "part") == 0 and b[0][0] == 8
     assert all(dict(a).get(step, loss) == loss for step, loss in b)  # two processes compare losses every 0.1 s
+
+
+@pytest.mark.slow
+@there("transformers")
+def test_what_a_run_says_is_said_once(tmp_path):
+    """Nothing of torchao or of memory that cannot be pinned, in any process; notes and what was counted only once."""
+    noted = ("import sys\n", "import signal, sys\n\nsignal.signal(signal.SIGTERM, print)\n")
+    script = changed("classifier", tmp_path, noted)
+    script = script.rename(script.with_name("bert.py"))
+    done = launched("./launch.sh", "ddp_bf16", script, tmp_path,
+                    env={"FAITHFUL_PROJECT_DIR": str(tmp_path / "run"), "PYTHONPATH": str(CLIENTS)})  # fmt: skip
+    made, lines = record(tmp_path / "run"), (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0 and made["notes"]
+    assert not [line for line in lines if "Enum subclass" in line or "pin_memory" in line]
+    for line in (*made["notes"], made["evidence"]["truth"].removesuffix(" | rehearsal on a CPU"), "finished: "):
+        assert sum(line in said for said in lines) == 1, line
+    assert "compare ddp_bf16" not in done.stdout, "this is no recipe"
 
 
 def test_an_error_in_the_middle_of_a_run_is_shown(tmp_path):

@@ -19,6 +19,7 @@ from faithful import Refused
 from faithful.checkpoint import checkpoints
 from faithful.saving import state
 from faithful.tensors import serialization
+from tools import show
 
 
 def load_state(run):
@@ -207,6 +208,9 @@ def test_a_loop_of_ones_own_resumes_as_the_same_run(tmp_path):
     assert ranks.wait() == [0], ranks.text()
     a, b = (record(run)["seen"]["loss_curve"] for run in (whole, tmp_path / "part"))
     assert a[4:] == b and len(b) == 4 and distance(whole, tmp_path / "part") == 0
+    assert "optimizer steps" in (table := show.text(tmp_path / "part")) and "8, resumed at step 4" in table
+    assert Ranks("single_bf16", ["--output_dir", str(whole), str(whole / "checkpoint-4")], script=script).wait() == [0]
+    assert record(whole)["seen"]["loss_curve"] == a, "resumed in its own folder it is one curve"
 
 
 def test_a_folder_that_is_saved_to_again_is_never_without_a_checkpoint(tmp_path):

@@ -198,4 +198,7 @@ def test_hsdp_resumes_and_exports(tmp_path):
 def test_another_optimizer_is_refused_in_one_line(tmp_path):
     train(O2, tmp_path / "run", *STEPS, "--optimizer", "sgd", code=2)
     log = (tmp_path / "run.log").read_text()
+    assert "refused: " in log and "record: " not in log, "a folder is named when it is there"
+    assert not (tmp_path / "run").exists()
+    log = (tmp_path / "run.log").read_text()
     assert "asked for fp8: amp8 needs torch.optim.AdamW or Adam itself, not SGD" in log and "Traceback" not in log

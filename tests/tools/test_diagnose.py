@@ -1,6 +1,7 @@
 """tools/diagnose.py: its measurements match the layers, pairs start from one state, and it names planted faults."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import amp8
 from faithful.backends import emulation
 from tools import diagnose, shadow
 
+LEFT = ["diagnose.html", "diagnose.json", "watched.json"]
 OPTIONS = ("--look", 6, "--pairs", 2, "--after", 2)  # the head begins at 0: no gradient reaches a layer at first
 
 
@@ -124,6 +126,8 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
     path = tmp_path / "mine.yml"
     path.write_text(yaml.dump(mapping))
     made, said = run(path, tmp_path / "out", "tests/scripts/faults.py", fault, options=())
+    assert not re.search("^(record|failed|finished): ", said, re.M), "repeated steps are no run"
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == LEFT
     assert made["costs"][0]["name"] == layer and made["costs"][0]["sure"]
     assert symptom in made["answer"][0] and made["answer"][0].startswith(f"{layer} costs ")
     assert layer in made["skip_line"] and made["skip_line"] in said

@@ -220,6 +220,7 @@ def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatc
     (tmp_path / "broken.png").write_bytes(b"no image")
     code, out, err = call(run, tmp_path / "broken.png")
     assert code == 2 and err.startswith("refused: ") and "broken.png" in err and len(err.splitlines()) == 1
+    assert "classifies images, leave it out" in err and "skip_broken" not in err
 
 
 def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
