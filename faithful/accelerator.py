@@ -92,6 +92,8 @@ class Accelerator(accelerate.Accelerator):
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
         self.print(f"record: {self.record.shown}")
+        if self.is_local_main_process:
+            settings.tell_launcher("asked", str(self.process_index))
         for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
         clipping.instead_of_torch(self)

@@ -35,7 +35,7 @@ from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
 from faithful.disk import names  # noqa: E402
 from faithful.launch import launcher, machine  # noqa: E402
-from tools import cli, find, paired, records  # noqa: E402
+from tools import cli, find, paired, progress, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
@@ -290,14 +290,16 @@ def main(argv: list[str]) -> int:
     command += ["--num_processes", str(args.num_processes)] if args.num_processes else []
     command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
-    env = os.environ | {"TQDM_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     code = subprocess.run([*command, str(script), *script_options], env=env, preexec_fn=ends_with_this).returncode
     if not (out / "watched.json").exists():
         return code or 1
     shutil.rmtree(out / "run", ignore_errors=True)  # the record of repeated steps describes no real run
-    diagnosis = diagnosis_of(json.loads((out / "watched.json").read_text()), f"./launch.sh diagnose {shlex.join(argv)}")
-    cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
-    cli.write(out / "diagnose.html", page_of(diagnosis))
+    with progress.waiting("drawing the page"):
+        watched = json.loads((out / "watched.json").read_text())
+        diagnosis = diagnosis_of(watched, f"./launch.sh diagnose {shlex.join(argv)}")
+        cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
+        cli.write(out / "diagnose.html", page_of(diagnosis))
     print(text(diagnosis))
     print(f"{out}/diagnose.html")
     return 0

@@ -52,7 +52,7 @@ from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
 from faithful.config.strategies import WholeModel, computed  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
-from tools import cli, find, host  # noqa: E402
+from tools import cli, find, host, progress  # noqa: E402
 
 if TYPE_CHECKING:
     from tools.tracing import Script
@@ -258,10 +258,12 @@ def estimates(
     for name, reason in reasons.items():
         yield name, Refused(reason), 0
     wanted = {name: settings for name, settings in wanted.items() if name not in reasons}
-    module = load(recipe)
+    with progress.waiting(f"loading {recipe.stem}"):
+        module = load(recipe)
     keys = dict.fromkeys(key for settings in wanted.values() for key in tracing_keys(settings))
-    with two_at_a_time(module, words, keys) as seen:
+    with two_at_a_time(module, words, keys) as seen, progress.waiting("configs traced:", len(wanted)) as bar:
         for name, settings in wanted.items():
+            bar.update()
             try:
                 plain, checkpointed = tracings_of(module, words, settings, seen)
             except Refused as reason:
@@ -302,7 +304,7 @@ class Rows:
             large = sizes["total"] >= 2**30
             self.unit = 2 ** (30 if large else 20)
             says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {cell(self.memory, self.unit)}"
-            print(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
+            progress.write(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
             self.line(self.HEADS)
         cells = [cell(sizes[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
         self.line([name, str(sizes["num_processes"]), *cells, "yes" if sizes["fits"] else "no"])
@@ -310,7 +312,7 @@ class Rows:
     def line(self, cells: list[str]) -> None:
         widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        print("  " + line.rstrip(), flush=True)
+        progress.write("  " + line.rstrip())
 
 
 def around_training(phases: dict[str, dict[str, int]], unit: int) -> str:

@@ -285,7 +285,7 @@ def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
 
 
 def write(comparison: dict[str, Any], folder: str | Path) -> None:
-    """Writes all four files and prints the tables."""
+    """Writes all four files."""
     from tools import drawings  # imports matplotlib
 
     folder = Path(folder)
@@ -296,4 +296,3 @@ def write(comparison: dict[str, Any], folder: str | Path) -> None:
     cli.write(folder / "report.md", markdown(comparison))
     cli.write(folder / "report.html", drawings.whole_page(comparison))
     cli.write(folder / "report.csv", table.getvalue())
-    print(text(comparison))
