@@ -15,8 +15,8 @@ cannot tell; the last with the smallest difference that would show and the seeds
 after 8, 16, ... seeds and stops when every config has a verdict on its loss. Its intervals are wider, so that it is
 wrong no more often.
 
-There are two controls. The baseline's own seeds show how much chance alone changes a run. The twin is the baseline
-started from weights that differ by one rounding; pairing cannot remove the differences that it shows.
+There are two controls. The baseline's own seeds show how much chance alone changes a run. The twin repeats the baseline
+with each weight changed by one bit. A smaller difference than the twin's is noise.
 
 If one run of a row failed, or its record lacks evidence, the row has no numbers, because the other runs would be a
 selection. Runs that differ in more than the config are refused, and the message names the difference.
@@ -319,7 +319,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--seeds", type=number_of_seeds, metavar="N", help=more)
     add("--max-seeds", "--max_seeds", type=cli.count, default=MOST, help=f"with --seeds auto (default: {MOST})")
     add("--margin", type=share, default=0.01, help="what counts as equal, of the baseline's value (default: 1%%)")
-    add("--no-twin", "--no_twin", action="store_true", help="leave out the control from weights one rounding apart")
+    add(
+        "--no-twin",
+        "--no_twin",
+        action="store_true",
+        help="leave out the twin, the baseline with each weight changed by one bit",
+    )
     add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
     add("--vary", action="append", default=[], metavar="OPTION", help="over finished runs: an option that may differ")
     add("--price-per-hour", type=cli.number(float, 0), help="of the machine: adds samples per unit of that price")

@@ -317,9 +317,10 @@ class Rows:
 
 def around_training(phases: dict[str, dict[str, int]], unit: int) -> str:
     """What the phases need of the host's memory, as a line."""
-    each = [f"{name} {cell(size['main'], unit)} ({cell(size['others'], unit)})" for name, size in phases.items()]
+    words = {"build": "building", "save": "saving", "load": "loading", "train": "training", "end": "ending"}
+    each = [f"{words[name]} {cell(size['main'], unit)} ({cell(size['others'], unit)})" for name, size in phases.items()]
     node = cell(max(size["node"] for size in phases.values()), unit)
-    return f"on the host, process 0 (each other): {', '.join(each)}; all together at most {node}"
+    return f"host memory of process 0 (of each other process) while {', '.join(each)}; of all processes at most {node}"
 
 
 def of_time(
