@@ -230,7 +230,7 @@ def bar(what: str, total: int, main: bool, step: int = 0, samples: int = 0) -> "
         Lines.logged = time.monotonic()  # how long the start took is no matter of training
     how: dict[str, typing.Any] = {} if main else {"disable": True}  # else as the variable TQDM_DISABLE says
     how |= {"bar_format": style, "leave": terminal and samples > 0, "file": sys.stderr if terminal else Lines()}
-    return Bar(desc=what, total=total, initial=step, **how)
+    return Bar(desc=what, total=total, initial=step, delay=1e-3, **how)  # not before the first step, which prints
 
 
 def with_bar(loader: "DataLoader", main: bool) -> Iterator[typing.Any]:

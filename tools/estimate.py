@@ -293,7 +293,7 @@ def cell(size: float, unit: int) -> str:
 class Rows:
     """The table, a row as soon as it is known. Its columns have their widths, and their unit, from the first on."""
 
-    HEADS = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
+    HEADS = ["config", "processes", *CLASSES, "total", "activations if checkpointed", "fits"]
 
     def __init__(self, names: Collection[str], device: str, memory: int) -> None:
         self.width, self.device, self.memory = max(map(len, names), default=6), device, memory
@@ -310,7 +310,7 @@ class Rows:
         self.line([name, str(sizes["num_processes"]), *cells, "yes" if sizes["fits"] else "no"])
 
     def line(self, cells: list[str]) -> None:
-        widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
+        widths = [self.width, *(max(len(head), 8) for head in self.HEADS[1:])]
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         progress.write("  " + line.rstrip())
 
