@@ -42,6 +42,7 @@ SHORTER = [
     (r"runs/mine --save_steps 100", "runs/mine --max_steps 20 --save_steps 10"),
     (r"--checkpoint 200", "--checkpoint 20"),
     (r"^pip install -r requirements.txt", "pip install --quiet --no-deps --target site *.whl"),
+    (r"^python test_copy.py", "PYTHONPATH=site python test_copy.py"),
     (r"^(accelerate launch.*msamp_o2.yml recipes/vit.py)", r"PYTHONPATH=site \1 --max_steps 10"),
     (r"^(ACCELERATE_USE_CPU=true accelerate .*)", r"\1 --max_steps 10"),
     (r"copy vit ddp_bf16 ../mine --plain", "copy vit ddp_bf16 ../plain --plain"),
@@ -206,6 +207,7 @@ def main():
     rows.sort(key=lambda row: (every.index(row["page"]), row["line"]))
     ran = [row for row in rows if "not_run" not in row]
     counts = {"commands": len(rows), "ran": len(ran), "as_said": sum(map(as_said, ran))}
+    counts["command"] = "python benchmarks/docs_run.py --output results/docs_run.json"  # of all pages, in parts or not
     save(args.output, counts | {"pages": sorted({row["page"] for row in rows}), "rows": rows}, ("accelerate", "timm"))
 
 

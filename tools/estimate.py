@@ -209,7 +209,8 @@ def parse_bytes(text: str) -> int:
 
 def memory_here() -> tuple[int, str]:
     """(bytes of one device, its name): of a GPU, or of this machine for all processes together."""
-    import torch
+    with progress.waiting("imports torch"):
+        import torch
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name()
@@ -252,13 +253,13 @@ def estimates(
 ) -> Iterator[tuple[str, dict[str, Any] | Refused, int]]:
     """Yields (config, its sizes, the number of parameters) as soon as they are known; for a config that cannot be
     estimated (config, the reason as Refused, 0). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
-    from tools.tracing import load  # imports torch
-
     reasons = {name: lines[0] for name, asked in wanted.items() if (lines := list(asked.rules.problems(asked)))}
     for name, reason in reasons.items():
         yield name, Refused(reason), 0
     wanted = {name: settings for name, settings in wanted.items() if name not in reasons}
     with progress.waiting(f"loading {recipe.stem}"):
+        from tools.tracing import load  # imports torch
+
         module = load(recipe)
     keys = dict.fromkeys(key for settings in wanted.values() for key in tracing_keys(settings))
     with two_at_a_time(module, words, keys) as seen, progress.waiting("configs traced:", len(wanted)) as bar:

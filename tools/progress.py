@@ -53,7 +53,7 @@ def phases(of_now: Callable[[], str | None]) -> Iterator[None]:
         now, before = time.monotonic(), what
         if (what := of_now()) != before:
             since = said = now
-        elif what and now - said >= QUIET and now - since < FORGET:
+        elif what and now - said > QUIET - 1 and now - since < FORGET:
             said = now
             print(f"{what}, {now - since:.0f} s", file=sys.stderr, flush=True)
 

@@ -246,9 +246,9 @@ def times(
 ) -> Iterator[tuple[str, dict[str, float] | Refused]]:
     """Yields (config, its seconds as `seconds` returns them); (config, the reason as Refused) where there are none.
     `bf16`, `bf16_compiled`: the seconds of the same strategy in bf16."""
-    from tools.tracing import load  # imports torch
-
     with progress.waiting(f"loading {recipe.stem}"):
+        from tools.tracing import load  # imports torch
+
         module = load(recipe)
     reasons = {name: why for name, settings in wanted.items() if (why := problem(settings, card))}
     able = {name: settings for name, settings in wanted.items() if name not in reasons}
