@@ -82,7 +82,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             row = timed(CASES[case].format(folder=folder), args.root, environment)
         row["command"] = CASES[case].format(folder="FOLDER")
-        figures.setdefault(case, {})[args.name] = row | {"commit": commit}
+        figures.setdefault(case, {})[args.name] = row | {"commit": commit.strip()}
         print(case, row, flush=True)
         save(args.output, {"command": command(earlier["command"]), "figures": figures}, ("accelerate", "trl"))
 
