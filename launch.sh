@@ -55,6 +55,18 @@ find_python() {
     fi
 }
 
+# Runs a command of setup. Says what it does: on a terminal uv has bars; in a log a line every 5 seconds, of its output
+# what is no list of packages.
+said() {
+    local what=$1 begun=$SECONDS ticks="" code=0; shift
+    echo "setup: $what" >&2
+    if [ -t 2 ]; then VIRTUAL_ENV="$here" "$@"; return; fi
+    while sleep 5 >/dev/null 2>&1; do echo "setup: $what, $((SECONDS - begun)) s" >&2; done & ticks=$!
+    VIRTUAL_ENV="$here" "$@" 2> >(grep --line-buffered -v '^ [-+~] ' >&2) || code=$?
+    kill $ticks; wait $ticks 2>/dev/null || :
+    return $code
+}
+
 # Makes .venv. `.complete` is written last and holds what was installed; without it, or if it is old, setup runs again.
 setup() {
     local extras=() wanted
@@ -71,11 +83,12 @@ setup() {
         || die "Python 3.11 or newer is needed, python3 is $(python3 -V | cut -d' ' -f2)"
     [ -x "$here/bin/python" ] && "$here/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear "$here"
     rm -f "$here/.complete"
-    "$here/bin/python" -m uv --version >/dev/null 2>&1 || "$here/bin/python" -m pip install --quiet uv
-    VIRTUAL_ENV="$here" "$here/bin/python" -m uv pip install --quiet --require-hashes -r "$root/requirements.txt"
+    "$here/bin/python" -m uv --version >/dev/null 2>&1 || said "installs uv" "$here/bin/python" -m pip install --quiet uv
+    said "installs the pinned packages" "$here/bin/python" -m uv pip install --require-hashes -r "$root/requirements.txt"
     if [ ${#extras[@]} -gt 0 ]; then  # extras, with the pinned versions as constraints
-        VIRTUAL_ENV="$here" "$here/bin/python" -m uv pip install --quiet -r "$root/pyproject.toml" "${extras[@]}" \
-            --constraints <(grep -oE '^[a-zA-Z0-9._-]+==[^ ;\\]+' "$root/requirements.txt")
+        grep -oE '^[a-zA-Z0-9._-]+==[^ ;\\]+' "$root/requirements.txt" > "$here/constraints.txt"
+        said "installs ${extras[*]}" "$here/bin/python" -m uv pip install -r "$root/pyproject.toml" "${extras[@]}" \
+            --constraints "$here/constraints.txt"
     fi
     echo "$wanted" > "$here/.complete"
     echo "set up: $here"

@@ -50,7 +50,7 @@ RARE = 50  # a token is rare with fewer occurrences in the training text
 
 @dataclass
 class Way:
-    """A way to train: config and options. script: in place of the task's recipe. note: what a table says of it."""
+    """A way to train: config and options. script: in place of the task's recipe. note: what it is, for a picture."""
 
     config: str
     options: tuple = ()
@@ -59,28 +59,30 @@ class Way:
 
 
 WAYS = {
-    "bf16": Way("single_bf16"),
-    "control": Way("single_bf16", note="bf16 from weights one rounding apart"),
-    "o2": Way("single_fp8_msamp_o2"),
+    "bf16": Way("single_bf16", note="bf16 compute, fp32 weights and AdamW"),
+    "control": Way("single_bf16", note="bf16, one rounding apart at the start"),
+    "o2": Way("single_fp8_msamp_o2", note="MS-AMP O2"),
     "planted": Way("single_fp8_msamp_o2", script="benchmarks/planted/lossy/gpt.py", note="O2 with a planted defect"),
-    "o2_nearest": Way("single_fp8_msamp_o2", script="benchmarks/planted/nearest/gpt.py", note="O2 rounded to nearest"),
-    "fp32": Way("single_fp32"),
-    "ao": Way("single_fp8"),
-    "o1": Way("single_fp8_msamp_o1"),
-    "o3": Way("single_fp8_msamp_o3"),
-    "bf16_pure": Way("single_fp32", ("--dtype", "bfloat16"), note="bf16 weights, AdamW's moments in bf16"),
+    "o2_round_to_nearest": Way("single_fp8_msamp_o2", script="benchmarks/planted/nearest/gpt.py",
+                               note="MS-AMP O2"),
+    "fp32": Way("single_fp32", note="fp32 compute"),
+    "ao": Way("single_fp8", note="FP8, torchao"),
+    "o1": Way("single_fp8_msamp_o1", note="MS-AMP O1"),
+    "o3": Way("single_fp8_msamp_o3", note="MS-AMP O3"),
+    "bf16_pure": Way("single_fp32", ("--dtype", "bfloat16"), note="bf16 weights, plain AdamW"),
     "bf16_stochastic": Way("single_fp32", ("--dtype", "bfloat16", "--optimizer", "adamw_bf16"),
-                           note="bf16 weights, rounded stochastically"),
-    "adamw_8bit": Way("single_bf16", ("--optimizer", "adamw_8bit")),
-    "adafactor": Way("single_bf16", ("--optimizer", "adafactor")),
-    "muon": Way("single_bf16", ("--optimizer", "muon")),
-    "ao_rowwise": Way("single_fp8_ao_rowwise"),
-    "te": Way("single_fp8_te"),
-    "te_current": Way("single_fp8_te_current"),
-    "te_block": Way("single_fp8_te_block"),
-    "fp16": Way("single_fp16"),
+                           note="bf16 weights"),
+    "adamw_8bit": Way("single_bf16", ("--optimizer", "adamw_8bit"), note="8-bit moments"),
+    "adafactor": Way("single_bf16", ("--optimizer", "adafactor"), note="Adafactor for AdamW"),
+    "muon": Way("single_bf16", ("--optimizer", "muon"), note="Muon for AdamW"),
+    "ao_rowwise": Way("single_fp8_ao_rowwise", note="FP8, torchao"),
+    "te": Way("single_fp8_te", note="FP8, TransformerEngine"),
+    "te_current": Way("single_fp8_te_current", note="FP8, TransformerEngine"),
+    "te_block": Way("single_fp8_te_block", note="FP8, TransformerEngine"),
+    "fp16": Way("single_fp16", note="fp16 compute, loss scaling"),
     "te_mxfp8": Way("single_fp8_te_mxfp8", note="needs a Blackwell GPU"),
 }  # fmt: skip
+EARLIER = {"o2_nearest": "o2_round_to_nearest"}  # names in rows of before
 ABSENT = {
     "nvfp4": "no config of this project has it",
     "bitsandbytes": "its 8-bit Adam needs a GPU, and no recipe has it",
@@ -279,7 +281,7 @@ def read_rows(folder=None):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-    return rows
+    return [row | {"way": EARLIER.get(row["way"], row["way"])} for row in rows]
 
 
 def wanted(tasks=TASKS, ways=WAYS, seeds=SEEDS):
@@ -550,7 +552,7 @@ def failures(found):
 def seen(found):
     """Whether the study sees what is planted: [(way, words)]."""
     words = {result["way"]: said(result) for result in found if result["task"] == "words"}
-    return [(way, words[way]) for way in ("planted", "o2_nearest", "o2") if way in words]
+    return [(way, words[way]) for way in ("planted", "o2_round_to_nearest", "o2") if way in words]
 
 
 def answer(found):
@@ -599,16 +601,16 @@ def cost_and_saving(found):
     colours = {"equal": page.colour(2), "better": page.colour(0), "worse": page.colour(1), "unknown": page.DIM}
 
     def draw(figure, narrow):
-        page.height(figure, 60 + (44 if narrow else 27) * len(rows))
-        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+        page.height(figure, 100 + (44 if narrow else 27) * len(rows))
+        left, right = figure.subplots(1, 2, width_ratios=(1, 2))
         size = [result["bytes_per_parameter"] for result in rows]
         left.barh(range(len(rows)), size, 0.4 if narrow else 0.62, color=page.colour(0), alpha=0.55, lw=0)
         for i, value in enumerate(size):
             left.text(value + 0.2, i, f"{value:.1f}", va="center", color=page.DIM, fontsize=10)
         left.set_xlim(0, max(size) * 1.2)
-        left.xaxis.set_major_locator(MaxNLocator(3 if narrow else 5))
-        left.set_xlabel("bytes/param" if narrow else "bytes per parameter: weights, gradients, optimizer")
-        page.named(left, [result["way"] for result in rows], narrow)
+        left.xaxis.set_major_locator(MaxNLocator(3))
+        left.set_xlabel("bytes/param" if narrow else "bytes per parameter")
+        page.named(left, [f"{result['way']}: {WAYS[result['way']].note}" for result in rows], narrow)
         ends = [[100 * value for value in main_measure(result)["interval"]] for result in rows]
         edge = 1.05 * max(4 * margin, *(abs(end) for pair in ends for end in pair if abs(end) < 8 * margin))
         right.axvspan(-margin, margin, color=page.RULE, alpha=0.6, lw=0)
@@ -626,9 +628,14 @@ def cost_and_saving(found):
             right.plot(mean, i, "o", color=at, ms=7)
         right.set_xlim(-edge, edge)
         right.xaxis.set_major_locator(MaxNLocator(4 if narrow else 9))
-        right.set_xlabel("loss, %" if narrow else "held-out loss against bf16, %, with 95% interval")
+        right.set_xlabel(
+            "loss, %" if narrow else "held-out loss against bf16, %, with 95% interval; shaded: the margin"
+        )
         page.named(right, [""] * len(rows), False)
         right.set_ylim(left.get_ylim())
+        for name, at in LEGEND:
+            right.plot([], [], "o-", color=at, lw=3, ms=7, label=name)
+        figure.legend(loc="outside upper right", ncols=2 if narrow else 4, frameon=False, fontsize=11)
 
     return draw
 
@@ -636,8 +643,9 @@ def cost_and_saving(found):
 LEGEND = [("equal within the margin", page.colour(2)), ("better", page.colour(0)), ("worse", page.colour(1)),
           ("cannot tell", page.DIM)]  # fmt: skip
 CAPTION = (
-    "Memory of each way to train (left) and what it does to the held-out loss (right), mean over pairs of one seed "
-    "with its 95% interval; shaded: the margin of {margin}. Task {task}: {question}."
+    "Memory of each way to train, of weights, gradients and optimizer state (left), and what it does to the held-out "
+    "loss (right), mean over pairs of one seed with its 95% interval; shaded: the margin of {margin}. Task {task}: "
+    "{question}."
 )
 
 
@@ -673,7 +681,7 @@ def whole_page(report_):
     found = [result for result in report_["results"] if result["kind"] == shown_kind(report_)]
     parts = []
     if at_picture(found):
-        drawn = page.picture(cost_and_saving(at_picture(found)), caption_of(PICTURE), page.legend(LEGEND))
+        drawn = page.picture(cost_and_saving(at_picture(found)), caption_of(PICTURE))
         parts.append(page.section("Memory and loss", drawn))
     parts.append(page.section("Every way in every task", page.table(*table(found))))
     parts.append(page.section("Does it see a fault?", page.pairs(seen(found))))

@@ -93,6 +93,8 @@ class Accelerator(accelerate.Accelerator):
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
+        if self.is_local_main_process:
+            settings.tell_launcher("asked", str(self.process_index))
         for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
         clipping.instead_of_torch(self)

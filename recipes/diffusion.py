@@ -51,7 +51,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     """Mean loss over the held-out set, every sample once; and what images that the model draws are worth."""
     seen = []
     model.eval()
-    for batch in loader:
+    for batch in options.with_bar(loader, accelerator.is_main_process):
         loss = diffusion.held_out_losses(model, batch["pixel_values"], batch["labels"])
         seen.append(accelerator.gather_for_metrics(loss))
     measures = samples.measures(accelerator, model, step)
@@ -97,7 +97,7 @@ def main(args: Arguments) -> None:
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
-    bar = options.bar(args.max_steps, progress.step, order.global_batch_size, accelerator.is_main_process)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(evaluate(accelerator, best, eval_loader, samples, progress.step), step=progress.step)

@@ -53,7 +53,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     """Mean loss over the tokens of the held-out answers, and the part that the likeliest tokens give exactly."""
     seen = []
     model.eval()
-    for batch in loader:
+    for batch in options.with_bar(loader, accelerator.is_main_process):
         with torch.no_grad():
             logits = models.at_least_float32(sft.logits(model, batch))
         labels = batch["labels"]
@@ -98,7 +98,7 @@ def main(args: Arguments) -> None:
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
-    bar = options.bar(args.max_steps, progress.step, order.global_batch_size, accelerator.is_main_process)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)

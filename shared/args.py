@@ -16,14 +16,16 @@ import json
 import os
 import re
 import sys
+import time
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 if typing.TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
     from accelerate.utils import GradScalerKwargs
+    from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
 
 Options = typing.TypeVar("Options")  # the dataclass of a recipe's options
@@ -73,6 +75,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "backoff_factor": (1e-30, 0.999999), "growth_interval": (1, None),
 }  # fmt: skip
 MOST = 2**31 - 1  # of a number without a bound
+QUIET = 5  # seconds that a log may be without a line
 
 
 def number(kind: type[int] | type[float], least: float = -MOST, most: float | None = None) -> Callable[[str], float]:
@@ -233,14 +236,25 @@ def trackers(report_to: str | None) -> "list[GeneralTracker | str]":
             pass
 
         def log(self, values: dict[str, typing.Any], step: int | None = None, **kwargs: object) -> None:
+            Lines.logged = time.monotonic()
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     return [Console(), *([report_to] if report_to else [])]
 
 
-def bar(max_steps: int, step: int, samples: int, main: bool) -> "tqdm":
-    """A progress bar over optimizer steps with samples per second, on the main process of a terminal. samples: of one
-    optimizer step, over all processes."""
+class Lines:
+    """Where a bar goes in a log: a line of it whenever nothing was logged for QUIET seconds."""
+
+    logged = time.monotonic()  # of all of them, and the console
+
+    def write(self, text: str) -> None:
+        if text.strip() and time.monotonic() - Lines.logged >= QUIET:
+            Lines.logged = time.monotonic()
+            print(text.strip(), file=sys.stderr, flush=True)
+
+
+def bar(what: str, total: int, main: bool, step: int = 0, samples: int = 0) -> "tqdm":
+    """A progress bar, on the main process. step: where it begins. samples: of one of its steps, over all processes."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
@@ -248,10 +262,24 @@ def bar(max_steps: int, step: int, samples: int, main: bool) -> "tqdm":
         def format_dict(self) -> dict[str, typing.Any]:
             values = super().format_dict
             steps_per_second = values["rate"] or (values["n"] - values["initial"]) / max(values["elapsed"], 1e-9)
-            return {**values, "samples_per_second": f"{samples * steps_per_second:.0f} samples/s"}
+            return {**values, "speed": f", {samples * steps_per_second:.0f} samples/s" if samples else ""}
 
-    style = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {samples_per_second}{postfix}]"
-    return Bar(total=max_steps, initial=step, disable=None if main else True, bar_format=style)
+    terminal = sys.stderr.isatty()
+    style = "{l_bar}{bar}| " if terminal else "{desc}: "
+    style += "{n_fmt}/{total_fmt} [{elapsed}<{remaining}{speed}{postfix}]"
+    if samples:
+        Lines.logged = time.monotonic()  # how long the start took is no matter of training
+    how: dict[str, typing.Any] = {} if main else {"disable": True}  # else as the variable TQDM_DISABLE says
+    how |= {"bar_format": style, "leave": terminal and samples > 0, "file": sys.stderr if terminal else Lines()}
+    return Bar(desc=what, total=total, initial=step, delay=1e-3, **how)  # not before the first step, which prints
+
+
+def with_bar(loader: "DataLoader", main: bool) -> Iterator[typing.Any]:
+    """The batches of an evaluation, with a bar."""
+    with bar("evaluation", len(loader), main) as shown:
+        for batch in loader:
+            yield batch
+            shown.update()
 
 
 # ---- files of a run, which may be anyone's ----

@@ -3,9 +3,10 @@
 A worker that fails prints its own error. This launcher takes over its exit code and leaves out what Accelerate and
 torch would print after it: a traceback of the launcher and a table. If a worker was killed, one line says so. After a
 finished run it prints the run's table and the commands that one may want next. launch/launcher.py recognizes this
-file by its name.
+file by its name. While the processes start or end, a line says so every few seconds.
 """
 
+import functools
 import logging
 import os
 import signal
@@ -20,8 +21,12 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of tools/
-from accelerate.commands import launch  # noqa: E402
+from tools import progress  # noqa: E402
 
+with progress.waiting("starting: imports torch"):
+    from accelerate.commands import launch
+
+from faithful.disk import readers  # noqa: E402
 from faithful.launch import printing  # noqa: E402
 
 if TYPE_CHECKING:
@@ -85,6 +90,27 @@ def run() -> tuple[int, str]:
             signal.signal(number, signal.SIG_IGN)
 
 
+def phase(told: Path) -> str | None:
+    """What takes time now, or None: training says itself what it does. told: where the main process writes the folder
+    of its record. In a file beside it the first process of this machine says that it has an Accelerator."""
+    asked = told.with_name("asked")
+    try:
+        if told.exists():
+            record = Path(told.read_text(), "run.json")
+            return None if status_of(record, record.stat().st_mtime_ns) == "running" else "ending"
+        if asked.exists():
+            return "before the first step" if asked.read_text() == "0" else None  # None: a record on another machine
+        return "starting"
+    except (OSError, ValueError):
+        return None
+
+
+@functools.lru_cache(1)
+def status_of(record: Path, changed: int) -> Any:
+    """The status in a run.json, which is read again when it has changed."""
+    return readers.of_kind(record, readers.value_of(record), {"status": str})["status"]
+
+
 def what_next(folder: Path) -> None:
     """Prints the table of a finished run and the commands that one may want next."""
     from shared.args import Refused
@@ -124,13 +150,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         left = Path(folder, "run")  # the main process writes here where its record is
         os.environ["FAITHFUL_TELL_FOLDER"] = str(left)
-        code, how = run()
-        if code == 0 and left.exists():
-            what_next(Path(left.read_text()))
-        elif left.exists():
-            from faithful.evidence.record import end_for
+        with progress.phases(functools.partial(phase, left)):
+            code, how = run()
+            if code == 0 and left.exists():
+                what_next(Path(left.read_text()))
+            elif left.exists():
+                from faithful.evidence.record import end_for
 
-            end_for(Path(left.read_text()), how)
+                end_for(Path(left.read_text()), how)
     return code
 
 

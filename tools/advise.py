@@ -295,7 +295,7 @@ def print_table(
 ) -> None:
     size = f"{parameters / 1e6:,.1f}M parameters, " if parameters else ""
     print(f"{words[0]}: {size}{devices} device{'s' * (devices > 1)} of {readable_bytes(memory)}")
-    rows = [["config", "fits", "memory per device", "state, B/param and device", "sent per step", "loss"]]
+    rows = [["config", "fits", "memory per device", "state per device, B/param", "sent per step", "loss"]]
     for config in able:
         fits = "yes" if config in spare else "tight" if config in fitting else "no"
         per = f"{config['states'] / parameters:.2f}"
@@ -304,6 +304,7 @@ def print_table(
         rows.append([config["name"], fits, readable_bytes(config["total"]), per, sent, said])
     for line in cli.columns(rows):
         print(f"  {line}")
+    print("  state: weights, gradients, master weights and optimizer state, in bytes per parameter")
 
 
 if __name__ == "__main__":

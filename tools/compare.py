@@ -15,8 +15,8 @@ cannot tell; the last with the smallest difference that would show and the seeds
 after 8, 16, ... seeds and stops when every config has a verdict on its loss. Its intervals are wider, so that it is
 wrong no more often.
 
-There are two controls. The baseline's own seeds show how much chance alone changes a run. The twin is the baseline
-started from weights that differ by one rounding; pairing cannot remove the differences that it shows.
+There are two controls. The baseline's own seeds show how much chance alone changes a run. The twin repeats the baseline
+with each weight changed by one bit. A smaller difference than the twin's is noise.
 
 If one run of a row failed, or its record lacks evidence, the row has no numbers, because the other runs would be a
 selection. Runs that differ in more than the config are refused, and the message names the difference.
@@ -50,10 +50,11 @@ sys.path.append(str(ROOT))
 from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find, judge, paired, records, report  # noqa: E402
+from tools import cli, find, judge, paired, progress, records, report  # noqa: E402
 
 OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # options that this tool sets itself
 SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
+STARTS = 8  # seconds from a launch to its record
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
@@ -148,26 +149,52 @@ def launch_all(
             if not matches(records.read(out, seed), wanted[-1], configs[name], file):
                 missing.append(wanted[-1])
     finished = len(wanted) - len(missing)
-    print(f"{len(wanted)} runs, {finished} of them finished before; in {os.path.relpath(folder)}", flush=True)
+    before = f", {finished} of them finished before" if finished else ""
+    print(f"{len(wanted)} runs of {file.stem}{before}; in {os.path.relpath(folder)}")
+    print(how_long(len(missing), file, options, folder), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     for number, launch in enumerate(missing, 1):
         started = time.monotonic()
-        code = execute(launch, configs[launch.config], words, per_device)
+        row = f"{launch.config}{', twin' if launch.control else ''} seed {launch.seed}"
+        with progress.waiting(f"[{number}/{len(missing)}] {row}"):
+            code = execute(launch, configs[launch.config], words, per_device)
         run, now = records.read(launch.folder, launch.seed), time.monotonic()
         refuse_unread(launch, file, recipe, options)
         if run["record"] is None and launch == wanted[0]:
             log = f"{os.path.relpath(launch.folder)}.log"
             raise Refused(f"the baseline's first run has no record: {reason_of(run, code)} ({log})")
         remaining = (now - begun) / number * (len(missing) - number)
-        until = f"; about {remaining / 60:.0f} min left" if remaining else ""
-        row = f"{launch.config}{', twin' if launch.control else ''} seed {launch.seed}"
+        until = f"; about {minutes(remaining)} left" if remaining else ""
         print(f"[{number}/{len(missing)}] {row}: {outcome(run, code)} ({now - started:.0f} s{until})", flush=True)
     runs = [records.read(launch.folder, launch.seed) for launch in wanted]
     for run in runs:
         if run["record"] is None and log_of(run["folder"]).exists():
             run["problem"] = reason_of(run)
     return runs
+
+
+def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
+    """How long `missing` runs will take, judged by the newest finished run of the same training, here or elsewhere."""
+    given: Any = find.parse_options(file, options) if find.is_recipe(file) else None
+    alike = ("model", "dataset", "gradient_accumulation_steps")
+    files = [found for at in (folder, ROOT / "runs") for found in at.glob("*/run.json")] if given and missing else []
+    for found in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        record = records.read(found.parent)["record"]
+        if not record or record["status"] != "finished" or record["recipe"] != file.stem or not record["final"]:
+            continue
+        if all(record["args"].get(name) == getattr(given, name) for name in alike):
+            began, ended = (
+                time.mktime(time.strptime(record[key][:19], "%Y-%m-%dT%H:%M:%S")) for key in ("started", "finished")
+            )
+            seconds = (ended - began) * given.max_steps / max(1, record["final"]["step"]) + STARTS
+            at = os.path.relpath(found.parent)
+            return f"about {minutes(missing * seconds)} in all, if a run takes what {at} took"
+    return "how long: the first run will tell" if missing else "nothing is left to run"
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def execute(launch: Launch, config: Path, words: list[str], per_device: dict[str, int] | None) -> int:
@@ -292,7 +319,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--seeds", type=number_of_seeds, metavar="N", help=more)
     add("--max-seeds", "--max_seeds", type=cli.count, default=MOST, help=f"with --seeds auto (default: {MOST})")
     add("--margin", type=share, default=0.01, help="what counts as equal, of the baseline's value (default: 1%%)")
-    add("--no-twin", "--no_twin", action="store_true", help="leave out the control from weights one rounding apart")
+    add(
+        "--no-twin",
+        "--no_twin",
+        action="store_true",
+        help="leave out the twin, the baseline with each weight changed by one bit",
+    )
     add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
     add("--vary", action="append", default=[], metavar="OPTION", help="over finished runs: an option that may differ")
     add("--price-per-hour", type=cli.number(float, 0), help="of the machine: adds samples per unit of that price")
@@ -359,6 +391,9 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
     cli.make_folder(where)
     counts = [1 if single else args.seeds or SEEDS]
     counts = paired.looks(args.max_seeds) if args.seeds == "auto" else counts
+    if counts[-1] < paired.FEWEST and not single:
+        seeds = f"{counts[-1]} seed{'s' * (counts[-1] > 1)}"
+        print(f"note: {seeds} can decide nothing: below {paired.FEWEST} every verdict is `cannot tell`", flush=True)
     for count in counts:
         runs = launch_all(configs, words, folder, count, not args.no_twin and not single)
         options: dict[str, Any] = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
@@ -370,7 +405,8 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
         if not undecided:
             break
     if not args.no_estimate:
-        comparison = judge.make(runs, command, **options, guess=estimator(folder))
+        with progress.waiting("estimating the memory of each config"):
+            comparison = judge.make(runs, command, **options, guess=estimator(folder))
     return comparison | {"once": single}, where
 
 
@@ -382,7 +418,9 @@ def main(argv: list[str]) -> int:
         comparison, where = over_finished(args, command)
     else:
         comparison, where = over_launched(args, words, command)
-    report.write(comparison, where)
+    with progress.waiting("drawing the report"):
+        report.write(comparison, where)
+    print(report.text(comparison))
     print(f"wrote {os.path.relpath(where)}/report.html, report.md, report.csv, report.json")
     wrong = judge.assert_close(comparison, args.assert_close, args.rtol) if args.assert_close else []
     for line in wrong:

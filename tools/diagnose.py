@@ -35,16 +35,13 @@ from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
 from faithful.disk import names  # noqa: E402
 from faithful.launch import launcher, machine  # noqa: E402
-from tools import cli, find, paired, records  # noqa: E402
+from tools import cli, find, paired, progress, records  # noqa: E402
 from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
-LENGTH = (
-    "max_steps",
-    "num_train_epochs",
-    "eval_steps",
-    "save_steps",
-)  # options of a recipe that say how long it trains
+# Options of a recipe that say how long it trains
+LENGTH = ("max_steps", "num_train_epochs", "eval_steps", "save_steps")
+PRODUCTS = {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}  # what each product computes
 TENSORS = {"input": "input", "weight": "weight", "gradient": "output gradient"}
 
 
@@ -95,18 +92,18 @@ def diagnosis_of(watched: dict[str, Any], command: str) -> dict[str, Any]:
         least = statistics.median((row["high"] - row["low"]) / 2 for row in rows)
         together = f"{everything['mean']:+.2g}% ({everything['low']:+.2g}% to {everything['high']:+.2g}%)"
         answer.append(
-            f"no layer's cost can be told from 0 by {len(watched['pairs'])} pairs, which show about "
-            f"{least:.2g}% of the loss; all FP8 layers together: {together}"
+            f"No layer costs more than about {least:.2g}% of the loss, the smallest cost that {len(watched['pairs'])} "
+            f"pairs can show; all FP8 layers together: {together}"
         )
     apart = max(abs(100 * (pair["none"] - pair["again"]) / pair["none"]) for pair in watched["pairs"])
     if apart:
-        answer.append(f"the same steps taken again differ by up to {apart:.2g}%: no smaller cost is one")
+        answer.append(f"The same steps, repeated unchanged, differ by up to {apart:.2g}%: a smaller cost is noise")
     result = {"command": command, "answer": answer, "again": apart, "skip_line": skip_line(watched, rows)}
     return result | {"costs": rows, "all": everything} | watched
 
 
 def cost_table(diagnosis: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    heads = ["layer", "costs % of the loss", "95% interval", "beyond doubt", "worst seen"]
+    heads = ["layer", "cost, % of the loss", "95% interval", "significant", "worst seen"]
     rows = []
     for row in [*diagnosis["costs"], diagnosis["all"] | {"name": "all of them"}]:
         layers = diagnosis["groups"].get(row["name"], [])
@@ -119,8 +116,8 @@ def cost_table(diagnosis: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def layer_table(diagnosis: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     shares = [f"{tensor}_{what}%" for tensor in TENSORS for what in ("underflows", "overflows")]
     columns = {key: key.replace("_", " ") for key in shares}
-    columns |= {f"{gemm}_error_db": f"{gemm} dB" for gemm in ("fprop", "dgrad", "wgrad")}
-    columns["updates_lost%"] = "updates lost %"
+    columns |= {f"{gemm}_error_db": f"{result} error, dB" for gemm, result in PRODUCTS.items()}
+    columns["updates_lost%"] = "updates lost%"
     columns |= {f"{moment}_underflows%": f"{moment} underflows%" for moment in ("exp_avg", "exp_avg_sq")}
     rows = []
     for name, layer in diagnosis["layers"].items():
@@ -132,9 +129,22 @@ def text(diagnosis: dict[str, Any]) -> str:
     lines = [*diagnosis["answer"], ""]
     for heads, rows in (cost_table(diagnosis), layer_table(diagnosis)):
         lines += [*cli.columns([heads, *rows]), ""]
+    lines += notes(diagnosis)
     if diagnosis["skip_line"]:
-        lines.append(f"fp8_config:\n  {diagnosis['skip_line']}")
+        lines += ["", f"fp8_config:\n  {diagnosis['skip_line']}"]
     return "\n".join(lines)
+
+
+def notes(diagnosis: dict[str, Any]) -> list[str]:
+    """How to read the tables, one sentence or two for each thing."""
+    return [
+        "A pair: the same weights, optimizer state, random numbers and batches; the loss is the mean of the last half "
+        f"of {diagnosis['after']} steps. A positive cost: the loss is lower with this layer in high precision.",
+        "Significant: above 0 even though this many layers were asked about at once (Bonferroni).",
+        "Underflows: values that are not 0 and become 0. Overflows: values clipped to the largest that FP8 holds.",
+        "Error, dB: of a layer's output or gradient, against the same computed in high precision; -20 dB is 10% of it, "
+        "-40 dB is 1%.",
+    ]
 
 
 def drawn_costs(diagnosis: dict[str, Any]) -> str:
@@ -179,15 +189,14 @@ def page_of(diagnosis: dict[str, Any]) -> str:
     answer = [("", line) for line in diagnosis["answer"]]
     if diagnosis["skip_line"]:
         answer.append(("for fp8_config:", diagnosis["skip_line"]))
-    notes = [
-        "A pair: the same weights, optimizer state, random numbers and batches; the loss is the mean of the last half "
-        f"of {diagnosis['after']} steps. A positive cost says that the loss is lower with this layer in high "
-        "precision.",
-        "Underflows: values that are not 0 and become 0. Overflows: values clipped to the format's largest. dB: the "
-        "error of a product against its high-precision shadow, -20 dB is 10% of it.",
-        "Beyond doubt: above 0 also when one asks this many layers at once (Bonferroni).",
-    ]
-    return page.whole(f"Where FP8 hurts: {diagnosis['truth']}", diagnosis["command"], answer, parts, notes)
+    parts.append(page.section("What was measured", page.words(diagnosis["truth"])))
+    return page.whole(
+        f"Where FP8 hurts: {diagnosis['recipe']}, {diagnosis['plan']['config']}",
+        diagnosis["command"],
+        answer,
+        parts,
+        notes(diagnosis),
+    )
 
 
 def of_run(folder: Path) -> tuple[str, str, list[str]]:
@@ -295,14 +304,16 @@ def main(argv: list[str]) -> int:
     command += ["--num_processes", str(args.num_processes)] if args.num_processes else []
     command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
-    env = os.environ | {"TQDM_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     code = subprocess.run([*command, str(script), *script_options], env=env, preexec_fn=ends_with_this).returncode
     shutil.rmtree(out / "run", ignore_errors=True)  # what the script wrote beside its record, of which there is none
     if not (out / "watched.json").exists():
         return code or 1
-    diagnosis = diagnosis_of(json.loads((out / "watched.json").read_text()), f"./launch.sh diagnose {shlex.join(argv)}")
-    cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
-    cli.write(out / "diagnose.html", page_of(diagnosis))
+    with progress.waiting("drawing the page"):
+        watched = json.loads((out / "watched.json").read_text())
+        diagnosis = diagnosis_of(watched, f"./launch.sh diagnose {shlex.join(argv)}")
+        cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
+        cli.write(out / "diagnose.html", page_of(diagnosis))
     print(text(diagnosis))
     print(f"{out}/diagnose.html")
     return 0

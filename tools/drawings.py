@@ -34,7 +34,7 @@ def drawn_intervals(comparison: dict[str, Any]) -> Iterator[str]:
                 f"{name}: mean difference to {comparison['baseline']} over pairs of one seed, with its "
                 f"{report.level(comparison)} interval. Shaded: the margin, {paired.percent(margin)}."
             )
-            drawn = page.picture(page.intervals(rows, 100 * margin), caption, command=comparison["command"])
+            drawn = page.picture(page.intervals(rows, 100 * margin), caption)
             yield page.section(f"Difference in {name}", drawn)
 
 
@@ -66,20 +66,24 @@ def drawn_differences(comparison: dict[str, Any]) -> Iterator[str]:
         caption = f"{title}: mean difference to {baseline} over pairs, and its {report.level(comparison)} interval."
         caption += " Grey: the twin." if control else ""
         draw = page.panels([(key, colour_of[key], points) for key, points in curves.items()], control)
-        drawn = page.picture(draw, caption, command=comparison["command"])
+        drawn = page.picture(draw, caption)
         series = curves | ({f"{baseline}, twin": control} if control else {})
         yield page.section(f"Difference over the steps: {title}", drawn, in_numbers(series, "{:+.2f}%".format))
 
 
 def in_numbers(series: dict[str, list[list[float]]], form: Callable[[float], str]) -> str:
     """A collapsed table of {name: [[step, mean, low, high]]}."""
-    heads = ["step", *(word for name in series for word in (name, "from", "to"))]
+
+    def cell(values: list[float] | None) -> str:
+        if not values:
+            return "-"
+        mean, low, high = map(form, values)
+        return mean if low == high else f"{mean} ({low} to {high})"
+
     values_at = [{step: values for step, *values in points} for points in series.values()]
-    rows = []
-    for step in sorted({step for values in values_at for step in values}):
-        cells = [value for values in values_at for value in values.get(step, [None] * 3)]
-        rows.append([step, *("-" if value is None else form(value) for value in cells)])
-    return page.details("The same in numbers", page.table(heads, rows))
+    steps = sorted({step for values in values_at for step in values})
+    rows = [[step, *(cell(values.get(step)) for values in values_at)] for step in steps]
+    return page.details("The same in numbers", page.table(["step", *series], rows))
 
 
 def drawn_curves(comparison: dict[str, Any]) -> Iterator[str]:
@@ -95,7 +99,7 @@ def drawn_curves(comparison: dict[str, Any]) -> Iterator[str]:
         caption = f"{title}: mean over the seeds; the band is from their minimum to their maximum."
         key = page.legend([(config, colour_of[config]) for config in series])
         draw = page.lines([(config, colour_of[config], points) for config, points in series.items()])
-        drawn = page.picture(draw, caption, key, comparison["command"])
+        drawn = page.picture(draw, caption, key)
         yield page.section(title, drawn, in_numbers(series, report.number))
 
 
@@ -107,7 +111,7 @@ def drawn_speed(comparison: dict[str, Any]) -> str:
             behind = report.number(rate) + (", emulated" if row["emulated"] else "")
             rows.append((report.row_title(row), [(rate, page.colour(0))], behind, row["emulated"]))
     caption = "Speed. Pale bars are emulated and not ranked."
-    return page.picture(page.bars(rows, "samples per second, median step"), caption, command=comparison["command"])
+    return page.picture(page.bars(rows, "samples per second, median step"), caption)
 
 
 def drawn_memory(comparison: dict[str, Any]) -> str:
@@ -118,8 +122,8 @@ def drawn_memory(comparison: dict[str, Any]) -> str:
             pieces = [(per.get(key, 0), page.colour(i)) for i, key in enumerate(report.classes(comparison))]
             rows.append((row["config"], pieces, f"{per['total']:.2f}", False))
     key = page.legend([(name, page.colour(i)) for i, name in enumerate(report.classes(comparison))])
-    draw = page.bars(rows, "bytes per parameter, over all processes")
-    return page.picture(draw, "Model states, counted on live tensors.", key, comparison["command"])
+    draw = page.bars(rows, "bytes per parameter of the whole model")
+    return page.picture(draw, "Model states, counted on live tensors.", key)
 
 
 def whole_page(comparison: dict[str, Any]) -> str:

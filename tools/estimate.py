@@ -52,7 +52,7 @@ from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
 from faithful.config.strategies import WholeModel, computed  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
-from tools import cli, find, host  # noqa: E402
+from tools import cli, find, host, progress  # noqa: E402
 
 if TYPE_CHECKING:
     from tools.tracing import Script
@@ -209,7 +209,8 @@ def parse_bytes(text: str) -> int:
 
 def memory_here() -> tuple[int, str]:
     """(bytes of one device, its name): of a GPU, or of this machine for all processes together."""
-    import torch
+    with progress.waiting("imports torch"):
+        import torch
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name()
@@ -252,16 +253,18 @@ def estimates(
 ) -> Iterator[tuple[str, dict[str, Any] | Refused, int]]:
     """Yields (config, its sizes, the number of parameters) as soon as they are known; for a config that cannot be
     estimated (config, the reason as Refused, 0). wanted: {config: what it asks for}. memory, cpu: of `memory_of`."""
-    from tools.tracing import load  # imports torch
-
     reasons = {name: lines[0] for name, asked in wanted.items() if (lines := list(asked.rules.problems(asked)))}
     for name, reason in reasons.items():
         yield name, Refused(reason), 0
     wanted = {name: settings for name, settings in wanted.items() if name not in reasons}
-    module = load(recipe)
+    with progress.waiting(f"loading {recipe.stem}"):
+        from tools.tracing import load  # imports torch
+
+        module = load(recipe)
     keys = dict.fromkeys(key for settings in wanted.values() for key in tracing_keys(settings))
-    with two_at_a_time(module, words, keys) as seen:
+    with two_at_a_time(module, words, keys) as seen, progress.waiting("configs traced:", len(wanted)) as bar:
         for name, settings in wanted.items():
+            bar.update()
             try:
                 plain, checkpointed = tracings_of(module, words, settings, seen)
             except Refused as reason:
@@ -291,7 +294,7 @@ def cell(size: float, unit: int) -> str:
 class Rows:
     """The table, a row as soon as it is known. Its columns have their widths, and their unit, from the first on."""
 
-    HEADS = ["config", "x", *CLASSES, "total", "activations if checkpointed", "fits"]
+    HEADS = ["config", "processes", *CLASSES, "total", "activations if checkpointed", "fits"]
 
     def __init__(self, names: Collection[str], device: str, memory: int) -> None:
         self.width, self.device, self.memory = max(map(len, names), default=6), device, memory
@@ -302,22 +305,23 @@ class Rows:
             large = sizes["total"] >= 2**30
             self.unit = 2 ** (30 if large else 20)
             says = f"{'GiB' if large else 'MiB'} per process, estimated; {self.device}: {cell(self.memory, self.unit)}"
-            print(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
+            progress.write(f"{recipe}: {parameters / 1e6:,.1f}M parameters; {says}")
             self.line(self.HEADS)
         cells = [cell(sizes[key], self.unit) for key in (*CLASSES, "total", "activations_checkpointed")]
         self.line([name, str(sizes["num_processes"]), *cells, "yes" if sizes["fits"] else "no"])
 
     def line(self, cells: list[str]) -> None:
-        widths = [self.width, 2, *(max(len(head), 8) for head in self.HEADS[2:])]
+        widths = [self.width, *(max(len(head), 8) for head in self.HEADS[1:])]
         line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        print("  " + line.rstrip(), flush=True)
+        progress.write("  " + line.rstrip())
 
 
 def around_training(phases: dict[str, dict[str, int]], unit: int) -> str:
     """What the phases need of the host's memory, as a line."""
-    each = [f"{name} {cell(size['main'], unit)} ({cell(size['others'], unit)})" for name, size in phases.items()]
+    words = {"build": "building", "save": "saving", "load": "loading", "train": "training", "end": "ending"}
+    each = [f"{words[name]} {cell(size['main'], unit)} ({cell(size['others'], unit)})" for name, size in phases.items()]
     node = cell(max(size["node"] for size in phases.values()), unit)
-    return f"on the host, process 0 (each other): {', '.join(each)}; all together at most {node}"
+    return f"host memory of process 0 (of each other process) while {', '.join(each)}; of all processes at most {node}"
 
 
 def of_time(

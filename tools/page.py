@@ -14,7 +14,6 @@ become the variables. The functions below make the usual pictures; any other may
 import html
 import io
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -29,6 +28,8 @@ INK, DIM, RULE, PAPER = "#0d0e01", "#0d0e02", "#0d0e03", "#0d0e04"
 COLOURS = [f"#0c0d0{i}" for i in range(8)]
 VARIABLES = {INK: "ink", DIM: "dim", RULE: "rule", PAPER: "paper"} | {name: f"c{i}" for i, name in enumerate(COLOURS)}
 WIDE, NARROW = 860, 350  # pixels
+WORDS = 16  # a cell of more characters is a sentence, which may be broken
+FLAT = 0.05  # of its values: an axis shows no less, or noise fills it
 Draw = Callable[[Figure, bool], None]
 Points = Sequence[Sequence[float]]  # [[x, mean, low, high]]
 STYLE = {
@@ -80,13 +81,16 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    def cell(value: object, tag: str = "td") -> str:
-        css = ' class="words"' if len(str(value)) > 60 or value == "truth" else ""
-        return f"<{tag}{css}>{html.escape(str(value))}</{tag}>"
+    """A table. The columns with a sentence in them are set to the left, and broken."""
+    lines = [[str(cell) for cell in row] for row in (heads, *rows)]
+    sentences = [any(len(cell) > WORDS and " " in cell for cell in column) for column in zip(*lines[1:], strict=True)]
 
-    head = "".join(cell(value, "th") for value in heads)
-    body = "\n".join("<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>'
+    def row(cells: list[str], tag: str) -> str:
+        css = (' class="words"' if sentence else "" for sentence in sentences or [False] * len(cells))
+        return "".join(f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for cell, kind in zip(cells, css, strict=True))
+
+    body = "\n".join(f"<tr>{row(cells, 'td')}</tr>" for cells in lines[1:])
+    return f'<div class="scroll"><table><tr>{row(lines[0], "th")}</tr>\n{body}</table></div>'
 
 
 def legend(pairs: Iterable[tuple[str, str]]) -> str:
@@ -95,12 +99,10 @@ def legend(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="legend">{" ".join(keys)}</div>'
 
 
-def picture(draw: Draw, caption: str, key: str = "", command: str | None = None) -> str:
-    """draw(figure, narrow) as SVG, with a legend above and a caption below, which can say what made it."""
-    command = command and textwrap.shorten(command, 200, placeholder=" ...")  # the page has the whole one at its top
-    made_by = f"<br>Made by <code>{html.escape(command)}</code>" if command else ""
+def picture(draw: Draw, caption: str, key: str = "") -> str:
+    """draw(figure, narrow) as SVG, with a legend above and a caption below."""
     wide, narrow = (f'<div class="{name}">{svg(draw, caption, name == "narrow")}</div>' for name in ("wide", "narrow"))
-    return f"<figure>{key}{wide}{narrow}<figcaption>{html.escape(caption)}{made_by}</figcaption></figure>"
+    return f"<figure>{key}{wide}{narrow}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def svg(draw: Draw, name: str, narrow: bool = False) -> str:
@@ -186,11 +188,13 @@ def line(axes: Axes, points: Points, at: str) -> None:
     """A mean with its band. points: [[x, mean, low, high]]."""
     x, mean, low, high = zip(*points, strict=True)
     axes.fill_between(x, low, high, color=at, alpha=0.16, lw=0)
-    axes.plot(x, mean, color=at, lw=2, marker="o" if len(x) <= 10 else "")
+    few = len(x) <= 10
+    axes.plot(x, mean, color=at, lw=2, marker="o" if few else "", clip_on=not few)
 
 
-def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer step") -> Draw:
-    """Means with their bands over the steps, in one frame. series: [(name, colour, [[step, mean, low, high]])]."""
+def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer step", falls: bool = True) -> Draw:
+    """Means with their bands over the steps, in one frame. series: [(name, colour, [[step, mean, low, high]])]. falls:
+    over decades a logarithm is drawn, as of a loss."""
 
     def draw(figure: Figure, narrow: bool) -> None:
         height(figure, 240 if narrow else 340)
@@ -198,11 +202,15 @@ def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer ste
         for _, at, points in series:
             line(axes, points, at)
         lows, highs = ([point[i] for _, _, points in series for point in points] for i in (2, 3))
-        if min(lows) > 0 and max(highs) / min(lows) > 8:  # a loss that falls by decades
+        if falls and min(lows) > 0 and max(highs) / min(lows) > 8:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        else:
+            middle, least = (min(lows) + max(highs)) / 2, FLAT * max(map(abs, (*lows, *highs)))
+            if max(highs) - min(lows) < least:
+                axes.set_ylim(middle - least / 2, middle + least / 2)
         axes.margins(x=0)
         axes.set_xlabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

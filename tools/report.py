@@ -105,7 +105,7 @@ def tables(comparison: dict[str, Any]) -> Iterator[tuple[str, list[str], list[li
     yield "Results", *results(comparison)
     yield "Speed", *speeds(comparison, sound)
     yield "Memory and wire, per process", *memories(comparison, sound)
-    yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "truth"], rows
+    yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "measured"], rows
 
 
 def results(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -190,9 +190,9 @@ def notes(comparison: dict[str, Any]) -> Iterator[str]:
         yield "Each verdict errs in at most 5% of comparisons; of many verdicts, some will."
     if any(row["control"] for row in comparison["rows"]):
         yield (
-            "Controls: other seeds, what chance alone does to one run, as the standard deviation over the baseline's "
-            "seeds, and what would show without pairs; the twin, the baseline from weights one rounding apart: what it "
-            "differs by, pairing cannot remove."
+            "Controls. Other seeds: how much chance changes one run, as the standard deviation over the baseline's "
+            "seeds, and the smallest difference that would show without pairs. The twin repeats the baseline with each "
+            "weight changed by one bit: a smaller difference than the twin's is noise."
         )
     if comparison["fallback"]:
         yield (
@@ -201,6 +201,10 @@ def notes(comparison: dict[str, Any]) -> Iterator[str]:
         )
     if comparison.get("once"):
         yield "Every config ran once: its script's command has no {seed}, and one pair has no interval."
+    yield (
+        "B/param: bytes per parameter of the whole model: its weights and gradients, master weights where the "
+        "optimizer updates others than these, and the optimizer's state. Wire: bytes that a process sends."
+    )
     if any(row["emulated"] for row in sound):
         yield (
             "Emulated: this machine has no FP8 hardware. Values are rounded to FP8 as a GPU rounds them; speed, and "
@@ -222,8 +226,8 @@ def text(comparison: dict[str, Any]) -> str:
     out = ["", *(f"{config}: {said}" for config, said in answer(comparison))]
     for title, heads, rows in tables(comparison):
         out.append(f"\n{title}")
-        if heads[-1] == "truth":
-            out += [f"  {config}: {truth}" for config, truth in rows]
+        if heads[-1] == "measured":
+            out += [f"  {config}: {measured}" for config, measured in rows]
             continue
         lines = [heads, *rows]
         errors = [row for row in rows if any(cell.startswith("no numbers: ") for cell in row)]
@@ -260,7 +264,6 @@ def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
     for row in comparison["rows"]:
         line = {key: row[key] for key in ("config", "control", "error")} | {"seeds": " ".join(map(str, row["seeds"]))}
         for key in (
-            "truth",
             "emulated",
             "num_processes",
             "linear_converted",
@@ -271,6 +274,7 @@ def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
             "samples_per_unit_of_price",
         ):
             line[key] = row.get(key)
+        line["measured"] = row.get("truth")
         for name, measure in row.get("measures", {}).items():
             keys = ("mean", "spread", "difference", "relative", "resolution", "more_seeds", "verdict")
             line |= {f"{name}_{key}": measure.get(key) for key in keys}
@@ -285,7 +289,7 @@ def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
 
 
 def write(comparison: dict[str, Any], folder: str | Path) -> None:
-    """Writes all four files and prints the tables."""
+    """Writes all four files."""
     from tools import drawings  # imports matplotlib
 
     folder = Path(folder)
@@ -296,4 +300,3 @@ def write(comparison: dict[str, Any], folder: str | Path) -> None:
     cli.write(folder / "report.md", markdown(comparison))
     cli.write(folder / "report.html", drawings.whole_page(comparison))
     cli.write(folder / "report.csv", table.getvalue())
-    print(text(comparison))

@@ -4,6 +4,7 @@
 ./launch.sh show runs/demo-... --html    as a page, run.html in the run's folder: curves, memory, layers in FP8
 """
 
+import re
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -29,8 +30,8 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "samples/s (median)", per_second and f"{per_second:.0f} over {throughput['steps_measured']} steps"
     yield "peak memory", memory and f"{memory / 2**20:.0f} MiB per process"
     per_parameter = evidence.get("bytes_per_parameter")
-    yield "bytes per parameter", per_parameter and f"{per_parameter['total']:.1f}"
-    yield "truth", evidence.get("truth")
+    yield "bytes per parameter", per_parameter and f"{per_parameter['total']:.1f}, of weights, gradients and optimizer"
+    yield "measured", evidence.get("truth")
     yield from (("note", line) for line in record["notes"])
     yield "error", record["error"]
 
@@ -48,12 +49,11 @@ def text(folder: Path, printed: Collection[str] = ()) -> str:
 
 
 def curves(record: dict[str, Any], logged: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """{name: [[step, value]]}: the training loss of every step, then the measures of each evaluation."""
+    """{name: [[step, value]]}: the training loss of every step, then whatever was logged, over the steps."""
     points_of = {"loss": record["seen"]["loss_curve"]}
     for row in logged:
-        if "loss" not in row:  # an evaluation
-            for name in row.keys() - {"step"}:
-                points_of.setdefault(name, []).append([row["step"], row[name]])
+        for name in row.keys() - {"step", "epoch", "loss"}:
+            points_of.setdefault(name, []).append([row["step"], row[name]])
     return {name: [[*point, point[1], point[1]] for point in points] for name, points in points_of.items() if points}
 
 
@@ -62,15 +62,19 @@ def drawn_curves(points_of: dict[str, list[list[float]]]) -> Iterator[str]:
     from tools import drawings, page, report
 
     losses = [name for name in points_of if "loss" in name]
-    others = sorted(points_of.keys() - set(losses))
+    others = sorted(points_of.keys() - set(losses), key=lambda name: (name in records.ASIDE, name))
     for group in ([losses] if losses else []) + [[name] for name in others]:
         series = [(name, page.colour(i), points_of[name]) for i, name in enumerate(group)]
-        what = {"loss": "of the training batches"}
+        what = {"loss": "of the training batches", "grad_norm": "before clipping", "learning_rate": "of each step"}
         caption = "; ".join(f"{name}: {what.get(name, 'over the held-out set')}" for name in group) + "."
         key = page.legend([(name, at) for name, at, _ in series])
-        drawn = page.picture(page.lines(series), caption, key)
-        numbers = {name: points_of[name] for name in group if name != "loss"}  # of each step the loss is too long
-        yield page.section(group[0].capitalize(), drawn, drawings.in_numbers(numbers, report.number) if numbers else "")
+        drawn = page.picture(page.lines(series, falls="loss" in group[0]), caption, key)
+        numbers = {name: points_of[name] for name in group if name not in what}  # of each step they are too long
+        yield page.section(
+            group[0].replace("_", " ").capitalize(),
+            drawn,
+            drawings.in_numbers(numbers, report.number) if numbers else "",
+        )
 
 
 def drawn_memory(record: dict[str, Any]) -> str:
@@ -140,12 +144,22 @@ def in_words(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "sent", f"{evidence['wire_bytes_per_step']:,} bytes by each process in an optimizer step"
 
 
+def typed(command: str) -> str:
+    """The line that a user types, for the launcher's own line that ./launch.sh makes of it."""
+    before, launcher, line = command.partition("tools/accelerate_launch.py --config_file ")
+    if not launcher:
+        return command
+    root = re.escape(before.split()[-1]) if before.split() else ""
+    line = re.sub(rf"(?:{root})(?:accelerate_configs|recipes)/(\w+)\.(?:yml|py)(?= |$)", r"\1", line)
+    return "./launch.sh " + line.replace(" --main_process_port 0", "").replace(" -m faithful ", " ")
+
+
 def page_of(folder: Path) -> str:
     from tools import page
 
     record, logged = records.record_of(folder), records.rows_of(folder)
     evidence = record["evidence"]
-    table = {name: str(value) for name, value in rows(record) if value and name not in ("truth", "note")}
+    table = {name: str(value) for name, value in rows(record) if value and name not in ("measured", "note")}
     parts = [*drawn_curves(curves(record, logged))]
     if evidence and evidence["bytes_per_parameter"]:  # counted after the first step
         parts.insert(0, page.section("What was counted on the live tensors", page.pairs(in_words(record))))
@@ -156,7 +170,7 @@ def page_of(folder: Path) -> str:
         options = page.table(["option", "value"], record["args"].items())
         parts.append(page.section("Options", page.details("All options of the run", options)))
     title = f"{record['recipe']}, {record['config']['name'] or 'no config file'}"
-    return page.whole(title, record["command"], list(table.items()), parts, record["notes"])
+    return page.whole(title, typed(record["command"]), list(table.items()), parts, record["notes"])
 
 
 def main(argv: list[str]) -> int:

@@ -28,7 +28,7 @@ from faithful.config.fp8 import FP8, LinearCost
 from faithful.config.settings import Settings
 from faithful.launch.machine import PACKAGES, Machine
 from shared.args import Refused
-from tools import cli, estimate
+from tools import cli, estimate, progress
 from tools.work import Linear, Work
 
 
@@ -246,17 +246,21 @@ def times(
 ) -> Iterator[tuple[str, dict[str, float] | Refused]]:
     """Yields (config, its seconds as `seconds` returns them); (config, the reason as Refused) where there are none.
     `bf16`, `bf16_compiled`: the seconds of the same strategy in bf16."""
-    from tools.tracing import load  # imports torch
+    with progress.waiting(f"loading {recipe.stem}"):
+        from tools.tracing import load  # imports torch
 
-    module = load(recipe)
+        module = load(recipe)
     reasons = {name: why for name, settings in wanted.items() if (why := problem(settings, card))}
     able = {name: settings for name, settings in wanted.items() if name not in reasons}
     keys = dict.fromkeys(
         key for asked in able.values() for each in (asked, high_precision(asked)) for key in keys_of(each)
     )
     yield from ((name, Refused(why)) for name, why in reasons.items())
-    with estimate.two_at_a_time(module, words, keys) as made:
-        tracings = {key: made[key].get() if made else estimate.trace_or_reason(module, words, key) for key in keys}
+    tracings = {}
+    with estimate.two_at_a_time(module, words, keys) as made, progress.waiting("steps traced:", len(keys)) as bar:
+        for key in keys:
+            tracings[key] = made[key].get() if made else estimate.trace_or_reason(module, words, key)
+            bar.update()
     accumulates = estimate.accumulates(words)
     for name, settings in able.items():
         try:

@@ -10,6 +10,7 @@ from tools import report
 from tools.estimate import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
+NOT_A_CONFIG_S = ("control", "planted", "o2_round_to_nearest")  # ways that no config asks for
 FILE = ROOT / "results" / "study" / "summary.json"
 
 
@@ -34,7 +35,7 @@ def of(asked: Settings, recipe: str, pretrained: bool) -> list[dict[str, Any]]:
     study = read()
     results = [] if study is None else [
         result for result in study["results"]
-        if result["measures"] and not result["options"] and result["way"] not in ("control", "planted", "o2_nearest")
+        if result["measures"] and not result["options"] and result["way"] not in NOT_A_CONFIG_S
         and result["task"].startswith("finetune") == pretrained and precision_of(result["config"]) == precision(asked)
     ]  # fmt: skip
     return [result for result in results if study["tasks"][result["task"]]["recipe"] == recipe] or results

@@ -13,23 +13,26 @@ import argparse
 import contextlib
 import inspect
 import json
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import accelerate
-import torch
-import torch.distributed as dist
-from accelerate import data_loader
-from accelerate.utils import gather_object
+os.environ["TQDM_DISABLE"] = "1"  # read with tqdm's import: the script's bars don't know of repeated steps
+import accelerate  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerate import data_loader  # noqa: E402
+from accelerate.utils import gather_object  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful import Refused, accelerator  # noqa: E402
 from faithful.saving.state import random_state, set_random_state  # noqa: E402
 from faithful.training import steps  # noqa: E402
+from tools import progress  # noqa: E402
 from tools.shadow import Looking, Weight, high_precision, layers_of, measured  # noqa: E402
 
 State = tuple[dict[str, torch.Tensor], Any]  # tensors of the model and optimizer, and random numbers
@@ -50,12 +53,16 @@ class Watch:
         self.batches, self.rates, self.at = [], [], 0  # of the pair's steps; at: the next batch to repeat
         self.arm, self.losses, self.results, self.curve = None, [], [], []
         self.open = contextlib.ExitStack()  # the layers that are in high precision now
+        self.shown = contextlib.ExitStack()  # the bar
 
     def begin(self, running: accelerator.Accelerator, evidence: Any) -> None:
         self.accelerator, self.evidence = running, evidence
         self.layers = layers_of(evidence.model)
         self.groups = groups_of(list(self.layers))
         self.looking = Looking(self.layers, evidence)
+        steps_taken = self.args.look + self.args.pairs * self.args.after * (3 + len(self.groups))
+        hidden = not running.is_main_process
+        self.bar = self.shown.enter_context(progress.waiting("steps", steps_taken, disable=hidden))
 
     # ---- what the script's own loop calls ----
 
@@ -82,6 +89,7 @@ class Watch:
                 group["lr"] = rate
 
     def after_update(self) -> None:
+        self.bar.update()
         self.accelerator.steps.settle()
         loss = self.accelerator.steps.loss
         for shadow in self.shadows:
@@ -140,10 +148,12 @@ class Watch:
         return self.accelerator.strategy.torch_optimizer(self.evidence.optimizers[0])
 
     def finish(self) -> NoReturn:
+        self.shown.close()
         running = self.accelerator
         everyone = gather_object([self.looking.rows])
         if running.is_main_process:
-            watched = {"truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
+            watched = {"recipe": Path(self.args.script[0]).stem,
+                       "truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
                        "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
                        "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
                        "layers": measured(everyone)}  # fmt: skip

@@ -139,7 +139,7 @@ def notes(fsdp: FSDP, runs_as: str) -> Iterator[str]:
         runs = {"ddp": "DDP, which it is", "hsdp": "FSDP2 within each machine (HSDP)"}.get(runs_as, "FSDP2")
         yield f"FSDP version 1 with {fsdp.sharding} runs as {runs}, as `accelerate to-fsdp2` converts it"
     if fsdp.without_effect:
-        yield f"{', '.join(fsdp.without_effect)} cannot have an effect: FSDP2 has nothing of this kind"
+        yield f"{', '.join(fsdp.without_effect)}: ignored, FSDP2 has no such setting"
     if fsdp.version == 2 and fsdp.sharding != "FULL_SHARD":
         yield (
             f"fsdp_sharding_strategy {fsdp.sharding} is a key of FSDP version 1, which version 2 does not "

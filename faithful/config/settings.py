@@ -5,9 +5,11 @@
 (rules.py). This module imports neither torch nor Accelerate, so that a check takes a fraction of a second.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from faithful.config import deepspeed, fp8, fsdp
@@ -205,6 +207,13 @@ def default_project_dir() -> str | None:
 def tell_folder() -> str | None:
     """The file into which a run writes its folder, so that ./launch.sh can print the run's table, or None."""
     return os.environ.get("FAITHFUL_TELL_FOLDER")
+
+
+def tell_launcher(name: str, text: str) -> None:
+    """Leaves a file beside that of `tell_folder`."""
+    if file := tell_folder():
+        with contextlib.suppress(OSError):
+            Path(file).with_name(name).write_text(text)
 
 
 def of_script(precision: str | None) -> dict[str, str]:

@@ -335,7 +335,8 @@ def print_error_line(
 def end_the_line_of_a_bar() -> None:
     """Begins a new line if a progress bar (tqdm) is open, which leaves its own line open."""
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
-    if any(getattr(bar, "fp", None) is not None and not getattr(bar, "disable", False) for bar in list(bars)):
+    streams = (sys.stdout, sys.stderr)
+    if any(getattr(bar, "fp", None) in streams and not getattr(bar, "disable", False) for bar in list(bars)):
         print(file=sys.stderr, flush=True)
 
 

@@ -84,10 +84,10 @@ SILENT = {
 }  # fmt: skip
 NOTED = {
     "several processes under NO": (WIZARD | {"distributed_type": "NO", "num_processes": 8}, ["one process runs"]),
-    "FSDP1": (fsdp(), ["FSDP version 1 with FULL_SHARD runs as FSDP2", "fsdp_backward_prefetch cannot"]),
+    "FSDP1": (fsdp(), ["FSDP version 1 with FULL_SHARD runs as FSDP2", "fsdp_backward_prefetch: ignored"]),
     "FSDP1's own words": (
         fsdp(fsdp_use_orig_params=False, fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=False),
-        ["runs as FSDP2", "fsdp_backward_prefetch, fsdp_forward_prefetch, fsdp_use_orig_params cannot"],
+        ["runs as FSDP2", "fsdp_backward_prefetch, fsdp_forward_prefetch, fsdp_use_orig_params: ignored"],
     ),
     "FSDP2 with a key of FSDP1": (
         fsdp(FSDP2, fsdp_sharding_strategy="HYBRID_SHARD", fsdp_cpu_ram_efficient_loading=False),

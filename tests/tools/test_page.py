@@ -3,7 +3,9 @@
 import functools
 import re
 
-from tools import page
+import pytest
+
+from tools import page, show
 
 SERIES = [
     ("a", page.colour(0), [[1, 2.0, 1.9, 2.1], [2, 1.0, 0.5, 1.5]]),
@@ -23,8 +25,7 @@ PICTURES = {
 
 def made():
     parts = [
-        page.picture(draw, f"What {name} show", page.legend([("a", page.colour(0))]), "./launch.sh")
-        for name, draw in PICTURES.items()
+        page.picture(draw, f"What {name} show", page.legend([("a", page.colour(0))])) for name, draw in PICTURES.items()
     ]
     return page.whole(
         "A < B",
@@ -76,7 +77,67 @@ def test_an_interval_that_leaves_the_picture_does_not_set_its_scale():
     assert "+1.6" in drawn and "+20" not in drawn
 
 
+def ticks(draw):
+    """The labels of the y axis."""
+    return [
+        float(text.replace("\N{MINUS SIGN}", "-"))
+        for text in re.findall(r">([\d.e\N{MINUS SIGN}-]+)</text>", page.svg(draw, "x"))
+    ]
+
+
+# A measure over the steps, and the least that its axis shows.
+AXES = {
+    "noise": ([0.970, 0.974, 0.978], 0.04),
+    "zero": ([0.0, 0.0, 0.0], 0.0),
+    "a change": ([0.5, 0.9, 0.97], 0.4),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_an_axis_makes_no_news_of_noise(name):
+    values, least = AXES[name]
+    draw = page.lines(
+        [("a", page.colour(0), [[1000 * step, value, value, value] for step, value in enumerate(values, 1)])]
+    )
+    shown = [tick for tick in ticks(draw) if tick < 1000]
+    assert max(shown) - min(shown) >= least
+
+
+def test_a_schedule_is_drawn_as_it_is():
+    points = [[1000 * step, value, value, value] for step, value in enumerate((1e-5, 1e-3, 2e-3), 1)]
+    assert 1e-5 in ticks(page.lines([("a", page.colour(0), points)]))
+    assert 1e-5 not in ticks(page.lines([("a", page.colour(0), points)], falls=False))
+
+
+def test_a_column_with_a_sentence_is_broken_and_others_are_not():
+    text = page.table(
+        ["config", "loss", "verdict"], [["a", "1.25", "equal within 1%"], ["b", "1.5", "cannot tell: a, b"]]
+    )
+    assert "<td>1.25</td>" in text and text.count('class="words"') == 3  # its head, and both of its cells
+
+
 def test_a_picture_of_its_own_has_its_colours_with_it():
     text = page.standalone(PICTURES["intervals"], "x")
     assert "prefers-color-scheme: dark" in text and text.startswith("<svg xmlns=") and "--c7: #" in text
     assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}
+
+
+TYPED = {
+    "/a/python /b/tools/accelerate_launch.py --config_file /b/accelerate_configs/ddp_bf16.yml --main_process_port 0 "
+    "/b/recipes/vit.py --max_steps 6": "./launch.sh ddp_bf16 vit --max_steps 6",
+    "/a/python /b/tools/accelerate_launch.py --config_file /b/accelerate_configs/fsdp_fp8.yml --num_processes 4 -m faithful "
+    "train.py": "./launch.sh fsdp_fp8 --num_processes 4 train.py",
+    "/a/python /b/tools/accelerate_launch.py --config_file my.yml /c/recipes/vit.py": "./launch.sh my.yml /c/recipes/vit.py",
+    "accelerate launch --config_file my.yml vit.py": "accelerate launch --config_file my.yml vit.py",
+}
+
+
+@pytest.mark.parametrize("command", TYPED)
+def test_a_run_s_page_shows_what_its_user_typed(command):
+    assert show.typed(command) == TYPED[command]
+
+
+def test_a_run_s_page_has_every_curve():
+    record = {"seen": {"loss_curve": [[1, 2.0]]}}
+    logged = [{"step": 1, "loss": 2.0, "grad_norm": 1.5, "learning_rate": 0.1}, {"step": 1, "accuracy": 0.5}]
+    assert show.curves(record, logged).keys() == {"loss", "grad_norm", "learning_rate", "accuracy"}

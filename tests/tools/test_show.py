@@ -24,7 +24,9 @@ def test_the_page_shows_the_run(run):
     text, made = (run / "run.html").read_text(), record(run)
     assert not re.search(r"https?:|<script|<img|@import|src=", text), "one file that asks nobody"
     heads = re.findall("<h2>(.*?)</h2>", text)
-    assert heads == ["What was counted on the live tensors", "Loss", "Accuracy", "Memory", "Layers in FP8", "Options"]
+    curves = ["Loss", "Accuracy", "Grad norm", "Learning rate"]
+    assert heads == ["What was counted on the live tensors", *curves, "Memory", "Layers in FP8", "Options"]
+    assert re.search(r"<pre>\./launch\.sh fsdp_fp8 .*vit .*</pre>", text) or "tools/accelerate_launch" not in text
     final = made["final"]["metrics"]
     assert f"<b>accuracy</b> {final['accuracy']:.4f}" in text and f"<b>eval_loss</b> {final['eval_loss']:.4f}" in text
     assert "<b>precision</b> fp8 torchao tensorwise, emulated: no FP8 hardware" in text
@@ -51,7 +53,7 @@ def test_the_strip_has_a_cell_for_each_layer(run):
     wide = re.search("<svg.*?</svg>", text, re.S)[0]
     blue, other = (wide.count(f"fill: var(--{page.VARIABLES[page.colour(i)]})") for i in (0, 1))
     assert (blue, other) == (15, 2)
-    assert "<td>head</td><td>10 is not a multiple of 16</td>" in text
+    assert '<td>head</td><td class="words">10 is not a multiple of 16</td>' in text
 
 
 def test_a_run_that_failed_before_a_step_has_a_page_too(run, tmp_path):
@@ -83,7 +85,7 @@ def test_the_page_in_a_browser(run):
             page.on("pageerror", lambda error, said=said: said.append(str(error)))
             page.goto(file)
             assert [url for url in asked if not url.startswith("data:")] == [file] and said == []
-            assert page.locator("svg:visible").count() == 4
+            assert page.locator("svg:visible").count() == 6
             assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
             papers.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         browser.close()

@@ -191,7 +191,7 @@ def test_one_run_from_its_launch_to_its_row(monkeypatch, tmp_path):
     monkeypatch.setattr(study, "RUNS", ROOT / "runs" / f"test-{tmp_path.name}")
     chosen = {"tasks": ["words"], "seeds": 1, "hours": 1, "workers": 1, "threads": 1}
     try:
-        study.run(argparse.Namespace(ways=["bf16", "planted", "o2_nearest"], **chosen))
+        study.run(argparse.Namespace(ways=["bf16", "planted", "o2_round_to_nearest"], **chosen))
     finally:
         shutil.rmtree(study.RUNS, ignore_errors=True)
     [bf16, nearest, planted] = sorted(study.read_rows(tmp_path / "results"), key=lambda r: r["way"])
@@ -226,14 +226,16 @@ def test_the_results_that_are_here():
     # what README.md and docs/study.md say
     [o2] = [result for result in found["results"] if (result["task"], result["way"]) == ("words", "o2")]
     assert o2["bytes_per_parameter"] < 8 and words["bf16_pure"]["kind"] == "worse"
-    assert words["adamw_8bit"]["kind"] == words["o2_nearest"]["kind"] == "equal"
+    assert words["adamw_8bit"]["kind"] == words["o2_round_to_nearest"]["kind"] == "equal"
     lost = {
         (result["task"], result["way"]): (measure["kind"], round(100 * measure["relative"]))
         for result in found["results"]
         if result["task"] in ("finetune_1e-5", "finetune_1e-6") and (measure := study.main_measure(result))
     }
     assert lost["finetune_1e-5", "o2"][0] == lost["finetune_1e-6", "o2"][0] == lost["finetune_1e-5", "o3"][0] == "equal"
-    assert lost["finetune_1e-5", "o2_nearest"] == ("worse", -62) and lost["finetune_1e-6", "o2_nearest"] == (
+    assert lost["finetune_1e-5", "o2_round_to_nearest"] == ("worse", -62) and lost[
+        "finetune_1e-6", "o2_round_to_nearest"
+    ] == (
         "worse",
         -86,
     )
@@ -253,7 +255,7 @@ def test_the_results_that_are_here():
     answer = dict(study.answer(found["results"]))
     assert answer["Fine-tuning at a learning rate of 1e-6, worse:"].startswith("bf16_pure (-97")
     rows = {row["way"]: row for row in json.loads((study.RESULTS / "tensors.json").read_text())["rows"]}
-    assert rows["o2_nearest"]["linear"]["along"] < 0.1 and rows["bf16_pure"]["linear"]["along"] < 0.1
+    assert rows["o2_round_to_nearest"]["linear"]["along"] < 0.1 and rows["bf16_pure"]["linear"]["along"] < 0.1
     assert min(rows[way]["linear"]["along"] for way in ("o2", "bf16_stochastic")) > 0.9
 
 

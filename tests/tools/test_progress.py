@@ -1,0 +1,110 @@
+"""Nothing is silent: shared/args.py has the bars of a run, tools/progress.py those of the commands."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from tools import accelerate_launch, compare, find
+
+PROGRAM = """
+import time
+from shared import args
+args.QUIET = 0.4
+{}
+"""
+# What a program does, and the lines that a log gets of it.
+LOGGED = {
+    "a short one says nothing": ("for _ in args.with_bar([1, 2], True): pass", ()),
+    "an evaluation": ("for _ in args.with_bar([1] * 5, True): time.sleep(0.15)", (r"evaluation: [1-5]/5 \[\S+\]",)),
+    "only on the main process": ("for _ in args.with_bar([1] * 5, False): time.sleep(0.15)", ()),
+    "training": ("bar = args.bar('training', 9, True, 3, 64)\ntime.sleep(0.5); bar.update()\nbar.close()",
+                 (r"training: 4/9 \[00:0[01]<.*, \d+ samples/s\]",)),
+    "not where the console says something": (
+        "console, bar = args.trackers(None)[0], args.bar('training', 9, True, 0, 64)\n"
+        "args.Lines.logged = time.monotonic()\nfor _ in range(4): time.sleep(0.2); console.log({'loss': 1.0}, 1); bar.update()", ()),
+    "a command": ("from tools import progress; progress.QUIET = 0.5\nwith progress.waiting('loading'): time.sleep(0.7)",
+                  ("loading, 00:0[01]",)),
+    "a command with a count": (
+        "from tools import progress; progress.QUIET = 0.5\n"
+        "with progress.waiting('traced:', 3) as bar: bar.update(); time.sleep(0.7)", ("traced: 1/3, 00:0[01]",)),
+    "a launch": ("from tools import progress; progress.QUIET = 0.5\n"
+                 "with progress.phases(lambda: 'starting'): time.sleep(1.2)", (r"starting, [1-4] s",)),
+    "a launch that trains": ("from tools import progress; progress.QUIET = 0.5\n"
+                             "with progress.phases(lambda: None): time.sleep(1.2)", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_a_log_gets_a_line_at_times(name):
+    program, wanted = LOGGED[name]
+    env = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(program)], cwd=ROOT, env=env, text=True,
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert bool(lines) == bool(wanted), lines
+    assert all(re.fullmatch("|".join(wanted), line) for line in lines), lines  # twice on a busy machine
+
+
+def test_every_recipe_evaluates_under_a_bar():
+    for name in find.names("recipe"):
+        assert find.recipe(name).read_text().count("in options.with_bar(loader, ") == 1, name
+
+
+# The files that a run has left when the launcher looks, and what it says then.
+PHASES = {
+    "nothing yet": ({}, None, "starting"),
+    "asked": ({"asked": "0"}, None, "before the first step"),
+    "asked on another machine": ({"asked": "4"}, None, None),
+    "trains": ({"asked": "0"}, "running", None),
+    "has finished": ({"asked": "0"}, "finished", "ending"),
+    "has failed": ({}, "failed", "ending"),
+    "wrote no record": ({}, "", None),
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_what_a_launcher_waits_for(name, tmp_path):
+    files, status, said = PHASES[name]
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    if status is not None:
+        (tmp_path / "run").write_text(str(tmp_path))
+    if status:
+        (tmp_path / "run.json").write_text(json.dumps({"status": status}))
+    assert accelerate_launch.phase(tmp_path / "run") == said
+
+
+def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
+    record = {"status": "finished", "recipe": "vit", "final": {"step": 100}, "started": "2026-11-22T10:00:00+0000",
+              "finished": "2026-11-22T10:01:00+0000",
+              "args": {"model": "vit_nano", "dataset": "digits", "gradient_accumulation_steps": 1}}  # fmt: skip
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "run.json").write_text("")
+    monkeypatch.setattr(compare, "ROOT", tmp_path / "none")
+    monkeypatch.setattr(compare.records, "read", lambda folder: {"record": record})
+    said = compare.how_long(10, find.recipe("vit"), ["--max_steps", "200"], tmp_path)
+    assert said.startswith("about 21 min in all, if a run takes what ") and said.endswith("/a took")
+    unlike = compare.how_long(10, find.recipe("vit"), ["--model", "vit_tiny"], tmp_path)
+    assert unlike == compare.how_long(3, ROOT / "tests" / "conftest.py", [], tmp_path)
+    assert unlike == "how long: the first run will tell"
+
+
+def test_setup_says_what_it_does(tmp_path):
+    """In a log: a line at its beginning, then one every 5 seconds, and no list of packages."""
+    said = re.search(r"^said\(\) \{.*?^\}\n", (ROOT / "launch.sh").read_text(), re.M | re.S)[0].replace(
+        "sleep 5", "sleep 1"
+    )
+    program = (
+        f"set -euo pipefail\nhere=x\n{said}said 'installs it' bash -c 'echo \" + torch\" >&2; sleep 1.5; exit 3'\n"
+    )
+    begun = time.monotonic()
+    done = subprocess.run(["bash", "-c", program], text=True, capture_output=True)
+    assert done.returncode == 3 and time.monotonic() - begun < 4
+    assert done.stderr.splitlines() == ["setup: installs it", "setup: installs it, 1 s"]
