@@ -16,6 +16,7 @@ from faithful.checkpoint import checkpoints
 
 OPTIONS = ("--logging_steps", "1", "--save_steps", "10", "--eval_steps", "0", "--resume_from_checkpoint", "latest")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
+ELASTIC = {"--rdzv_backend": "c10d", "--max_restarts": 3, "--monitor_interval": 1}
 
 
 def ip(*words):
@@ -23,10 +24,10 @@ def ip(*words):
 
 
 class Machines:
-    """node0 and node1, which find each other by name, as machines of a cluster do."""
+    """Two machines, which find each other by name, as machines of a cluster do. hosts: their names."""
 
-    def __init__(self, folder):
-        self.folder, self.running = folder, []
+    def __init__(self, folder, hosts=("node0", "node1")):
+        self.folder, self.hosts, self.running = folder, hosts, [None, None]
         self.names = [f"r{os.getpid()}n{i}" for i in (0, 1)]
         self.cables = [f"v{os.getpid()}n{i}" for i in (0, 1)]
 
@@ -43,7 +44,8 @@ class Machines:
         for name, cable, address in zip(self.names, self.cables, ADDRESSES, strict=True):
             hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` puts it in the place of /etc/hosts
             hosts.parent.mkdir(parents=True)
-            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} node{i}\n" for i, a in enumerate(ADDRESSES)))
+            lines = map(" ".join, zip(ADDRESSES, self.hosts, strict=True))
+            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{line}\n" for line in lines))
             ip("link", "set", cable, "netns", name)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             ip("-n", name, "link", "set", cable, "up")
@@ -51,23 +53,28 @@ class Machines:
         return self
 
     def __exit__(self, *_):
-        for rank in range(len(self.running)):
-            self.kill(rank)
+        for rank in (0, 1):
+            if self.running[rank]:
+                self.kill(rank)
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def launch(self, rank, config, *argv, options=()):
-        """Runs `accelerate launch` on one machine, as in the docs; its output goes to node<rank>.log."""
+    def launch(self, rank, config, *argv, options=(), by="accelerate", env=None, elastic=ELASTIC):
+        """Runs a launcher on one machine, as in the docs; its output goes to node<rank>.log. by: `accelerate` or
+        `./launch.sh`. options: of the launcher, over those below."""
+        said = {"--num_machines": 2, "--num_processes": 2, "--machine_rank": rank, "--main_process_ip": ADDRESSES[0],
+                "--main_process_port": 29500} | elastic | dict(zip(options[::2], options[1::2], strict=True))  # fmt: skip
+        words = [str(word) for pair in said.items() for word in pair]
+        start = {"accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+                                f"accelerate_configs/{config}.yml"], "./launch.sh": ["./launch.sh", config]}  # fmt: skip
         command = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"',
-                   f"node{rank}", sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                   f"accelerate_configs/{config}.yml", "--num_machines", "2", "--num_processes", "2", "--machine_rank",
-                   str(rank), "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", "--rdzv_backend", "c10d",
-                   "--max_restarts", "3", "--monitor_interval", "1", *options, "recipes/vit.py", *argv]  # fmt: skip
-        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
-        log = open(self.folder / f"node{rank}.log", "a")
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
-        self.running[rank:] = [process, *self.running[rank + 1 :]]
+                   self.hosts[rank], *start[by], *words, "recipes/vit.py", *map(str, argv)]  # fmt: skip
+        ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1", "VIRTUAL_ENV": sys.prefix,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+        with open(self.folder / f"node{rank}.log", "a") as log:
+            made = subprocess.Popen(command, cwd=ROOT, env=os.environ | ours | (env or {}), stdout=log, stderr=log)
+        self.running[rank] = made
 
     def kill(self, rank):
         """Kills the launcher and its workers at once, like a power cut."""
