@@ -45,6 +45,7 @@ BACKEND = "machines"  # the name of this rendezvous
 COMES = 10  # seconds after which a machine says for which one it waits
 ANSWERS = 10  # seconds in which the store answers, if its machine and the link are there
 FINISHES = 300  # seconds that a machine which has finished serves the store to the others
+TWINS = 3  # seconds in which a launcher that lives says so
 PARTS = 15  # seconds that one which has failed does so
 FINAL = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes after which nothing is started again
 
@@ -94,6 +95,7 @@ class Meeting(RendezvousHandler):
         self.serves = self.watched = self.parted = False
         self.origin = b""  # of the store: a new one has another
         self.round = self.newest = 0  # in which this machine is, and that which was begun last
+        self.present: list[int] = []  # the machines that have come to it
         self.ended: dict[str, Any] | None = None  # the first machine that has ended with an error
         self.since = 0.0  # when that was seen
 
@@ -125,6 +127,7 @@ class Meeting(RendezvousHandler):
         # Others reach this machine as it reaches them.
         with socket.create_connection((self.host, self.port), timeout=ANSWERS) as connection:
             address = connection.getsockname()[0]
+        address = self.host if launcher.is_loopback(address) else address  # a name may mean a loopback address here
         where = answer(lambda: RendezvousStoreInfo.build(self.rank, store, address))
         return RendezvousInfo(store, self.rank, self.machines, where)
 
@@ -236,16 +239,19 @@ class Meeting(RendezvousHandler):
             if self.ask(lambda store: store.check(["twins"])):
                 raise Refused(self.ask(lambda store: store.get("twins").decode()))
             known = self.in_round(current)
+            self.present = [*known]
             missing = [rank for rank in range(self.machines) if rank not in known]
             if not missing:
                 return None
             self.end_with(missing)
-            waits = f"machine {', '.join(map(str, missing))} of {self.machines}"
-            here = ", ".join(f"{each['name']} is machine {rank}" for rank, each in known.items())
+            waits = f"machine {', '.join(map(str, missing))}"
+            here = ", ".join(f"machine {rank} is {each['name']}" for rank, each in known.items())
             if time.monotonic() > end:
-                raise Alone(f"{waits} did not come {self.within}, and {here}: start it with its --machine_rank")
+                raise Alone(
+                    f"{waits} did not come to {self.at} {self.within} ({here}): start it with its --machine_rank"
+                )
             if time.monotonic() > began + COMES and said != waits:
-                print(f"waiting for {waits} at {self.at}; {here}", flush=True)
+                print(f"waiting for {waits} at {self.at} ({here})", flush=True)
                 said = waits
             time.sleep(0.2)
 
@@ -263,7 +269,7 @@ class Meeting(RendezvousHandler):
         its place."""
         alive = f"alive/{other['token']}"
         before = self.ask(lambda store: store.add(alive, 0))
-        time.sleep(3)
+        time.sleep(TWINS)
         if self.ask(lambda store: store.add(alive, 0)) == before:
             return
         line = f"--machine_rank {self.rank} was given to {other['name']} and to {self.me['name']}: give each its own"
@@ -303,7 +309,7 @@ class Meeting(RendezvousHandler):
         self.parted = True
         word = json.dumps({"rank": self.rank, "name": self.me["name"], "code": code})
         end = time.monotonic() + (PARTS if code else FINISHES)
-        every = [f"over/{rank}" for rank in range(self.machines)]
+        every = [f"over/{rank}" for rank in self.present]
         with contextlib.suppress(Lost):
             self.ask(lambda store: [store.set(f"over/{self.rank}", word)])
             if code:
@@ -357,6 +363,9 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and code_of(result) in FINAL:
             self._remaining_restarts = 0
+        elif result.is_failed() and self._remaining_restarts:
+            left = self._remaining_restarts - 1
+            print(f"starting the processes again, {left} more times at most (--max_restarts)", flush=True)
         meeting = self.meeting
         if meeting and meeting.ended and result.state == WorkerState.HEALTHY and meeting.stays_behind(launcher.GRACE):
             raise ended(meeting.ended)
