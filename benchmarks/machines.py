@@ -4,7 +4,7 @@
     python benchmarks/machines.py --by accelerate --cases learning_rate killed_1 --output machines.json
 
 The machines are two network namespaces with names and disks of their own (it needs root). Each case runs under
-./launch.sh, with recipes/vit.py, and under `accelerate launch` and torchrun, as they are, with the loop of `plain` below:
+./launch.sh, with recipes/vit.py, and under `accelerate launch` and torchrun, as they are, with the loop `plain` below:
 Accelerate's own Accelerator, which saves every 10 steps and goes on from the newest checkpoint.
 
 seconds     from the start, or from the kill or the signal, until both launchers have ended; null: not within LIMIT

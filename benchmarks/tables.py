@@ -216,6 +216,28 @@ def kills(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
 
 
+def machines(figures):
+    """How two machines end, under each launcher: exit codes, seconds, lines, what was lost."""
+    launchers = list(dict.fromkeys(row["launcher"] for row in figures["rows"]))
+    cells = {(row["case"], row["launcher"]): two_machines(row) for row in figures["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in figures["rows"]))
+    rows = [[case_of(case), *(cells.get((case, by), "not run") for by in launchers)] for case in cases]
+    heads = ["what differs or happens", *(f"`{'accelerate launch' if by == 'accelerate' else by}`" for by in launchers)]
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+
+
+def case_of(case):
+    return f"machine {case}".replace("_", " ") if case[0].isdigit() else case.replace("_", " ")
+
+
+def two_machines(row):
+    codes = ", ".join("-" if code is None else str(code) for code in row["exit_codes"] if code != "absent")
+    lines = ", ".join(map(str, row["lines"]))
+    orphans = f"; {row['orphans']} orphans" if row["orphans"] else ""
+    time = "" if row["seconds"] is None else f" in {row['seconds']:.0f} s"
+    return f"{codes}{time}; lines {lines}; lost: {row['lost']}{orphans}"
+
+
 def large(figures):
     """MiB that a process and the machine hold at the peak of each phase, beside what estimate says."""
     rows = [
@@ -300,6 +322,7 @@ TABLES = {
     "results/peer_tests.json": peers,
     "results/wrapper.json": wrapper,
     "results/large.json": large,
+    "results/machines.json": machines,
     "results/gallery.json": gallery,
     "results/study/summary.json": study.in_docs,
     "results/study/tensors.json": study.tensors,

@@ -23,7 +23,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of tools/
 # torch reads this when it is imported: its store would print a trace of C++ for a machine that has gone, which
-# launch/machines.py says in a line. The workers get the variable as it was.
+# launch/meeting.py says in a line. The workers get the variable as it was.
 said = os.environ.get("TORCH_CPP_LOG_LEVEL")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from accelerate.commands import launch  # noqa: E402
@@ -66,9 +66,9 @@ def with_machines(launches: Callable[[Namespace], None]) -> Callable[[Namespace]
     """A launcher of several processes, with our meeting of several machines."""
 
     def launched(args: Namespace) -> None:
-        from faithful.launch import machines  # imports much of torch, which one process does not need
+        from faithful.launch import meeting  # imports much of torch, which one process does not need
 
-        machines.install()
+        meeting.install()
         launches(args)
 
     return launched
@@ -93,7 +93,7 @@ def run() -> tuple[int, str]:
         return problem.exit_code, str(problem)
     except Exception as problem:
         if hasattr(problem, "failures"):  # torch's ChildFailedError
-            from faithful.launch.machines import cause_first
+            from faithful.launch.meeting import cause_first
 
             rank, failure = min(problem.failures.items(), key=lambda item: cause_first(item[1]))
             return end_of(failure.exitcode, f"rank {rank}")

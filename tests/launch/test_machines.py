@@ -203,15 +203,17 @@ def test_a_machine_that_never_comes_is_awaited_in_one_line_and_given_up_in_anoth
 
 
 @pytest.mark.parametrize(
-    "machine, worker, number, code",
+    "machine, worker, number, codes",
     [
-        (0, False, signal.SIGTERM, 143),
-        pytest.param(1, False, signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param(1, True, signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param(0, False, signal.SIGINT, 130, marks=pytest.mark.slow),
+        (0, False, signal.SIGTERM, [143, 143]),
+        pytest.param(1, False, signal.SIGTERM, [143, 143], marks=pytest.mark.slow),
+        pytest.param(1, True, signal.SIGTERM, [143, 143], marks=pytest.mark.slow),
+        pytest.param(0, False, signal.SIGINT, [130, 143], marks=pytest.mark.slow),
     ],
 )
-def test_an_end_that_is_meant_ends_both_machines_with_one_checkpoint(machines, tmp_path, machine, worker, number, code):
+def test_an_end_that_is_meant_ends_both_machines_with_one_checkpoint(
+    machines, tmp_path, machine, worker, number, codes
+):
     """A signal to a launcher or to a worker, with --max_restarts: nothing starts again."""
     run = tmp_path / "run"
     for rank in (0, 1):
@@ -219,7 +221,7 @@ def test_an_end_that_is_meant_ends_both_machines_with_one_checkpoint(machines, t
     until_step(run, 15)
     process = psutil.Process(machines.running[machine].pid)
     (workers(process)[0] if worker else process).send_signal(number)
-    assert machines.wait(60) == [code, code], machines.log(1)[-3000:]
+    assert machines.wait(60) == codes, machines.log(1)[-3000:]
     assert all(machines.log(rank).count("asked: ") == 1 for rank in (0, 1))
     stopped = checkpoints.list_checkpoints(run)[-1]
     assert record(run)["status"] in ("preempted", "interrupted") and not checkpoints.unsound(stopped)
@@ -228,14 +230,12 @@ def test_an_end_that_is_meant_ends_both_machines_with_one_checkpoint(machines, t
 
 @pytest.mark.slow
 def test_a_machine_that_refuses_ends_the_other_one(machines, tmp_path):
-    """One cannot begin, where it meets nobody: the other does not wait for COLLECTIVE_TIMEOUT."""
+    """One ends before it meets the others: they do not wait for COLLECTIVE_TIMEOUT."""
     run = ("--output_dir", str(tmp_path / "run"), *SHORT)
     machines.launch(0, "ddp_fp32", *run)
-    machines.launch(
-        1, "ddp_fp32", *run, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0", "COLLECTIVE_TIMEOUT": "no"}
-    )
-    assert machines.wait(90) == [2, 2], machines.log(0)[-3000:]
-    assert "machine 1 (alpha) has ended with exit code 2" in machines.log(0)
+    machines.launch(1, "ddp_fp32", *run, "--learning_rate", "high")
+    assert machines.wait(120) == [2, 2], machines.log(0)[-3000:]
+    assert "refused: machine 1 (alpha) has ended with exit code 2: this one ends, too" in machines.log(0)
 
 
 def workers(launcher):

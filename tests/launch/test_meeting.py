@@ -10,19 +10,19 @@ from test_sockets import EVERYWHERE, listens, own_address
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from faithful.errors import Refused
-from faithful.launch import machines
+from faithful.launch import meeting as launchers
 
 
 @pytest.fixture
 def meeting(monkeypatch):
     """Makes a launcher of machine `rank` of two, with its name."""
-    monkeypatch.setattr(machines, "TWINS", 1.5)
+    monkeypatch.setattr(launchers, "TWINS", 1.5)
     port, made = free_port(), []
 
     def make(rank, name, seconds=20, host="127.0.0.1", **config):
         params = RendezvousParameters("machines", f"{host}:{port}", "none", 2, 2, machine_rank=rank,
                                       join_timeout=str(seconds), **config)  # fmt: skip
-        made.append(machines.Meeting(params))
+        made.append(launchers.Meeting(params))
         made[-1].me["name"] = name
         return made[-1]
 

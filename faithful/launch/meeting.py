@@ -62,7 +62,7 @@ class Ended(Refused):
         self.exit_code = code if code in FINAL and code else 1
 
 
-def answer(call: Callable[[], Any]) -> Any:
+def answer(call: Callable[[], Any], seconds: float = ANSWERS) -> Any:
     """What a call to a store returns. Raises Lost if nothing comes in time: torch would wait for as long as the kernel
     keeps the connection, a quarter of an hour."""
     answers: list[Any] = []
@@ -73,7 +73,7 @@ def answer(call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=calls, daemon=True)
     thread.start()
-    thread.join(ANSWERS)
+    thread.join(seconds)
     if not answers:
         raise Lost
     return answers[0]
@@ -93,6 +93,7 @@ class Meeting(RendezvousHandler):
         self.me = {"name": socket.gethostname(), "token": uuid.uuid4().hex}
         self.store: dist.TCPStore | None = None
         self.serves = self.watched = self.parted = False
+        self.watcher: threading.Thread | None = None
         self.origin = b""  # of the store: a new one has another
         self.round = self.newest = 0  # in which this machine is, and that which was begun last
         self.present: list[int] = []  # the machines that have come to it
@@ -128,7 +129,7 @@ class Meeting(RendezvousHandler):
         with socket.create_connection((self.host, self.port), timeout=ANSWERS) as connection:
             address = connection.getsockname()[0]
         address = self.host if launcher.is_loopback(address) else address  # a name may mean a loopback address here
-        where = answer(lambda: RendezvousStoreInfo.build(self.rank, store, address))
+        where = answer(lambda: RendezvousStoreInfo.build(self.rank, store, address), 2 * ANSWERS)
         return RendezvousInfo(store, self.rank, self.machines, where)
 
     def num_nodes_waiting(self) -> int:
@@ -178,7 +179,8 @@ class Meeting(RendezvousHandler):
             origin = self.ask(lambda store: store.compare_set("origin", "", token))
             self.round = self.round if origin == self.origin else 0
             self.origin, self.newest, self.watched = origin, self.round, True
-            threading.Thread(target=self.watch, args=(store,), daemon=True).start()
+            self.watcher = threading.Thread(target=self.watch, args=(store,), daemon=True)
+            self.watcher.start()
         return store
 
     def serve(self, options: dict[str, Any]) -> dist.TCPStore:
@@ -297,25 +299,27 @@ class Meeting(RendezvousHandler):
             self.ask(lambda store: [store.delete_key("ended")])
             self.ended = None
 
-    def stays_behind(self, seconds: float) -> bool:
-        """Whether another machine has ended with an error so long ago, and not because it was told to."""
-        told = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-        return bool(self.ended and self.ended["code"] not in told and time.monotonic() > self.since + seconds)
+    def refused_elsewhere(self) -> bool:
+        """Whether another machine has refused to run, so long ago that the processes of this one would have ended if
+        they had met it."""
+        return bool(self.ended and self.ended["code"] == 2 and time.monotonic() > self.since + launcher.GRACE)
 
     def part(self, code: int) -> None:
         """Tells the others with which exit code this machine ends. If it serves the store it waits for them."""
-        if self.parted or self.store is None:
-            return
-        self.parted = True
-        word = json.dumps({"rank": self.rank, "name": self.me["name"], "code": code})
-        end = time.monotonic() + (PARTS if code else FINISHES)
-        every = [f"over/{rank}" for rank in self.present]
-        with contextlib.suppress(Lost):
-            self.ask(lambda store: [store.set(f"over/{self.rank}", word)])
-            if code:
-                self.ask(lambda store: store.compare_set("ended", "", word))
-            while self.serves and time.monotonic() < end and not self.ask(lambda store: store.check(every)):
-                time.sleep(0.1)
+        if not self.parted:
+            self.parted = True
+            word = json.dumps({"rank": self.rank, "name": self.me["name"], "code": code})
+            end = time.monotonic() + (PARTS if code else FINISHES)
+            every = [f"over/{rank}" for rank in self.present]
+            with contextlib.suppress(Lost):
+                self.ask(lambda store: [store.set(f"over/{self.rank}", word)])
+                if code:
+                    self.ask(lambda store: store.compare_set("ended", "", word))
+                while self.serves and time.monotonic() < end and not self.ask(lambda store: store.check(every)):
+                    time.sleep(0.1)
+        self.store = None
+        if self.watcher:  # Python aborts if it ends while a thread comes back from C++
+            self.watcher.join(ANSWERS)
 
 
 def ended(other: dict[str, Any]) -> Ended:
@@ -367,7 +371,7 @@ class Agent(LocalElasticAgent):
             left = self._remaining_restarts - 1
             print(f"starting the processes again, {left} more times at most (--max_restarts)", flush=True)
         meeting = self.meeting
-        if meeting and meeting.ended and result.state == WorkerState.HEALTHY and meeting.stays_behind(launcher.GRACE):
+        if meeting and meeting.ended and result.state == WorkerState.HEALTHY and meeting.refused_elsewhere():
             raise ended(meeting.ended)
         return result
 
