@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 import psutil
-from harness import ROOT, arguments, save
+from harness import ROOT, arguments, command, made, save
 
 LIMIT, STEPS = 120, 80
 ADDRESS = "10.79.0.1"
@@ -85,13 +85,13 @@ def plain(output: str, learning_rate: float, seed: int, steps: int) -> None:
                 (folder / f"checkpoint-{step}" / "done").touch()
         if step >= steps:
             break
-    made = {"machine": int(os.environ["MACHINE"]), "rank": accelerator.process_index, "seen": seen,
+    results = {"precision": accelerator.mixed_precision, "seen": seen,
             "weights": accelerator.unwrap_model(model).weight.double().sum().item()}  # fmt: skip
-    (folder.parent / f"made-{os.environ['MACHINE']}.json").write_text(json.dumps(made))
+    (folder.parent / f"made-{os.environ['MACHINE']}.json").write_text(json.dumps(results))
     accelerator.end_training()
 
 
-def command(by, case, machine, folder):
+def line_of(by, case, machine, folder):
     """The command line of one machine, and its environment."""
     there = CASES[case] if machine else {}
     rank = there.get("rank", machine)
@@ -129,14 +129,14 @@ def measure(by, case, folder):
     comes = what.get("comes", [0, 1])
     with Machines(folder, HOSTS) as machines:
         for machine in comes:
-            machines.start(machine, *command(by, case, machine, folder))
+            machines.start(machine, *line_of(by, case, machine, folder))
         began = time.monotonic()
         if case in SHARED:
             until_step(folder / "run", 25)
             began = time.monotonic()
         if "kill" in what:
             machines.kill(what["kill"])
-            machines.start(what["kill"], *command(by, case, what["kill"], folder))
+            machines.start(what["kill"], *line_of(by, case, what["kill"], folder))
         elif "signal" in what:
             process = psutil.Process(machines.running[what["signal"]].pid)
             if "worker" in what:  # only the launcher's workers have a rank
@@ -200,16 +200,18 @@ def left_behind(folder):
 def lost(case, codes, folder):
     """In words. Of a run that has ended, what is there of it tells."""
     run = folder / "run" if case in SHARED else folder / "disk0" / "run"
-    made = [json.loads(file.read_text()) for file in sorted(folder.glob("**/made-*.json"))]
+    left = [json.loads(file.read_text()) for file in sorted(folder.glob("**/made-*.json"))]
     kept = sorted(int(path.name.split("-")[1]) for path in run.glob("checkpoint-*[0-9]"))
     if codes == [0, 0]:
-        words = []
+        words = ["the signal: it was started again, and trained on"] if "signal" in CASES[case] else []
         if not rows(run):
             words.append("the metrics and the model are on machine 1")
-        if len(made) == 2:
-            if abs(made[0]["weights"] - made[1]["weights"]) > 1e-9:
+        if len(left) == 2:
+            if left[0]["precision"] != left[1]["precision"]:
+                words.append("each machine trained in another precision")
+            if abs(left[0]["weights"] - left[1]["weights"]) > 1e-9:
                 words.append("the replicas differ")
-            if twice := len({*made[0]["seen"]} & {*made[1]["seen"]}):
+            if twice := len({*left[0]["seen"]} & {*left[1]["seen"]}):
                 words.append(f"{twice} samples came twice")
         return ", ".join(words) or "nothing"
     if None in codes:
@@ -226,7 +228,8 @@ def main(argv):
     parser.add_argument("--output", default="results/machines.json", help="rows of other cases in it are kept")
     args = parser.parse_args(argv)
     file = Path(args.output)
-    kept = json.loads(file.read_text())["rows"] if file.exists() else []
+    before = made(file, rows=[], command="")
+    kept, commands = before["rows"], " && ".join(filter(None, [before["command"], command()]))
     for by in args.by:
         for case in args.cases:
             if case == "strategy" and by != "./launch.sh":
@@ -235,7 +238,7 @@ def main(argv):
             row = measure(by, case, folder)
             print(json.dumps(row), flush=True)
             kept = [other for other in kept if (other["launcher"], other["case"]) != (by, case)] + [row]
-            save(file, {"limit_seconds": LIMIT, "rows": kept}, ("accelerate",))
+            save(file, {"command": commands, "limit_seconds": LIMIT, "rows": kept}, ("accelerate",))
             shutil.rmtree(folder, ignore_errors=True)
 
 

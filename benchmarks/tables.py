@@ -221,8 +221,8 @@ def machines(figures):
     launchers = list(dict.fromkeys(row["launcher"] for row in figures["rows"]))
     cells = {(row["case"], row["launcher"]): two_machines(row) for row in figures["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in figures["rows"]))
-    rows = [[case_of(case), *(cells.get((case, by), "not run") for by in launchers)] for case in cases]
-    heads = ["what differs or happens", *(f"`{'accelerate launch' if by == 'accelerate' else by}`" for by in launchers)]
+    rows = [[case_of(case), *(cells.get((case, by), "has no FSDP on a CPU") for by in launchers)] for case in cases]
+    heads = ["what differs or happens", *("accelerate launch" if by == "accelerate" else by for by in launchers)]
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
@@ -231,11 +231,15 @@ def case_of(case):
 
 
 def two_machines(row):
-    codes = ", ".join("-" if code is None else str(code) for code in row["exit_codes"] if code != "absent")
-    lines = ", ".join(map(str, row["lines"]))
-    orphans = f"; {row['orphans']} orphans" if row["orphans"] else ""
+    there = [code for code in row["exit_codes"] if code != "absent"]
+    codes = ", ".join("-" if code is None else str(code) for code in there)
     time = "" if row["seconds"] is None else f" in {row['seconds']:.0f} s"
-    return f"{codes}{time}; lines {lines}; lost: {row['lost']}{orphans}"
+    lines = " + ".join(
+        str(count) for count, code in zip(row["lines"], row["exit_codes"], strict=True) if code != "absent"
+    )
+    orphans = f", {row['orphans']} orphans" if row["orphans"] else ""
+    lost = row["lost"].partition(":")
+    return f"{codes}{time}, {lines} lines{orphans}: {'nothing' if lost[0] == 'nothing' else row['lost']}"
 
 
 def large(figures):

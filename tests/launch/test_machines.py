@@ -187,7 +187,12 @@ def test_machines_that_were_started_differently_are_refused_in_one_line_on_each(
 @pytest.mark.parametrize(
     "comes, waits, gives_up",
     [
-        (0, "waiting for machine 1 at 10.79.0.1:29500 (machine 0 is zeta)", "machine 1 did not come to"),
+        pytest.param(
+            0,
+            "waiting for machine 1 at 10.79.0.1:29500 (machine 0 is zeta)",
+            "machine 1 did not come to",
+            marks=pytest.mark.slow,
+        ),
         (1, "waiting for the launcher at 10.79.0.1:29500", "nothing answered at 10.79.0.1:29500"),
     ],
 )

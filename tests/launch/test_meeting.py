@@ -143,7 +143,7 @@ def test_it_listens_at_the_address_of_main_process_ip_only(meeting):
 @pytest.mark.parametrize(
     "line, starts",
     [
-        ("sys.exit(1)", 2),
+        pytest.param("sys.exit(1)", 2, marks=pytest.mark.slow),
         ("sys.exit(2)", 1),
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 2, marks=pytest.mark.slow),
         pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 1, marks=pytest.mark.slow),
