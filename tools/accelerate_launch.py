@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ sys.path[0] = str(ROOT)  # in place of tools/
 # torch reads this when it is imported: its store would print a trace of C++ for a machine that has gone, which
 # launch/meeting.py says in a line. The workers get the variable as it was.
 said = os.environ.get("TORCH_CPP_LOG_LEVEL")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 from accelerate.commands import launch  # noqa: E402
 
 if said is None:
@@ -155,4 +156,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if threading.active_count() > 1:  # one that asks a machine which is gone: Python aborts if it comes back now
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -99,6 +99,8 @@ class Meeting(RendezvousHandler):
         self.present: list[int] = []  # the machines that have come to it
         self.ended: dict[str, Any] | None = None  # the first machine that has ended with an error
         self.since = 0.0  # when that was seen
+        self.began = self.end = 0.0  # of the waiting for the others
+        self.said = ""  # what was printed last
 
     # ---- what torch's launcher calls ----
 
@@ -114,16 +116,19 @@ class Meeting(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        end = time.monotonic() + self.seconds
+        """Waits until all machines are in one round. Raises Alone after so many seconds, Ended, or Refused if two
+        machines have one rank."""
+        self.began = time.monotonic()
+        self.end, self.said = self.began + self.seconds, ""
         while True:
             try:
-                return self.meet(end)
+                return self.meet()
             except (Lost, OSError):
                 self.lose()
 
-    def meet(self, end: float) -> RendezvousInfo:
-        launchers = self.connect(end)
-        self.join(end)
+    def meet(self) -> RendezvousInfo:
+        launchers = self.connect()
+        self.join()
         store = dist.PrefixStore(f"round {self.round}", launchers)
         # Others reach this machine as it reaches them.
         with socket.create_connection((self.host, self.port), timeout=ANSWERS) as connection:
@@ -131,6 +136,12 @@ class Meeting(RendezvousHandler):
         address = self.host if launcher.is_loopback(address) else address  # a name may mean a loopback address here
         where = answer(lambda: RendezvousStoreInfo.build(self.rank, store, address), 2 * ANSWERS)
         return RendezvousInfo(store, self.rank, self.machines, where)
+
+    def say(self, line: str) -> None:
+        """Prints for whom this machine waits, when it has waited for a while, and once."""
+        if time.monotonic() > self.began + COMES and line != self.said:
+            print(line, flush=True)
+            self.said = line
 
     def num_nodes_waiting(self) -> int:
         """How many machines wait for a new round, as far as is known: nothing here waits for the store."""
@@ -154,24 +165,17 @@ class Meeting(RendezvousHandler):
             raise Lost
         return answer(lambda: call(store))
 
-    def connect(self, end: float) -> dist.TCPStore:
-        """Connects to the store, or serves it if this machine has its address. Raises Alone at the time `end`."""
-        began, said, timeout = time.monotonic(), False, datetime.timedelta(seconds=2 * ANSWERS)
+    def connect(self) -> dist.TCPStore:
+        """Connects to the store, or serves it if this machine has its address."""
+        timeout = datetime.timedelta(seconds=2 * ANSWERS)
         options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
         while self.store is None:
             if self.may_serve():
                 self.store, self.serves = self.serve(options), True
             elif launcher.is_listening(self.host, self.port):
                 self.store = answer(lambda: dist.TCPStore(self.host, self.port, is_master=False, **options))
-            elif time.monotonic() > end:
-                raise Alone(
-                    f"nothing answered at {self.at} {self.within}: is the launcher of the machine with this address "
-                    "started, and does the link allow the port?"
-                )
             else:
-                if time.monotonic() > began + COMES and not said and not self.origin:
-                    print(f"waiting for the launcher at {self.at}", flush=True)
-                    said = True
+                self.give_up_in_time()
                 time.sleep(0.5)
         store = self.store
         if not self.watched:
@@ -199,9 +203,21 @@ class Meeting(RendezvousHandler):
                 return True
         return False
 
+    def give_up_in_time(self) -> None:
+        """Raises Alone if nobody has served the store for too long."""
+        if time.monotonic() > self.end:
+            raise Alone(
+                f"nothing answered at {self.at} {self.within}: is the launcher of the machine with this address "
+                "started, and does the link allow the port?"
+            )
+        if not self.origin:
+            self.say(f"waiting for the launcher at {self.at}")
+
     def lose(self) -> None:
-        print(f"the launcher at {self.at} does not answer: waiting until it does, or is started again", flush=True)
+        if self.watched:
+            print(f"the launcher at {self.at} does not answer: waiting until it does, or is started again", flush=True)
         self.store, self.watched = None, False
+        self.give_up_in_time()
         time.sleep(0.5)
 
     def watch(self, store: dist.TCPStore) -> None:
@@ -211,8 +227,9 @@ class Meeting(RendezvousHandler):
                 store.add(f"alive/{self.me['token']}", 1)
                 if store.check(["round"]):
                     self.newest = int(store.get("round"))
-                if not self.ended and store.check(["ended"]):
-                    self.ended, self.since = json.loads(store.get("ended")), time.monotonic()
+                ended = json.loads(store.get("ended")) if store.check(["ended"]) else None
+                if ended != self.ended:
+                    self.ended, self.since = ended, time.monotonic()
             except dist.DistStoreError:  # no answer in time
                 pass
             except (dist.DistError, RuntimeError):  # the other end is closed
@@ -221,10 +238,8 @@ class Meeting(RendezvousHandler):
 
     # ---- rounds ----
 
-    def join(self, end: float) -> None:
-        """Waits until all machines are in one round. Raises Alone at the time `end`, Ended, or Refused if two machines
-        have one rank."""
-        began, said = time.monotonic(), ""
+    def join(self) -> None:
+        """Comes to the newest round, or begins one, and waits for the others there."""
         self.forget_my_end()
         current = self.ask(lambda store: int(store.compare_set("round", "", "1")))
         known = self.in_round(current)
@@ -233,11 +248,11 @@ class Meeting(RendezvousHandler):
             self.refuse_twins(mine)
         if current == self.round or (len(known) == self.machines and mine != self.me):
             current = self.ask(lambda store: int(store.compare_set("round", f"{current}", f"{current + 1}")))
-        self.ask(lambda store: [store.set(f"{current}/{self.rank}", json.dumps(self.me))])
+        self.ask(lambda store: store.set(f"{current}/{self.rank}", json.dumps(self.me)))
         self.round = current
         while True:
             if self.ask(lambda store: int(store.get("round"))) > current:  # a machine was started again meanwhile
-                return self.join(end)
+                return self.join()
             if self.ask(lambda store: store.check(["twins"])):
                 raise Refused(self.ask(lambda store: store.get("twins").decode()))
             known = self.in_round(current)
@@ -248,13 +263,10 @@ class Meeting(RendezvousHandler):
             self.end_with(missing)
             waits = f"machine {', '.join(map(str, missing))}"
             here = ", ".join(f"machine {rank} is {each['name']}" for rank, each in known.items())
-            if time.monotonic() > end:
-                raise Alone(
-                    f"{waits} did not come to {self.at} {self.within} ({here}): start it with its --machine_rank"
-                )
-            if time.monotonic() > began + COMES and said != waits:
-                print(f"waiting for {waits} at {self.at} ({here})", flush=True)
-                said = waits
+            if time.monotonic() > self.end:
+                self.ask(lambda store: store.delete_key(f"{current}/{self.rank}"))  # who comes later meets nobody
+                raise Alone(f"{waits} did not come to {self.at} {self.within} ({here}): is it started, with this rank?")
+            self.say(f"waiting for {waits} at {self.at} ({here})")
             time.sleep(0.2)
 
     def in_round(self, number: int) -> dict[int, dict[str, str]]:
@@ -276,7 +288,7 @@ class Meeting(RendezvousHandler):
             return
         line = f"--machine_rank {self.rank} was given to {other['name']} and to {self.me['name']}: give each its own"
         if len(self.in_round(self.ask(lambda store: int(store.get("round"))))) < self.machines:
-            self.ask(lambda store: [store.set("twins", line)])
+            self.ask(lambda store: store.set("twins", line))
         self.parted = True  # the other one has this rank
         raise Refused(line)
 
@@ -294,10 +306,13 @@ class Meeting(RendezvousHandler):
 
     def forget_my_end(self) -> None:
         """A machine that has ended may be started again, while the others still live."""
-        self.ask(lambda store: [store.delete_key(f"over/{self.rank}")])
-        if self.ended and self.ended["rank"] == self.rank:
-            self.ask(lambda store: [store.delete_key("ended")])
-            self.ended = None
+
+        def forget(store: dist.TCPStore) -> None:
+            store.delete_key(f"over/{self.rank}")
+            if store.check(["ended"]) and json.loads(store.get("ended"))["rank"] == self.rank:
+                store.delete_key("ended")
+
+        self.ask(forget)
 
     def refused_elsewhere(self) -> bool:
         """Whether another machine has refused to run, so long ago that the processes of this one would have ended if
@@ -312,7 +327,7 @@ class Meeting(RendezvousHandler):
             end = time.monotonic() + (PARTS if code else FINISHES)
             every = [f"over/{rank}" for rank in self.present]
             with contextlib.suppress(Lost):
-                self.ask(lambda store: [store.set(f"over/{self.rank}", word)])
+                self.ask(lambda store: store.set(f"over/{self.rank}", word))
                 if code:
                     self.ask(lambda store: store.compare_set("ended", "", word))
                 while self.serves and time.monotonic() < end and not self.ask(lambda store: store.check(every)):

@@ -1,6 +1,7 @@
 """The rendezvous of ./launch.sh's launchers, on loopback: several in one process. test_machines.py kills real ones."""
 
 import os
+import socket
 import threading
 import time
 
@@ -76,14 +77,13 @@ def test_a_machine_that_was_killed_and_started_again_begins_a_new_round(meeting)
     assert answers == [1] and first.round == again.round == 2
 
 
-def test_one_that_was_killed_while_it_waited_is_not_met(meeting):
+def test_one_that_has_given_up_or_was_killed_is_not_met(meeting):
     waits = meeting(1, "alpha", 1)
-    meeting(0, "zeta").connect(time.monotonic() + 5)  # serves
+    serves = meeting(0, "zeta", 1)
+    assert meet(serves)[0].exit_code == 1
     [problem] = meet(waits)
-    assert (
-        "machine 0 did not come" in str(problem) and "(machine 1 is alpha)" in str(problem) and problem.exit_code == 1
-    )
-    gone(waits)
+    assert "machine 0 did not come" in str(problem) and "(machine 1 is alpha)" in str(problem)
+    gone(waits), gone(serves)
     first, again = meeting(0, "zeta"), meeting(1, "alpha")
     assert meet(again, first) == [1, 0]
 
@@ -101,6 +101,28 @@ def test_one_that_comes_to_a_run_with_a_rank_that_is_there_does_not_stop_it(meet
     [problem] = meet(meeting(1, "beta"))
     assert str(problem) == "--machine_rank 1 was given to alpha and to beta: give each its own"
     assert not first.num_nodes_waiting() and not second.num_nodes_waiting()
+
+
+def test_another_program_at_the_port_is_given_up_too(meeting, capsys, monkeypatch):
+    monkeypatch.setattr(launchers, "ANSWERS", 1)
+    waits = meeting(1, "alpha", 2)
+    with socket.create_server((waits.host, waits.port)):
+        [problem] = meet(waits)
+    assert "nothing answered at 127.0.0.1" in str(problem) and capsys.readouterr().out == ""
+
+
+def test_a_machine_that_has_refused_and_comes_back_is_met(meeting):
+    first, second = meeting(0, "zeta"), meeting(1, "alpha")
+    assert meet(first, second) == [0, 1]
+    second.part(2)
+    end = time.monotonic() + 5
+    while not first.ended and time.monotonic() < end:
+        time.sleep(0.1)
+    assert first.ended["code"] == 2
+    assert meet(meeting(1, "alpha"), first) == [1, 0]
+    while first.ended and time.monotonic() < end:
+        time.sleep(0.1)
+    assert first.ended is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +155,7 @@ def test_it_listens_at_the_address_of_main_process_ip_only(meeting):
     if (address := own_address()) is None:
         pytest.skip("this machine has no address but its loopback")
     before = listens(os.getpid())
-    meeting(0, "zeta", host=address).connect(time.monotonic() + 5)
+    meeting(0, "zeta", host=address).connect()
     new = listens(os.getpid())
     for each in before:
         new.remove(each)
