@@ -216,6 +216,32 @@ def kills(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
 
 
+def machines(figures):
+    """How two machines end, under each launcher: exit codes, seconds, lines, what was lost."""
+    launchers = list(dict.fromkeys(row["launcher"] for row in figures["rows"]))
+    cells = {(row["case"], row["launcher"]): two_machines(row) for row in figures["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in figures["rows"]))
+    rows = [[case_of(case), *(cells.get((case, by), "has no FSDP on a CPU") for by in launchers)] for case in cases]
+    heads = ["what differs or happens", *("accelerate launch" if by == "accelerate" else by for by in launchers)]
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+
+
+def case_of(case):
+    return f"machine {case}".replace("_", " ") if case[0].isdigit() else case.replace("_", " ")
+
+
+def two_machines(row):
+    there = [code for code in row["exit_codes"] if code != "absent"]
+    codes = ", ".join("-" if code is None else str(code) for code in there)
+    time = "" if row["seconds"] is None else f" in {row['seconds']:.0f} s"
+    lines = " + ".join(
+        str(count) for count, code in zip(row["lines"], row["exit_codes"], strict=True) if code != "absent"
+    )
+    orphans = f", {row['orphans']} orphans" if row["orphans"] else ""
+    lost = row["lost"].partition(":")
+    return f"{codes}{time}, {lines} lines{orphans}: {'nothing' if lost[0] == 'nothing' else row['lost']}"
+
+
 def large(figures):
     """MiB that a process and the machine hold at the peak of each phase, beside what estimate says."""
     rows = [
@@ -300,6 +326,7 @@ TABLES = {
     "results/peer_tests.json": peers,
     "results/wrapper.json": wrapper,
     "results/large.json": large,
+    "results/machines.json": machines,
     "results/gallery.json": gallery,
     "results/study/summary.json": study.in_docs,
     "results/study/tensors.json": study.tensors,

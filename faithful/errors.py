@@ -26,6 +26,12 @@ class Alone(Refused):
     of_one_process = True
 
 
+class Different(Refused):
+    """The processes of a run were started differently. Printed once on each machine."""
+
+    of_each_machine = True
+
+
 class OutOfSharedMemory(Refused):
     """Data loaders' workers hand over batches in shared memory, and it is full, for the process that prints this."""
 

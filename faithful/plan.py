@@ -17,7 +17,7 @@ from faithful import patches, strategies
 from faithful.config import config_file, deepspeed, fp8, fsdp, rules
 from faithful.config.settings import TAILS, Settings, of_script, read_env, timeout_seconds, to_env
 from faithful.errors import Refused
-from faithful.launch import launcher, machine
+from faithful.launch import launcher, machine, same_start
 from faithful.launch.machine import Machine
 
 
@@ -57,6 +57,7 @@ class Plan:
 
 # Fields of the config that options of `accelerate launch` must not change.
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
+OF_THE_FILE = ("config", "notes")  # fields that may differ from machine to machine
 OF_PRECISION = ("precision", "backend", "level", "skip")  # the launcher's option says them where the file does not
 
 
@@ -98,6 +99,8 @@ def resolved(precision: str | None, process: int) -> Plan:
         patches.set_environment(name, value)
     if plan.num_processes > 1:
         rendezvous(os.getpid())
+        asks = {key: value for key, value in vars(plan).items() if key not in OF_THE_FILE}
+        same_start.compare(asks, plan.num_processes)
     if plan.rehearsal and plan.strategy != "single":
         rehearse(plan)
     return plan

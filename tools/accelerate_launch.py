@@ -13,9 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -23,14 +26,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of tools/
 from tools import progress  # noqa: E402
 
+# torch reads this when it is imported: its store would print a trace of C++ for a machine that has gone, which
+# launch/meeting.py says in a line. The workers get the variable as it was.
+said = os.environ.get("TORCH_CPP_LOG_LEVEL")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 with progress.waiting("starting: imports torch"):
     from accelerate.commands import launch
 
+if said is None:
+    del os.environ["TORCH_CPP_LOG_LEVEL"]
 from faithful.disk import readers  # noqa: E402
+from faithful.errors import Refused  # noqa: E402
 from faithful.launch import printing  # noqa: E402
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: launch/process.py
 # What torch's launcher logs when workers end. Each worker prints its own error.
@@ -60,10 +67,16 @@ def end_of(returncode: int, who: str) -> tuple[int, str]:
     return code, how
 
 
-def cause_first(failure: "ProcessFailure") -> tuple[bool, int]:
-    """A sort key: a process that was killed, then the earliest. Those that have lost it may have ended before torch
-    looked; torch itself ends the others by SIGTERM."""
-    return failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM, failure.timestamp
+def with_machines(launches: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
+    """A launcher of several processes, with our meeting of several machines."""
+
+    def launched(args: Namespace) -> None:
+        from faithful.launch import meeting  # imports much of torch, which one process does not need
+
+        meeting.install()
+        launches(args)
+
+    return launched
 
 
 def run() -> tuple[int, str]:
@@ -71,6 +84,8 @@ def run() -> tuple[int, str]:
     for name in ("multiprocessing", "agent.server"):
         logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
         logger.addFilter(lambda record: not str(record.msg).startswith(LOGGED))
+    for name in ("multi_gpu_launcher", "deepspeed_launcher"):
+        setattr(launch, name, with_machines(getattr(launch, name)))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hand_on)
     try:
@@ -78,8 +93,13 @@ def run() -> tuple[int, str]:
         return 0, ""
     except subprocess.CalledProcessError as failed:
         return end_of(failed.returncode, "the training process")
+    except Refused as problem:
+        print(f"{'refused' if problem.exit_code == 2 else 'error'}: {problem}", file=sys.stderr)
+        return problem.exit_code, str(problem)
     except Exception as problem:
         if hasattr(problem, "failures"):  # torch's ChildFailedError
+            from faithful.launch.meeting import cause_first
+
             rank, failure = min(problem.failures.items(), key=lambda item: cause_first(item[1]))
             return end_of(failure.exitcode, f"rank {rank}")
         if hasattr(problem, "sigval"):  # torch's SignalException
@@ -113,7 +133,7 @@ def status_of(record: Path, changed: int) -> Any:
 
 def what_next(folder: Path) -> None:
     """Prints the table of a finished run and the commands that one may want next."""
-    from shared.args import Refused
+    from shared import args
     from tools import cli, find, records, show
 
     folder = Path(os.path.relpath(folder)) if folder.resolve().is_relative_to(Path.cwd()) else folder
@@ -124,7 +144,7 @@ def what_next(folder: Path) -> None:
                 return
             print(show.text(folder, printed=("truth", "note")))
             config, recipe, other = record["config"]["name"], record["recipe"], other_than(record["plan"])
-    except Refused as refused:  # a script may write over its own record
+    except args.Refused as refused:  # a script may write over its own record
         print(f"note: {refused}")
         return
     lines, is_recipe = [], (folder / "data.json").exists() and recipe in find.names("recipe")
@@ -162,4 +182,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if threading.active_count() > 1:  # one that asks a machine which is gone: Python aborts if it comes back now
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -295,7 +295,7 @@ def served(host: str, port: int, options: dict[str, Any]) -> "TCPStore":
 
 
 def on_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
 def is_loopback(address: str) -> bool:

@@ -316,7 +316,8 @@ def print_error_line(
     end_the_line_of_a_bar()
     if hasattr(problem, "exit_code"):
         here_alone = getattr(problem, "of_one_process", False)
-        if print_error and (here_alone or may_print()):
+        prints = first_of_machine if getattr(problem, "of_each_machine", False) else may_print
+        if print_error and (here_alone or prints()):
             for line in (error or "").splitlines():
                 what = "refused" if problem.exit_code == 2 else "error"
                 print(f"{what}: {printing.plain(line)}", file=sys.stderr, flush=True)
@@ -326,10 +327,14 @@ def print_error_line(
         if settings.rank() == 0 and not (run and run.stopping):
             print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
     elif error and error.startswith((ENDED, SILENT)):
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+        if first_of_machine():
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif print_error:
         print_error(problem)
+
+
+def first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def end_the_line_of_a_bar() -> None:

@@ -16,6 +16,15 @@ def test_the_scripts_parse():
         subprocess.run(["bash", "-n", f"cluster/{name}"], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize(
+    "words", ["ddp_bf16", "ddp_bf16 --num_processes 4 vit", "--nodes 4 ddp_bf16 vit", "ddp_bf16 -m mine"]
+)
+def test_a_job_whose_options_stand_in_the_wrong_place_is_refused(words, tmp_path):
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "2", "SLURM_JOB_ID": "1"}
+    done = launched("bash", "cluster/slurm.sbatch", *words.split(), env=env)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
+
+
 def test_the_trainjob_is_one_to_kubeflows_own_models():
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
     job = yaml.safe_load((ROOT / "cluster" / "trainjob.yaml").read_text())

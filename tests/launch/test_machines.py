@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from faithful.checkpoint import checkpoints
 
 OPTIONS = ("--logging_steps", "1", "--save_steps", "10", "--eval_steps", "0", "--resume_from_checkpoint", "latest")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
+ELASTIC = {"--rdzv_backend": "c10d", "--max_restarts": 3, "--monitor_interval": 1}
 
 
 def ip(*words):
@@ -23,10 +25,10 @@ def ip(*words):
 
 
 class Machines:
-    """node0 and node1, which find each other by name, as machines of a cluster do."""
+    """Two machines, which find each other by name, as machines of a cluster do. hosts: their names."""
 
-    def __init__(self, folder):
-        self.folder, self.running = folder, []
+    def __init__(self, folder, hosts=("node0", "node1")):
+        self.folder, self.hosts, self.running = folder, hosts, [None, None]
         self.names = [f"r{os.getpid()}n{i}" for i in (0, 1)]
         self.cables = [f"v{os.getpid()}n{i}" for i in (0, 1)]
 
@@ -43,7 +45,8 @@ class Machines:
         for name, cable, address in zip(self.names, self.cables, ADDRESSES, strict=True):
             hosts = Path("/etc/netns", name, "hosts")  # `ip netns exec` puts it in the place of /etc/hosts
             hosts.parent.mkdir(parents=True)
-            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} node{i}\n" for i, a in enumerate(ADDRESSES)))
+            lines = map(" ".join, zip(ADDRESSES, self.hosts, strict=True))
+            hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{line}\n" for line in lines))
             ip("link", "set", cable, "netns", name)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             ip("-n", name, "link", "set", cable, "up")
@@ -51,23 +54,29 @@ class Machines:
         return self
 
     def __exit__(self, *_):
-        for rank in range(len(self.running)):
-            self.kill(rank)
+        for rank in (0, 1):
+            if self.running[rank]:
+                self.kill(rank)
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def launch(self, rank, config, *argv, options=()):
-        """Runs `accelerate launch` on one machine, as in the docs; its output goes to node<rank>.log."""
-        command = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"',
-                   f"node{rank}", sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                   f"accelerate_configs/{config}.yml", "--num_machines", "2", "--num_processes", "2", "--machine_rank",
-                   str(rank), "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", "--rdzv_backend", "c10d",
-                   "--max_restarts", "3", "--monitor_interval", "1", *options, "recipes/vit.py", *argv]  # fmt: skip
-        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
-        log = open(self.folder / f"node{rank}.log", "a")
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
-        self.running[rank:] = [process, *self.running[rank + 1 :]]
+    def launch(self, rank, config, *argv, options=(), env=None, elastic=ELASTIC):
+        """Runs ./launch.sh on one machine, as in the docs. options: of the launcher, over those below."""
+        said = {"--num_machines": 2, "--num_processes": 2, "--machine_rank": rank, "--main_process_ip": ADDRESSES[0],
+                "--main_process_port": 29500} | elastic | dict(zip(options[::2], options[1::2], strict=True))  # fmt: skip
+        self.start(rank, ["./launch.sh", config, *sum(said.items(), ()), "recipes/vit.py", *argv], env or {})
+
+    def start(self, rank, command, env):
+        """Runs a command on one machine; its output goes to node<rank>.log."""
+        here = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"']
+        ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1", "VIRTUAL_ENV": sys.prefix,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+        line = map(str, [*here, self.hosts[rank], *command])
+        with open(self.folder / f"node{rank}.log", "a") as log:
+            self.running[rank] = subprocess.Popen(
+                [*line], cwd=ROOT, env=os.environ | ours | env, stdout=log, stderr=log
+            )
 
     def kill(self, rank):
         """Kills the launcher and its workers at once, like a power cut."""
@@ -83,7 +92,9 @@ class Machines:
         ip("-n", self.names[0], "link", "set", self.cables[0], state)
 
     def log(self, rank):
-        return (self.folder / f"node{rank}.log").read_text(errors="replace")
+        """What one machine has printed, without torch's line about names that no DNS of these namespaces knows."""
+        lines = (self.folder / f"node{rank}.log").read_text(errors="replace").splitlines(keepends=True)
+        return "".join(line for line in lines if "The hostname of the client socket cannot be retrieved" not in line)
 
     def wait(self, timeout=180):
         return [process.wait(timeout) for process in self.running]
@@ -98,12 +109,21 @@ def until_step(run, step, timeout=120):
 
 @pytest.fixture
 def machines(tmp_path):
-    with Machines(tmp_path) as made:
+    """By their names the second comes first, which is no reason to be the first."""
+    with Machines(tmp_path, ("zeta", "alpha")) as made:
         yield made
 
 
-@pytest.mark.parametrize("config", ["ddp_fp32", pytest.param("zero2_bf16", marks=pytest.mark.slow)])
-def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tmp_path, config):
+@pytest.mark.parametrize(
+    "config, killed",
+    [
+        ("ddp_fp32", 0),
+        pytest.param("ddp_fp32", 1, marks=pytest.mark.slow),
+        pytest.param("zero2_bf16", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tmp_path, config, killed):
+    """Whichever it is: the new launcher of machine 0 serves a new store, in which the other one begins again."""
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     steps = ("--max_steps", "80", *OPTIONS)
@@ -112,15 +132,120 @@ def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tm
     for rank in (0, 1):
         machines.launch(rank, config, "--output_dir", str(run), *steps)
     until_step(run, 25)
-    machines.kill(1)
-    machines.launch(1, config, "--output_dir", str(run), *steps)
+    machines.kill(killed)
+    machines.launch(killed, config, "--output_dir", str(run), *steps)
     assert machines.wait() == [0, 0], machines.log(0)[-3000:]
     # Of step 20, if it was written when the kill came and the next was not: saving goes on behind training.
     assert re.search(r"resumed from .* at step [1-3]0\b", machines.log(0))
     made = record(run)
     assert made["status"] == "finished" and made["plan"]["num_processes"] == 2
     assert metrics(run) == metrics(one) and distance(run, one) == 0
+    assert "Traceback" not in machines.log(0) + machines.log(1) and "node_rank is only" not in machines.log(1)
+    assert "step 1:" in machines.log(0) and "step 1:" not in machines.log(1), "machine_rank decides, not the names"
     assert not alive(str(run))
+
+
+@pytest.mark.slow
+def test_the_record_is_on_machine_0_with_processes_of_unequal_numbers(machines, tmp_path):
+    """Each machine has a disk, a clock and hash seeds of its own. --num_processes of a machine counts all, as if each
+    machine had as many as this one."""
+    for rank, processes in ((0, 2), (1, 4)):
+        words = ("--output_dir", str(tmp_path / f"disk{rank}"), "--max_steps", "8", "--eval_steps", "0")
+        env = {"PYTHONHASHSEED": str(rank), "TZ": f"UTC{rank}"}
+        machines.launch(rank, "ddp_fp32", *words, options=("--num_processes", processes), env=env, elastic={})
+    assert machines.wait() == [0, 0], machines.log(0)[-3000:]
+    assert record(tmp_path / "disk0")["plan"]["num_processes"] == 3 and not (tmp_path / "disk1").exists()
+
+
+SHORT = ("--max_steps", "4", "--eval_steps", "0")
+
+
+@pytest.mark.parametrize(
+    "second, said",
+    [
+        ({"argv": ("--learning_rate", "0.03")}, "--learning_rate is not given on zeta, 0.03 on alpha"),
+        ({"options": ("--machine_rank", 0)}, "--machine_rank 0 was given to "),
+        pytest.param({"argv": ("--seed", "2")}, "--seed is not given on zeta, 2 on alpha", marks=pytest.mark.slow),
+        pytest.param({"config": "ddp_bf16"}, "precision is fp32 on zeta, bf16 on alpha", marks=pytest.mark.slow),
+        pytest.param({"config": "fsdp_fp32"}, "strategy is ddp on zeta, fsdp on alpha", marks=pytest.mark.slow),
+    ],
+)
+def test_machines_that_were_started_differently_are_refused_in_one_line_on_each(machines, tmp_path, second, said):
+    """And are not started again: --max_restarts is 3 here."""
+    run = ("--output_dir", str(tmp_path / "run"), *SHORT)
+    machines.launch(0, "ddp_fp32", *run)
+    other = {"argv": (), "options": (), "config": "ddp_fp32"} | second
+    machines.launch(1, other["config"], *run, *other["argv"], options=other["options"])
+    assert machines.wait(60) == [2, 2], machines.log(0)[-3000:]
+    for rank in (0, 1):
+        assert machines.log(rank).count("refused: ") == machines.log(rank).count(said) == 1, machines.log(rank)
+        assert len(machines.log(rank).splitlines()) == 2, machines.log(rank)  # the command, and this
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("elastic", [{}, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["static", "c10d"])
+@pytest.mark.parametrize(
+    "comes, waits, gives_up",
+    [
+        pytest.param(
+            0,
+            "waiting for machine 1 at 10.79.0.1:29500 (machine 0 is zeta)",
+            "machine 1 did not come to",
+            marks=pytest.mark.slow,
+        ),
+        (1, "waiting for the launcher at 10.79.0.1:29500", "nothing answered at 10.79.0.1:29500"),
+    ],
+)
+def test_a_machine_that_never_comes_is_awaited_in_one_line_and_given_up_in_another(
+    machines, tmp_path, comes, waits, gives_up, elastic
+):
+    env = {"COLLECTIVE_TIMEOUT": "14"}
+    machines.launch(comes, "ddp_fp32", "--output_dir", str(tmp_path / "run"), *SHORT, env=env, elastic=elastic)
+    assert machines.running[comes].wait(40) == 1
+    _, first, second = machines.log(comes).splitlines()
+    assert first == waits
+    assert second.startswith(f"error: {gives_up}") and "within 14 s (COLLECTIVE_TIMEOUT)" in second
+
+
+@pytest.mark.parametrize(
+    "machine, worker, number, codes",
+    [
+        (0, False, signal.SIGTERM, [143, 143]),
+        pytest.param(1, False, signal.SIGTERM, [143, 143], marks=pytest.mark.slow),
+        pytest.param(1, True, signal.SIGTERM, [143, 143], marks=pytest.mark.slow),
+        pytest.param(0, False, signal.SIGINT, [130, 143], marks=pytest.mark.slow),
+    ],
+)
+def test_an_end_that_is_meant_ends_both_machines_with_one_checkpoint(
+    machines, tmp_path, machine, worker, number, codes
+):
+    """A signal to a launcher or to a worker, with --max_restarts: nothing starts again."""
+    run = tmp_path / "run"
+    for rank in (0, 1):
+        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), "--max_steps", "5000", *OPTIONS)
+    until_step(run, 15)
+    process = psutil.Process(machines.running[machine].pid)
+    (workers(process)[0] if worker else process).send_signal(number)
+    assert machines.wait(60) == codes, machines.log(1)[-3000:]
+    assert all(machines.log(rank).count("asked: ") == 1 for rank in (0, 1))
+    stopped = checkpoints.list_checkpoints(run)[-1]
+    assert record(run)["status"] in ("preempted", "interrupted") and not checkpoints.unsound(stopped)
+    assert not alive(str(run))
+
+
+@pytest.mark.slow
+def test_a_machine_that_refuses_ends_the_other_one(machines, tmp_path):
+    """One ends before it meets the others: they do not wait for COLLECTIVE_TIMEOUT."""
+    run = ("--output_dir", str(tmp_path / "run"), *SHORT)
+    machines.launch(0, "ddp_fp32", *run)
+    machines.launch(1, "ddp_fp32", *run, "--learning_rate", "high")
+    assert machines.wait(120) == [2, 2], machines.log(0)[-3000:]
+    assert "refused: machine 1 (alpha) has ended with exit code 2: this one ends, too" in machines.log(0)
+
+
+def workers(launcher):
+    found = launcher.children(recursive=True)
+    return [child for child in found if child.cmdline()[2:3] == ["recipes/vit.py"]]
 
 
 @pytest.mark.slow
@@ -145,23 +270,21 @@ def test_a_link_that_is_down_for_20_seconds_is_waited_for(machines, tmp_path):
 
 @pytest.mark.slow
 def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_path, monkeypatch):
-    """If the link stays cut, both machines end in bounded time. The workers end after COLLECTIVE_TIMEOUT. Then machine
-    0's launcher ends after waiting join_timeout for the other, and the other's when its kernel gives up the connection,
-    here after six attempts."""
+    """If the link stays cut, both machines end in bounded time. The workers end after COLLECTIVE_TIMEOUT, and then the
+    launchers, which wait as long for each other."""
     monkeypatch.setenv("COLLECTIVE_TIMEOUT", "10")
     steps = ("--max_steps", "200", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
     run = tmp_path / "run"
-    for rank, name in enumerate(machines.names):
-        ip("netns", "exec", name, "sysctl", "-w", "net.ipv4.tcp_retries2=6")
-        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps, options=("--rdzv_conf", "join_timeout=20"))
+    for rank in (0, 1):
+        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
     until_step(run, 25)
     machines.cable("down")
     codes = machines.wait(90)
     assert codes == [1, 1], [machines.log(rank)[-3000:] for rank in (0, 1)]
     for rank in (0, 1):
         assert machines.log(rank).count("error: no answer from another process in 10 s (COLLECTIVE_TIMEOUT)") == 1
-        assert 'recipes/vit.py", line' not in machines.log(rank)  # no traceback of a worker
+        assert "Traceback" not in machines.log(rank)
     made = record(run)
     assert made["status"] == "failed" and "no answer" in made["error"]
     folders = checkpoints.list_checkpoints(run)
