@@ -255,7 +255,8 @@ def fake_accelerate(folder, main):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("" if "__init__" in name else real.read_text())  # the keys of configs are read from these
     source = (package / "commands" / "launch.py").read_text()
-    (package / "commands" / "launch.py").write_text(f"{main}\nif False:\n{textwrap.indent(source, '    ')}")
+    main = f"multi_gpu_launcher = deepspeed_launcher = None\n{main}\nif False:\n"
+    (package / "commands" / "launch.py").write_text(main + textwrap.indent(source, "    "))
 
 
 def alive(marker):
