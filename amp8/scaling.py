@@ -74,6 +74,17 @@ def power_of_two_scale(
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
 
 
+def e8m0_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of an MX block of magnitude `amax`: 2**127 .. 2**-127, whose reciprocal is what E8M0 stores.
+
+    The stored exponent is that of amax / max, rounded up (`cvt.rp.satfinite.ue8m0x2.f32`), as in TransformerEngine and
+    as RCEIL in torchao; so no finite value saturates. An infinite amax has the last exponent; NaN has E8M0's NaN.
+    """
+    scale = power_of_two_scale(amax, dtype)
+    scale = torch.where(amax * (1 / dtype_max(dtype)) <= 2.0**-127, 2.0**127, scale)
+    return torch.where(amax < math.inf, scale, amax.clamp(max=2.0**-127))
+
+
 def carry_and_exponent(dtype: torch.dtype) -> tuple[int, int]:
     """Two numbers of `power_of_two_scale`, in the bits of fp32: the scale of an amax is 2**(exponent - ((bits + carry)
     >> 23)). Adding `carry` raises the exponent of an amax whose mantissa is larger than the maximum's."""

@@ -79,7 +79,7 @@ WAYS = {
     "te_current": Way("single_fp8_te_current"),
     "te_block": Way("single_fp8_te_block"),
     "fp16": Way("single_fp16"),
-    "te_mxfp8": Way("single_fp8_te_mxfp8", note="needs a Blackwell GPU"),
+    "te_mxfp8": Way("single_fp8_te_mxfp8"),
 }  # fmt: skip
 ABSENT = {
     "nvfp4": "no config of this project has it",
