@@ -74,6 +74,19 @@ def power_of_two_scale(
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
 
 
+def e8m0_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of an MX block of magnitude `amax`: 2**127 .. 2**-127, whose reciprocal is what E8M0 stores.
+
+    The stored exponent is that of amax / max, rounded up (`cvt.rp.satfinite.ue8m0x2.f32`), as in TransformerEngine and
+    as RCEIL in torchao; so no finite value saturates. An infinite amax has the last exponent; NaN has E8M0's NaN.
+    """
+    quotient = (amax * (1 / dtype_max(dtype))).clamp_(max=2.0**127)
+    quotient = torch.nn.functional.threshold(quotient, 2.0**-127, 0.0)
+    # A mantissa other than 0 carries into the exponent. The bits of NaN are lost; NaN * 0 is NaN.
+    inverse = (quotient.view(torch.int32) + 0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+    return inverse.clamp_(min=2.0**-127).add_(quotient, alpha=0).reciprocal_()
+
+
 def carry_and_exponent(dtype: torch.dtype) -> tuple[int, int]:
     """Two numbers of `power_of_two_scale`, in the bits of fp32: the scale of an amax is 2**(exponent - ((bits + carry)
     >> 23)). Adding `carry` raises the exponent of an amax whose mantissa is larger than the maximum's."""

@@ -80,7 +80,7 @@ WAYS = {
     "te_current": Way("single_fp8_te_current", note="FP8, TransformerEngine"),
     "te_block": Way("single_fp8_te_block", note="FP8, TransformerEngine"),
     "fp16": Way("single_fp16", note="fp16 compute, loss scaling"),
-    "te_mxfp8": Way("single_fp8_te_mxfp8", note="needs a Blackwell GPU"),
+    "te_mxfp8": Way("single_fp8_te_mxfp8", note="FP8, TransformerEngine"),
 }  # fmt: skip
 EARLIER = {"o2_nearest": "o2_round_to_nearest"}  # names in rows of before
 ABSENT = {

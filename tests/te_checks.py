@@ -275,18 +275,17 @@ def test_block_scaling_is_the_emulation(fp8_format):
         same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
 
 
-def test_mxfp8_is_a_power_of_two_for_32_values(monkeypatch):
-    """No rehearsal has MXFP8. Its values are those of the emulation's blocks, in rows and columns of 32."""
+def test_mxfp8_is_the_emulation(monkeypatch):
+    """A scale for 32 values of a row, and another for 32 of a column: the emulation's."""
     from transformer_engine.pytorch import quantization
 
     monkeypatch.setattr(quantization, "get_device_compute_capability", lambda: (10, 0))
     monkeypatch.setattr(quantization, "_MXFP8_SUPPORT", None)
-    monkeypatch.setitem(emulation.TILES, "block", emulation.Tiles((1, 32), (1, 32), (32, 1), (32, 1)))
     asked = plan("backend: TE, recipe: mxfp8")
     torch.manual_seed(0)
     mine = nn.Sequential(nn.Linear(64, 96, bias=False))
     theirs = copy.deepcopy(mine)
-    emulation.convert(mine, "block", fp8_format="E4M3")
+    emulation.convert(mine, "mxfp8")
     ours.TransformerEngine(asked).convert(None, theirs, None)
     theirs.to("cuda")
     for step in range(3):

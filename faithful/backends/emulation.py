@@ -11,8 +11,10 @@ rowwise_with_gw_hp   the same; weight gradient in bf16       e4m3               
 delayed (TE)         one, from a history of amaxes           HYBRID or E4M3             no
 current (TE)         one, from its own amax                  HYBRID or E4M3             no
 block (TE)           1 x 128 values, 128 x 128 values        E4M3 (TE's own) or HYBRID  yes
+mxfp8 (TE)           1 x 32 values along each product's sum  E4M3                       yes, E8M0
 
-Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling).
+Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling,
+MXFP8BlockScaling and its kernel in common/CuTeDSL/cast/mxfp8).
 The FP8 numbers themselves are amp8's.
 """
 
@@ -28,7 +30,7 @@ from amp8.coded import refuse_a_derivative, refuse_transformed
 from amp8.compiled import output
 from amp8.scaling import E4M3, E5M2
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, skipped_linears
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -47,14 +49,17 @@ class Tiles(NamedTuple):
     grad_weight: Tile | None  # of input and grad_output for grad_weight; None: that product is not FP8
 
 
+MX = 32  # the values of a block whose scale is an E8M0 exponent (OCP Microscaling Formats)
 TILES = {
     "rowwise": Tiles((1, None), (1, None), (None, 1), (None, 1)),
     "rowwise_with_gw_hp": Tiles((1, None), (1, None), (None, None), None),
     "block": Tiles((1, 128), (128, 128), (128, 128), (128, 1)),
+    "mxfp8": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
 }
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-TRANSFORMER_ENGINE = ("delayed", "current", "block")
+TRANSFORMER_ENGINE = ("delayed", "current", "block", "mxfp8")
 FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
+GRAD_DTYPES = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3}  # where none is chosen
 PACKAGES: dict[str | None, str] = {"ao": "torchao", "te": "TransformerEngine"}
 
 
@@ -77,7 +82,7 @@ class Emulated(Backend):
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
         plan = self.plan
-        skipped = skipped_linears(model, plan.skip)
+        skipped = skipped_linears(model, plan.skip, size_multiple(plan.level))
         names = linears_to_convert(model, skipped)
         if names:
             options = plan.fp8_options if plan.backend == "te" else {}
@@ -106,7 +111,7 @@ def convert(
     Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
 
     recipe: a name from the table above. module_filter(module, name) -> bool chooses layers. `fp8_format` is for TE's
-    recipes; the last three for "delayed". Returns [(name, reason)] for every Linear left as it was.
+    recipes but mxfp8; the last three for "delayed". Returns [(name, reason)] for every Linear left as it was.
     """
     if recipe not in TORCHAO + TRANSFORMER_ENGINE:
         raise ValueError(f"recipe must be one of {', '.join(TORCHAO + TRANSFORMER_ENGINE)}, got {recipe!r}")
@@ -114,12 +119,12 @@ def convert(
         raise ValueError(f"fp8_format must be HYBRID or E4M3, got {fp8_format!r}")
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
-    grad_dtype = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3}.get(recipe, FORMATS[fp8_format])
+    grad_dtype = GRAD_DTYPES.get(recipe, FORMATS[fp8_format])
     skipped = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        if reason := _skip_reason(name, module, module_filter):
+        if reason := _skip_reason(name, module, size_multiple(recipe), module_filter):
             skipped.append((name, reason))
             continue
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
@@ -133,12 +138,12 @@ def convert(
     return skipped
 
 
-def _skip_reason(name: str, module: nn.Linear, module_filter: Filter | None) -> str | None:
+def _skip_reason(name: str, module: nn.Linear, multiple: int, module_filter: Filter | None) -> str | None:
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain Linear"
     for size in ("in_features", "out_features"):
-        if getattr(module, size) % 16:
-            return f"{size} {getattr(module, size)} is not a multiple of 16"
+        if getattr(module, size) % multiple:
+            return f"{size} {getattr(module, size)} is not a multiple of {multiple}"
     if module_filter is not None and not module_filter(module, name):
         return "left out by the filter"
 
@@ -148,7 +153,7 @@ class EmulatedLinear(nn.Linear):
 
     Input [..., in_features], output [..., out_features], in the autocast dtype where autocast is on. FP8 is for
     training: where `in_fp8` says so, and while `fp8` is set. Elsewhere this is F.linear. Any number of tokens is
-    allowed: hardware takes multiples of 8 or 16, but padding with rows of zeros changes nothing.
+    allowed: hardware takes multiples of 8, 16 or 32, but padding with rows of zeros changes nothing.
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
@@ -323,17 +328,25 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, tile: Tile, tiny: float) -> to
     (m, n), (rows, columns) = x.shape, (size or full for size, full in zip(tile, x.shape, strict=True))
     padded = F.pad(x, (0, -n % columns, 0, -m % rows)) if m % rows or n % columns else x
     blocks = padded.reshape(-1, rows, padded.shape[1] // columns, columns)
-    scale = scaling.power_of_two_scale(scaling.amax(blocks, (1, 3)).clamp(min=tiny), dtype)
-    # Nothing can saturate, because each scale is made from the amax of what it scales.
-    smallest = torch.finfo(dtype).smallest_normal / scale
+    amax, info = scaling.amax(blocks, (1, 3)), torch.finfo(dtype)
+    mx = MX in tile
+    scale = scaling.e8m0_scale(amax, dtype) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
+    inverse = scale.reciprocal()
+
+    def rounded(piece: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        y = piece.to(torch.float32, copy=True).mul_(scale)
+        if mx:
+            y.clamp_(-info.max, info.max)  # an infinity; nothing else saturates under a scale from its own amax
+        return scaling.round_to_grid(y, info.smallest_normal, dtype).mul_(inverse)
+
     if torch.compiler.is_compiling():
-        out = scaling.round_to_grid(blocks.to(torch.float32, copy=True), smallest, dtype).to(torch.bfloat16)
+        out = rounded(blocks, scale, inverse).to(torch.bfloat16)
     else:
         out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device)
         dim, pieces = int(len(blocks) == 1), max(1, blocks.numel() // scaling.PIECE)
-        parts = (t.chunk(pieces, dim) for t in (blocks, smallest.expand(blocks.shape), out))
-        for piece, least, rounded in zip(*parts, strict=True):
-            rounded.copy_(scaling.round_to_grid(piece.to(torch.float32, copy=True), least, dtype))
+        parts = (t.expand(blocks.shape).chunk(pieces, dim) for t in (blocks, scale, inverse, out))
+        for piece, one_scale, one_inverse, codes in zip(*parts, strict=True):
+            codes.copy_(rounded(piece, one_scale, one_inverse))
     return out.view(padded.shape)[:m, :n]
 
 

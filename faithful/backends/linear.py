@@ -86,6 +86,11 @@ def refuse_a_derivative(gradient: torch.Tensor) -> None:
         )
 
 
+def size_multiple(level: str | None) -> int:
+    """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions."""
+    return 32 if level == "mxfp8" else 16
+
+
 def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -> list[tuple[str, str]]:
     """[(name, reason)] of the Linear layers that the config excludes (`skip`), or that torchao and TransformerEngine
     cannot convert: wrong size, a subclass, a weight that is shared or computed. multiple: of the sizes."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, once_differentiable, skipped_linears
+from faithful.backends.linear import in_bf16, in_fp8, once_differentiable, size_multiple, skipped_linears
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.models.blocks import block_names
@@ -50,7 +50,8 @@ class TransformerEngine(Backend):
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
         plan = self.plan
-        te, skipped = package(), skipped_linears(model, plan.skip, multiple(plan))
+        multiple = size_multiple(plan.level)
+        te, skipped = package(), skipped_linears(model, plan.skip, multiple)
         for parent_name, parent in list(model.named_modules()):
             for child_name, child in list(parent.named_children()):
                 name = f"{parent_name}.{child_name}".lstrip(".")
@@ -62,7 +63,7 @@ class TransformerEngine(Backend):
                         params_dtype=child.weight.dtype,
                         device=child.weight.device,
                     )
-                    new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple(plan)))
+                    new.forward = functools.partial(in_whole_rows, new, max(ROWS, multiple))
                     adopt(parent, child_name, child, new)
                 elif last_dimension_norm(child):
                     new = te.LayerNorm(
@@ -104,11 +105,6 @@ def package() -> ModuleType:
         raise Refused(
             f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te (docs/fp8.md)"
         ) from None
-
-
-def multiple(plan: "Plan") -> int:
-    """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions."""
-    return 32 if plan.level == "mxfp8" else 16
 
 
 def in_whole_rows(layer: nn.Module, rows: int, x: torch.Tensor) -> torch.Tensor:

@@ -211,9 +211,8 @@ class TransformerEngineRules(BackendRules):
         if settings.compile:
             yield f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
         has, capability = machine_has(machine), machine.capability or (0, 0)
-        if level == "mxfp8" and not (10, 0) <= capability < (12, 0):  # TE's own limits
-            lacks = f"{machine.name} has {has}" if machine.capability else "its kernels don't rehearse on a CPU"
-            yield f"mxfp8 needs compute capability 10.0 to 11.x, {lacks}: use {strategy}_fp8_te"
+        if level == "mxfp8" and machine.capability and not (10, 0) <= capability < (12, 0):  # TE's own limits
+            yield f"mxfp8 needs compute capability 10.0 to 11.x, {machine.name} has {has}: use {strategy}_fp8_te"
         elif old := list(too_old(settings, machine)):
             yield from old
         elif level == "block" and machine.capability and capability < (9, 0):

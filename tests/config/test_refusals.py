@@ -217,7 +217,6 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("single_fp8_te", {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}, ANYWHERE, "te delayed does not compile into one graph upstream: use single_fp8_compile"),
     ("single_fp8_te_mxfp8", {}, H200, "mxfp8 needs compute capability 10.0 to 11.x, NVIDIA H200 has 9.0"),
     ("single_fp8_te_mxfp8", {}, RTX5090, "mxfp8 needs compute capability 10.0 to 11.x, NVIDIA RTX 5090 has 12.0"),
-    ("single_fp8_te_mxfp8", {}, CPU, "mxfp8 needs compute capability 10.0 to 11.x, its kernels don't rehearse on a CPU"),
     ("single_fp8_te_block", {}, replace(H200, cuda="12.8"), "te block needs CUDA 12.9, torch was built for 12.8: use single_fp8_te"),
     ("single_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
     ("ddp_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use ddp_bf16"),

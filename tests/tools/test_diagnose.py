@@ -40,10 +40,12 @@ def sides(layer, x):
     return y.detach(), low[0] @ low[1].t(), g8.t() @ x8
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block", "mxfp8"]
+)
 def test_the_shadow_rounds_as_an_emulated_layer_does(recipe):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False))
     emulation.convert(model, recipe)
     y, product, gradient = sides(model[0], torch.randn(32, 64))
     torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
