@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,7 +333,7 @@ def test_a_history_is_rewritten_in_one_step(run, monkeypatch):
     from faithful.evidence.record import Record
 
     before = (run / "metrics.jsonl").read_bytes()
-    made = Record(None, run, run, True)
+    made = Record(SimpleNamespace(device="cpu"), run, run, True)
 
     def killed(*_):
         raise KeyboardInterrupt

@@ -132,7 +132,7 @@ def test_the_progress_bar_shows_loss_and_samples_per_second(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "100")
-    bar = args.bar(10, 4, 64, True)
+    bar = args.bar("training", 10, True, 4, 64)
     for _ in range(6):
         time.sleep(0.12)  # longer than it waits between two drawings
         bar.update()
@@ -141,7 +141,7 @@ def test_the_progress_bar_shows_loss_and_samples_per_second(monkeypatch):
     drawn = re.findall(r"(\d+)/10 \[[^]]*, (\d+) samples/s, loss=1.23\]", terminal.getvalue())
     assert {step for step, _ in drawn} >= {"5", "10"}
     assert 100 < int(drawn[-1][1]) <= 64 / 0.12 and 100 < int(drawn[len(drawn) // 2][1]) <= 64 / 0.12
-    assert args.bar(10, 0, 64, False).disable
+    assert args.bar("training", 10, False).disable
 
 
 def test_a_recipe_tells_its_bar_each_logged_loss(tmp_path):
@@ -149,8 +149,14 @@ def test_a_recipe_tells_its_bar_each_logged_loss(tmp_path):
 
     def before(rank):
         class Bar:
-            def __init__(self, *given):
-                self.said = [given]
+            def __init__(self, what, *given):
+                self.what, self.said = what, [given]
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                self.close()
 
             def update(self):
                 self.said.append("step")
@@ -159,15 +165,15 @@ def test_a_recipe_tells_its_bar_each_logged_loss(tmp_path):
                 self.said.append(values)
 
             def close(self):
-                (tmp_path / f"bar{rank}").write_text(json.dumps(self.said))
+                (tmp_path / f"{self.what}{rank}").write_text(json.dumps(self.said))
 
         args.bar = Bar
 
     run = train("ddp_fp32", tmp_path / "run", *QUICK, "--logging_steps", 2, before=before)
     losses = [{"loss": row["loss"]} for row in metrics(run) if "loss" in row]
     for rank in (0, 1):
-        first, *said = json.loads((tmp_path / f"bar{rank}").read_text())
-        assert first == [6, 0, 64, rank == 0] and said == [x for loss in losses for x in ("step", "step", loss)]
+        first, *said = json.loads((tmp_path / f"training{rank}").read_text())
+        assert first == [6, rank == 0, 0, 64] and said == [x for loss in losses for x in ("step", "step", loss)]
 
 
 def test_trackers_get_what_metrics_get(tmp_path):

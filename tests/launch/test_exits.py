@@ -165,7 +165,7 @@ def test_through_python_m_faithful_the_record_has_the_code_too(end, last):
     [
         ((), "python -m faithful [--config_wins] SCRIPT"),
         (("nowhere.py",), "no file nowhere.py in"),
-        (("--conf", "a.py"), "--conf: the option before a script is --config_wins"),
+        (("--conf", "a.py"), "--conf: options before a script are --config_wins, --help, --version"),
     ],
 )
 def test_a_mistyped_command_is_one_line(end, words, line):
