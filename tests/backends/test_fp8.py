@@ -131,7 +131,7 @@ def told_to_stop_at(step):
         "ddp_fp8_msamp_o2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("single_fp8_te", "single_fp8_te_mxfp8", "ddp_fp8_te", "fsdp_fp8", "single_fp8_msamp_o1",
+            for name in ("single_fp8_te", "single_fp8_te_mxfp8", "fsdp_fp8_te_mxfp8", "ddp_fp8_te", "fsdp_fp8", "single_fp8_msamp_o1",
                          "ddp_fp8_msamp_o2_te", "ddp_fp8_msamp_o3")
         ),
     ],
