@@ -142,7 +142,7 @@ def what_next(folder: Path) -> None:
             record = records.record_of(folder)
             if record["status"] != "finished":
                 return
-            print(show.text(folder, printed=("truth", "note")))
+            print(show.text(folder, printed=("measured", "note")))
             config, recipe, other = record["config"]["name"], record["recipe"], other_than(record["plan"])
     except args.Refused as refused:  # a script may write over its own record
         print(f"note: {refused}")

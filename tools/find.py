@@ -224,7 +224,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `./launch.sh ls | head` prints no error
     try:
         main(*sys.argv[1:])
-        print(end="", flush=True)
+        sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:  # else stdout's: a full disk; Python would print a traceback at its end
             raise

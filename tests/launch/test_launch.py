@@ -54,7 +54,7 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
                         "./launch.sh compare single_bf16 single_fp8 -- vit", f"./launch.sh show {out} --html"]  # fmt: skip
     shown = launched("./launch.sh", "show", str(out))
     assert "single_bf16, finished" in shown.stdout and "accuracy" in shown.stdout
-    rest = [line for line in shown.stdout.splitlines() if not line.startswith(("  truth ", "  note "))]
+    rest = [line for line in shown.stdout.splitlines() if not line.startswith(("  measured ", "  note "))]
     assert rest == lines[at + 1 : after], "the table at the end of a run is the same, without what was printed before"
     assert result.stdout.count(record(out)["evidence"]["truth"].removesuffix(" | rehearsal on a CPU")) == 1
 
