@@ -111,7 +111,7 @@ def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
         # TransformerEngine begins with a scale of 1: the first gradients are lost
         assert -60 < layer["fprop_error_db"] < -20 and -60 < layer["wgrad_error_db"] < 0
         assert len(layer["input_amax"]) == 6 and (layer["updates_lost%"] is None) == ("msamp" not in name)
-    assert "costs % of the loss" in said and (tmp_path / "out" / "diagnose.html").read_text().startswith("<!doctype")
+    assert "cost, % of the loss" in said and (tmp_path / "out" / "diagnose.html").read_text().startswith("<!doctype")
 
 
 @pytest.mark.parametrize(
