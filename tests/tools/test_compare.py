@@ -360,7 +360,7 @@ def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
     assert start(folder).wait() == 0
     assert {name: (folder / name).read_text() for name in reports} == reports
     log = (tmp_path / "comparison.log").read_text()
-    assert "3 runs, 1 of them finished before" in log and "3 runs, 2 of them finished before" in log
+    assert "3 runs of vit, 1 of them finished before" in log and "3 runs of vit, 2 of them finished before" in log
     rows = {row["config"]: row for row in json.loads(reports["report.json"])["rows"]}
     assert "fsdp in fp16 cannot rehearse on a CPU" in rows["fsdp_fp16"]["error"]
     undisturbed = train("single_bf16", tmp_path / "undisturbed", "--max_steps", 20)
