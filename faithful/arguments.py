@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator as Original
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import (
     DeepSpeedPlugin,
     DynamoBackend,
@@ -127,7 +127,8 @@ def refuse_missing_trackers(asked: Any) -> None:
     """Raises Refused if a tracker that is asked for by name is none, or is not installed: Accelerate would leave that
     out."""
     asked = asked if isinstance(asked, list | tuple) else [asked]
-    if unknown := [one for one in asked if isinstance(one, str) and one not in LoggerType]:
+    known = {*LoggerType.list(), *LOGGER_TYPE_TO_CLASS}  # a script registers its own there
+    if unknown := [one for one in asked if isinstance(one, str) and one not in known]:
         names = ", ".join(LoggerType.list())
         raise Refused(
             f"the script logs with {unknown[0]!r}, which Accelerate does not know: one of {names}, or leave it out"

@@ -28,6 +28,7 @@ NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 SETTINGS = (".yaml", ".yml", ".json", ".toml")  # files of settings, by their suffix
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # by accelerate launch, from the config
 MOST = 4  # differences that the line names
+compared: set[int] = set()  # processes that have compared; a fork begins anew
 Started = dict[str, dict[str, str]]  # {kind: {name: value}}, with the kinds below
 # {kind: whether all processes have to have what one has}
 KINDS = {"plan": True, "arguments": True, "exported": True, "packages": False, "code": False}
@@ -98,7 +99,11 @@ def hash_of(file: Path) -> str:
 
 
 def compare(plan: Mapping[str, object], world: int) -> None:
-    """Waits for what all processes were started with. Raises Different, in all of them, if it is not the same."""
+    """Waits for what all processes were started with. Raises Different, in all of them, if it is not the same. Once in
+    a process: its later Accelerators may ask for something else."""
+    if os.getpid() in compared:
+        return
+    compared.add(os.getpid())
     store, rank = launcher.store(), settings.rank()
     store.set(f"started/{rank}", json.dumps([socket.gethostname(), here(plan)]))
     if rank == 0:

@@ -153,7 +153,7 @@ def test_the_report_on_a_pretended_gpu(everywhere, tmp_path):
 
 @pytest.mark.slow
 def test_the_first_minutes_on_a_pretended_gpu(everywhere, tmp_path):
-    page, only = tmp_path / "page.md", ("machine", "step", "resume", "kernels", "estimate")
+    page, only = tmp_path / "page.md", ("machine", "step", "resume", "kernels")
     line = ("./launch.sh", "gpu-first", "--rehearse", "--output", str(page), "--only", *only)
     done = launched(*line, env=everywhere, timeout=1500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
