@@ -269,7 +269,7 @@ def bar(what: str, total: int, main: bool, step: int = 0, samples: int = 0) -> "
     style += "{n_fmt}/{total_fmt} [{elapsed}<{remaining}{speed}{postfix}]"
     if samples:
         Lines.logged = time.monotonic()  # how long the start took is no matter of training
-    how: dict[str, typing.Any] = {} if main else {"disable": True}  # else as the variable TQDM_DISABLE says
+    how: dict[str, typing.Any] = {"disable": not main or os.environ.get("TQDM_DISABLE", "") not in ("", "0")}
     how |= {"bar_format": style, "leave": terminal and samples > 0, "file": sys.stderr if terminal else Lines()}
     return Bar(desc=what, total=total, initial=step, delay=1e-3, **how)  # not before the first step, which prints
 

@@ -132,6 +132,7 @@ def test_the_progress_bar_shows_loss_and_samples_per_second(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
     bar = args.bar("training", 10, True, 4, 64)
     for _ in range(6):
         time.sleep(0.12)  # longer than it waits between two drawings
