@@ -84,7 +84,8 @@ setup() {
     [ -x "$here/bin/python" ] && "$here/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear "$here"
     rm -f "$here/.complete"
     "$here/bin/python" -m uv --version >/dev/null 2>&1 || said "installs uv" "$here/bin/python" -m pip install --quiet uv
-    said "installs the pinned packages, 6 GB with torch for GPUs," "$here/bin/python" -m uv pip install --require-hashes -r "$root/requirements.txt"
+    said "installs the pinned packages (6 GB, with torch for GPUs)" \
+        "$here/bin/python" -m uv pip install --require-hashes -r "$root/requirements.txt"
     if [ ${#extras[@]} -gt 0 ]; then  # extras, with the pinned versions as constraints
         grep -oE '^[a-zA-Z0-9._-]+==[^ ;\\]+' "$root/requirements.txt" > "$here/constraints.txt"
         said "installs ${extras[*]}" "$here/bin/python" -m uv pip install -r "$root/pyproject.toml" "${extras[@]}" \

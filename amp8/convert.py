@@ -245,7 +245,7 @@ class State:
         self.replica_group: dist.ProcessGroup | None = None  # likewise
         self.replicas = 1
         self.held = False  # inside no_sync()
-        self.last_cast: InputCast | None = None
+        self.last_cast: InputCast | None = None  # which the next layer may use, too
         self.wrapper: weakref.CallableProxyType | None = None  # see attach()
         self.asked: Callable[[], bool] | None = None  # likewise
         self.arrived: list[WeightGradient] = []  # under fully_shard: the gradients that this backward pass has brought

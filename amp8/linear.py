@@ -35,13 +35,13 @@ FP16_TO_E4M3 = 2.0**-8
 
 
 class InputCast(NamedTuple):
-    """The cast of an input that was made last, kept while the input is there: q, k and v have the same input, and need
-    one cast. Layers with the same `casts` have cast the same inputs from the start, so that their scales are equal."""
+    """The last cast of an input, kept while the input exists: q, k and v have the same input and need one cast. Layers
+    with equal `casts` have cast the same inputs since they were converted, so their scales are equal."""
 
     input: "weakref.ref[torch.Tensor]"
-    version: int
-    casts: int | tuple[float, ...] | None  # of the layer that made it, before and
-    new_casts: int | tuple[float, ...] | None  # afterwards
+    version: int  # of the input: a script may change it in place between two layers
+    casts: int | tuple[float, ...] | None  # `casts` of the layer that made it, before this cast
+    new_casts: int | tuple[float, ...] | None  # and after it
     how: tuple[bool, ...]  # recording, transposed
     history: torch.Tensor  # of that layer
     made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -91,7 +91,8 @@ class FP8Linear(nn.Linear):
         self.amax_history, self.scale = torch.zeros(state.history, 2, device=device), torch.ones(2, device=device)
         self.updates = torch.zeros(2, dtype=torch.int32, device=device)
         self.plain_dtype, self.cast = self.weight.dtype, None
-        # Which inputs the layer has cast: a number, or what a saved history says. None where compiled code casts.
+        # Stands for all inputs that the layer has cast: equal for layers that have cast the same. None: compiled code
+        # casts, which does not count.
         self.casts: int | tuple[float, ...] | None = 0
         self.weight.grad = None
         if self.sharding is not None:

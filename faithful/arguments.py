@@ -129,7 +129,7 @@ def refuse_missing_trackers(asked: Any) -> None:
     asked = asked if isinstance(asked, list | tuple) else [asked]
     known = {*LoggerType.list(), *LOGGER_TYPE_TO_CLASS}  # a script registers its own there
     if unknown := [one for one in asked if isinstance(one, str) and one not in known]:
-        names = ", ".join(LoggerType.list())
+        names = ", ".join(sorted(map(str, known)))
         raise Refused(
             f"the script logs with {unknown[0]!r}, which Accelerate does not know: one of {names}, or leave it out"
         )

@@ -94,7 +94,8 @@ def run() -> tuple[int, str]:
     except subprocess.CalledProcessError as failed:
         return end_of(failed.returncode, "the training process")
     except Refused as problem:
-        print(f"{'refused' if problem.exit_code == 2 else 'error'}: {problem}", file=sys.stderr)
+        what = "refused" if problem.exit_code == 2 else "error"
+        print(f"{what}: {printing.plain(str(problem))}", file=sys.stderr)  # other machines have told their names
         return problem.exit_code, str(problem)
     except Exception as problem:
         if hasattr(problem, "failures"):  # torch's ChildFailedError

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from faithful.config.settings import timeout_seconds
 from faithful.errors import Alone, Refused
-from faithful.launch import launcher
+from faithful.launch import launcher, printing
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -140,7 +140,7 @@ class Meeting(RendezvousHandler):
     def say(self, line: str) -> None:
         """Prints for whom this machine waits, when it has waited for a while, and once."""
         if time.monotonic() > self.began + COMES and line != self.said:
-            print(line, flush=True)
+            print(printing.plain(line), flush=True)  # other machines have told their names
             self.said = line
 
     def num_nodes_waiting(self) -> int:

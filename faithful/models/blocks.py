@@ -61,7 +61,8 @@ def compile_blocks(model: nn.Module, compiled_if: Callable[..., bool] | None = N
             "the names of their classes"
         )
     allow_each_kind(blocks)
-    patches.replace("torch._inductor.config:cpp.simdlen", 256)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        patches.replace("torch._inductor.config:cpp.simdlen", 256)
     for block in blocks:
         block.compile(**options)
         if compiled_if:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import accelerate.utils
 import pytest
 import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from conftest import CONFIGS, ROOT, launched, train, write_record
 from test_other_configs import DDP, FSDP2, fsdp, zero
 from test_plan import CPU, GPU
@@ -126,7 +127,7 @@ RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process
     ("single_bf16", "--dtype float16", 2, "parameters are in float16, which bf16 needs in fp32: leave it out, or use an fp32 config"),
     ("single_fp32", "--per_device_train_batch_size 5000", 2, "less than one global batch of 5000"),
     ("single_fp32", "--model vit_enormous", 2, "--model vit_enormous: Unknown model"),
-    ("single_fp32", "--report_to wandbb", 2, "the script logs with 'wandbb', which Accelerate does not know: one of all, "),
+    ("single_fp32", "--report_to wandbb", 2, "the script logs with 'wandbb', which Accelerate does not know: one of aim, all, "),
     ("single_fp32", "--dataset /nowhere/at/all", 2, "known offline: digits, photos, synthetic"),
     ("tp_bf16", "--max_steps 2", 2, "VisionTransformer has no plan for tensor parallel"),
 ]  # fmt: skip
@@ -361,3 +362,10 @@ def test_all_contradictions_of_a_script_are_named_at_once():
     with pytest.raises(Refused) as refused:
         merged("ddp_bf16", script)
     assert len(str(refused.value).splitlines()) == 5
+
+
+def test_a_tracker_that_a_script_registers_is_known_by_its_name(monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mine", GeneralTracker)
+    arguments.refuse_missing_trackers("mine")
+    with pytest.raises(Refused, match="logs with 'other', which Accelerate does not know: one of .*, mine, "):
+        arguments.refuse_missing_trackers(["mine", "other"])

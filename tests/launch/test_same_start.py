@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import Ranks, train
 
+from faithful import Accelerator
 from faithful.launch import same_start
 
 
@@ -84,6 +85,17 @@ def test_processes_that_were_started_differently_train_nothing(tmp_path):
     said = "refused: the processes were started differently: --seed is 0 on rank 0, 1 on rank 1: start all with"
     assert log.read_text().count(said) == 1 and "asked" not in log.read_text()
     assert not (tmp_path / "run").exists()
+
+
+def compares_again():
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    same_start.compare({"precision": str(accelerator.process_index)}, 2)
+    accelerator.end_training()
+
+
+def test_only_the_first_accelerator_of_a_process_is_compared(tmp_path):
+    """Tests make Accelerators of several precisions, one after another, whose ranks are not at the same one."""
+    train("ddp_fp32", tmp_path / "run", script=compares_again)
 
 
 def test_each_machine_prints_what_differs(tmp_path):
