@@ -375,7 +375,8 @@ def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
 
 def test_zero_s_own_scale_takes_no_other_factor(gpu, tmp_path):
     codes, said = gpu.run("zero2_fp16", tmp_path / "run", *SHORT, "--grad_scaler", "growth_factor=3", processes=2)
-    assert codes == [2, 2] and "refused: the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2" in said
+    assert 2 in codes and 0 not in codes, (codes, said)  # the second may still wait for the first, which has ended
+    assert "refused: the gradient scaler under ZeRO: DeepSpeed's scale is a power of 2" in said
 
 
 LOST = {  # what NCCL and torch's watchdog say (texts of torch's library) -> the line a user reads
