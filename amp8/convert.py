@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from . import scaling
 from .choice import Skip, check, check_optimizer, choose, is_conv1d
 from .coded import CodedWeight, CodesRead
 from .comm import BUCKET, Comm, largest, partition
+from .compiled import compiled_on_cuda
 from .gradients import WeightGradient
 from .linear import FP8Conv1D, FP8Linear, InputCast
 from .optimizer import Adam
@@ -369,11 +370,19 @@ class State:
         history = torch.stack([layer.amax_history for layer in layers])
         scale = torch.stack([layer.scale for layer in layers])
         updates = torch.stack([layer.updates for layer in layers])
-        for slot, dtype in enumerate((scaling.E4M3, self.gradient_format)):
-            slots = history[:, :, slot].T, scale[:, slot]
-            if self.window:
-                scaling.update_window_(*slots, updates[:, slot], dtype)
-                continue
+        dtypes = scaling.E4M3, self.gradient_format
+        if self.window:
+            history, scale, updates = updated(history, scale, updates, dtypes)
+        else:
+            self.update_delayed(history, scale, dtypes)
+        torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind()))
+        torch._foreach_copy_([layer.scale for layer in layers], list(scale.unbind()))
+        torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
+
+    def update_delayed(self, history: torch.Tensor, scale: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        """Updates history [layers, length, slots] and scale [layers, slots] by TransformerEngine's rule, in place. Not
+        compiled: its division must round as TransformerEngine's does, and Triton's does not."""
+        for slot, dtype in enumerate(dtypes):
             if self.comm is not None and self.options["reduce_amax"]:
                 last = history[:, 0, slot].contiguous()
                 dist.all_reduce(last, dist.ReduceOp.MAX, group=self.group)
@@ -382,10 +391,18 @@ class State:
                 self.comm.sent += 2 * (self.world - 1) * last.nbytes // self.world
                 history[:, 0, slot] = last
             margin, algo = self.options["margin"], self.options["amax_compute_algo"]
-            scaling.update_delayed_(*slots, scaling.dtype_max(dtype), margin, algo)
-        torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind()))
-        torch._foreach_copy_([layer.scale for layer in layers], list(scale.unbind()))
-        torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
+            scaling.update_delayed_(history[:, :, slot].T, scale[:, slot], scaling.dtype_max(dtype), margin, algo)
+
+
+@compiled_on_cuda
+def updated(
+    history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `scaling.update_window_` makes of history [layers, length, slots], scale and updates [layers, slots]."""
+    history, scale, updates = history.clone(), scale.clone(), updates.clone()
+    for slot, dtype in enumerate(dtypes):
+        scaling.update_window_(history[:, :, slot].T, scale[:, slot], updates[:, slot], dtype)
+    return history, scale, updates
 
 
 def state_of(model: nn.Module) -> State:

@@ -22,6 +22,7 @@ import torch
 from torch.optim.adam import adam
 
 from . import kernels, scaling
+from .compiled import compiled_on_cuda
 from .rounding import above, random_noise, store
 from .tensors import amaxes_of, flat, linear_of, local, own_rows, without_waiting
 
@@ -87,14 +88,6 @@ class Adam(torch.optim.Optimizer):
         parameters = [local(parameter) for group in self.param_groups for parameter in group["params"]]
         fused = all(group.get("fused") for group in self.param_groups)
         return fused and all(kernels.fits(parameter.device) for parameter in parameters)
-
-    def unless_masked(self, old: list[torch.Tensor], new: torch.Tensor) -> None:
-        """Copies new [length] to 0-d tensors, or rows to vectors, but where `found_inf` is 1."""
-        rows = list(new.unbind())
-        if self.found_inf is not None:
-            kept = self.found_inf.reshape(()) != 0
-            rows = [torch.where(kept, before, after) for before, after in zip(old, rows, strict=True)]
-        torch._foreach_copy_(old, rows)
 
     def moments(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The parameter's state, made on first use."""
@@ -196,7 +189,7 @@ class Adam(torch.optim.Optimizer):
         one = torch.ones_like(g_amax)
         starts = [start_of(parameter) for parameter in parameters]
         numbers = [self.numbers[id(parameter)] for parameter in parameters]
-        self.update(group, weights, states, gradients, (one, one), (w_amax, g_amax), None, starts, numbers)
+        self.update(group, weights, states, gradients, (one, one, one), (w_amax, g_amax), None, starts, numbers)
 
     def step_converted(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
@@ -217,19 +210,20 @@ class Adam(torch.optim.Optimizer):
         g_scales = torch.stack([linear.gradient.scale for linear in linears])
         w_amax = torch.stack([linear.weight_amax for linear in linears])
         copies = [linear.codes if has_master else None for linear in linears]  # in FP8, of the masters
+        copy_scale = torch.stack([linear.weight_scale for linear in linears]) if has_master else scales
         gradients: list[torch.Tensor] = [linear.gradient.codes for linear in linears]  # pyrefly: ignore[bad-assignment]
         # Under fully_shard a gradient that somebody has changed may have a scale of its own on each rank.
         amaxes = (w_amax, self.model_state.largest(scaling.dtype_max(scaling.E4M3) / g_scales))
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
         numbers = [self.numbers[id(parameter)] for parameter in parameters]
         new, copy_scales, w_amax = self.update(
-            group, targets, states, gradients, (scales, g_scales), amaxes, copies, starts, numbers
+            group, targets, states, gradients, (scales, g_scales, copy_scale), amaxes, copies, starts, numbers
         )
         if has_master:
-            self.unless_masked([linear.master_scale for linear in linears], new)
+            torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
             new = copy_scales
-        self.unless_masked([linear.weight_scale for linear in linears], new)
-        self.unless_masked([linear.weight_amax for linear in linears], w_amax)
+        torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
+        torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
 
     def update(
         self,
@@ -237,19 +231,23 @@ class Adam(torch.optim.Optimizer):
         weights: list[torch.Tensor],
         states: list[dict[str, torch.Tensor]],
         gradients: list[torch.Tensor],
-        scales: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         amaxes: tuple[torch.Tensor, torch.Tensor],
         copies: list[torch.Tensor | None] | None,
         starts: list[int],
         parameter_numbers: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One step of `weights`, in place. scales, amaxes: of the weights and of the gradients, [number of weights]
-        each; copies: None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole
-        weight each begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new
-        scales, those of their FP8 copies, and the weights' new largest magnitudes."""
+        """One step of `weights`, in place. scales: of the weights, of the gradients and of the weights' FP8 copies,
+        [number of weights] each; amaxes: of the weights and of the gradients; copies: None for ordinary parameters,
+        which have no scale. starts: under fully_shard, where in the whole weight each begins. parameter_numbers: which
+        parameters of the optimizer they are. Returns the weights' new scales, those of their FP8 copies, and the
+        weights' new largest magnitudes. Where `found_inf` is 1 these and the moments' are the old ones."""
         for state in states:
             state["step"] += 1
-        numbers = numbers_of_step(group, states, scales, amaxes, copies is not None)
+        stacked = lambda key: torch.stack([state[key] for state in states])  # noqa: E731
+        keys = ("exp_avg_scale", "exp_avg_sq_scale", "amax")
+        of_moments = tuple(stacked(key) for key in keys) if "amax" in states[0] else None
+        numbers = numbers_of_step(group, states, scales, amaxes, of_moments, copies is not None, self.found_inf)
         copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
         # pyrefly: ignore[bad-assignment]
         flats: list[Flat] = [
@@ -260,11 +258,13 @@ class Adam(torch.optim.Optimizer):
         seeds = [int(state["step"].item()) * 1_000_003 + number * 7919 for state, number in steps]
         found = self.slices(flats, numbers, seeds, starts, bool(group["decoupled_weight_decay"]))
         found = self.model_state.largest(found)
+        if self.found_inf is not None:
+            old = torch.cat([amaxes[0][:, None], found[:, 1:] if of_moments is None else of_moments[2]], 1)
+            found = torch.where(self.found_inf.reshape(()) != 0, old, found)
         new_w, new_m, new_v, new_copy = numbers[:, W_OUT:].unbind(1)
-        if "amax" in states[0]:
-            self.unless_masked([state["exp_avg_scale"] for state in states], new_m)
-            self.unless_masked([state["exp_avg_sq_scale"] for state in states], new_v)
-            self.unless_masked([state["amax"] for state in states], found[:, 1:])
+        if of_moments is not None:
+            for key, new in zip(keys, (new_m, new_v, found[:, 1:]), strict=True):
+                torch._foreach_copy_([state[key] for state in states], list(new.unbind()))
         return new_w, new_copy, found[:, 0]
 
     def slices(
@@ -351,42 +351,69 @@ class Adam(torch.optim.Optimizer):
 def numbers_of_step(
     group: dict[str, Any],
     states: list[dict[str, torch.Tensor]],
-    scales: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     amaxes: tuple[torch.Tensor, torch.Tensor],
+    of_moments: tuple[torch.Tensor, ...] | None,
     coded: bool,
+    found_inf: torch.Tensor | None,
 ) -> torch.Tensor:
     """The numbers of the parameters' step, fp32 [parameters, 16]: see the columns above. scales, amaxes: as `update`
-    takes them. coded: whether the weights are codes, and get new scales."""
-    (w_scale, g_scale), (w_amax, g_amax) = scales, amaxes
+    takes them. of_moments: None where they are plain, else their scales [parameters] each and their amaxes
+    [parameters, 2]. coded: whether the weights are codes, and get new scales."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = group["lr"], group["weight_decay"]
+    if on_device := isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+        lr = lr.to(torch.float32)
+    constants = [beta1, beta2, 1 - beta1, 1 - beta2, largest_move(beta1, beta2), group["eps"], decay]
+    constants.append(0 if on_device else float(lr))
     steps = [state["step"].item() for state in states]
-    biases = torch.tensor([[1 - beta1**t, math.sqrt(1 - beta2**t)] for t in steps], dtype=torch.float32)
-    bias_m, root_bias_v = without_waiting(biases, w_scale.device).unbind(1)
+    rows = [[1 - beta1**t, math.sqrt(1 - beta2**t), *constants] for t in steps]
+    of_step = without_waiting(torch.tensor(rows, dtype=torch.float32), scales[0].device)
+    coupled = bool(decay and not group["decoupled_weight_decay"])
+    return numbers_of(of_step, lr if on_device else None, scales, amaxes, of_moments, found_inf,
+                      coded, coupled, bool(group["maximize"]))  # fmt: skip
+
+
+@compiled_on_cuda
+def numbers_of(
+    of_step: torch.Tensor,
+    lr: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    amaxes: tuple[torch.Tensor, torch.Tensor],
+    of_moments: tuple[torch.Tensor, ...] | None,
+    found_inf: torch.Tensor | None,
+    coded: bool,
+    coupled: bool,
+    maximize: bool,
+) -> torch.Tensor:
+    """`numbers_of_step` from tensors: of_step [parameters, 10], the constants of Adam; lr: None where they have it."""
+    (w_scale, g_scale, copy_scale), (w_amax, g_amax) = scales, amaxes
+    bias_m, root_bias_v, beta1, beta2, add_m, add_v, largest, eps, decay, rate = of_step.unbind(1)
     one = torch.ones_like(w_scale)
-    lr = one * group["lr"]
+    lr = rate if lr is None else one * lr
 
     # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
     excess = (g_amax / LARGEST).clamp(min=1.0)
     g_scale, g_amax = g_scale * excess, g_amax / excess
-    if group["weight_decay"] and not group["decoupled_weight_decay"]:
-        g_amax = g_amax + group["weight_decay"] * w_amax
-    move = lr * root_bias_v / bias_m * largest_move(beta1, beta2)
-    w_bound = above(w_amax + move, torch.float16)
+    if coupled:
+        g_amax = g_amax + decay * w_amax
+    w_bound = above(w_amax + lr * root_bias_v / bias_m * largest, torch.float16)
     new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale) if coded else w_scale
     new_copy = scaling.power_of_two_scale(above(w_bound, scaling.E4M3), scaling.E4M3)
     m_scale = v_scale = new_m = new_v = one
-    if "amax" in states[0]:
-        m_scale = torch.stack([state["exp_avg_scale"] for state in states])
-        v_scale = torch.stack([state["exp_avg_sq_scale"] for state in states])
-        m_amax, v_amax = torch.stack([state["amax"] for state in states]).unbind(1)
-        m_bound = above(beta1 * m_amax + (1 - beta1) * g_amax, scaling.E4M3)
-        v_bound = above(beta2 * v_amax + (1 - beta2) * g_amax.square(), torch.float16)
+    if of_moments is not None:
+        m_scale, v_scale, amax = of_moments
+        m_amax, v_amax = amax.unbind(1)
+        m_bound = above(beta1 * m_amax + add_m * g_amax, scaling.E4M3)
+        v_bound = above(beta2 * v_amax + add_v * g_amax.square(), torch.float16)
         new_m = scaling.power_of_two_scale(m_bound, scaling.E4M3, previous=m_scale)
         new_v = scaling.power_of_two_scale(v_bound, torch.float16, previous=v_scale)
-    numbers = [1 / w_scale, (-1 if group["maximize"] else 1) / g_scale, beta1 / m_scale, beta2 / v_scale,
-               one * (1 - beta1), one * (1 - beta2), 2.0**-25 / new_v, root_bias_v, one * group["eps"],
-               lr / bias_m, 1 - lr * group["weight_decay"], one * group["weight_decay"],
-               new_w, new_m, new_v, new_copy]  # fmt: skip
+    new = [new_w, new_m, new_v, new_copy]
+    if found_inf is not None:
+        old = [w_scale, m_scale, v_scale, copy_scale]
+        new = [torch.where(found_inf.reshape(()) != 0, was, now) for was, now in zip(old, new, strict=True)]
+    numbers = [1 / w_scale, (-1 if maximize else 1) / g_scale, beta1 / m_scale, beta2 / v_scale, add_m, add_v,
+               2.0**-25 / new[2], root_bias_v, eps, lr / bias_m, 1 - lr * decay, decay, *new]  # fmt: skip
     return torch.stack(numbers, 1)
 
 

@@ -6,7 +6,8 @@ layers        a Linear layer's forward and backward pass, and an update of AdamW
               tests/pretend.py: launches of torch's operators, compiled functions (MS-AMP's kernels count as such, each
               once), bytes read and written for each element of x, y and w, and bytes of copies by torch that transpose
 compiled      kernels of an MS-AMP layer's two passes in the code that torch's compiler generates for an H100; those of
-              the whole layer alone, which are fewer in a block, where casts are part of the kernels before them
+              the whole layer alone, which are fewer in a block, where casts are part of the kernels before them.
+              And of an update of any number of layers, beside the one of Adam
 machine_code  MS-AMP's Triton kernels, compiled for compute capability 9.0 and 10.0: instructions for each element,
               registers, bytes that did not fit into registers (`spilled`)
 graphs        Llama, ViT and BERT, small, with compiled blocks on this CPU: graphs of torch.compile and breaks in them,
@@ -15,6 +16,7 @@ steps         a step of Llama-8B (8,192 tokens for each GPU) and ViT-Huge (64 im
               `./launch.sh estimate --time` estimates it, over bf16's and over compiled bf16's
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -66,6 +68,8 @@ def of_shape(way, m, k, n):
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     if way != "bf16":
         layer, optimizer = amp8.initialize(layer, optimizer, way)
+        # As in training, which stops before a loss that is not finite reaches the weights.
+        optimizer.found_inf = torch.zeros((), device="cuda")
     layer.cuda()
     x, dy = (torch.ones(m, width, device="cuda", dtype=torch.bfloat16) for width in (k, n))
     x.requires_grad_()
@@ -91,7 +95,8 @@ def of_shape(way, m, k, n):
 
 
 def compiled():
-    """{level: {pass: its kernels}} of a layer with a bias. There is no GPU: tensors have no values, nothing runs."""
+    """{level: {pass: its kernels}} of a layer with a bias, and of an update {function: its kernels}. There is no GPU:
+    tensors have no values, nothing runs."""
     import pretend  # before torch: autograd asks its driver for devices
     import torch
 
@@ -99,7 +104,7 @@ def compiled():
     torch.ones(1, requires_grad=True).sum().backward()
     pretend.DRIVER.set_devices(100)
     torch.autograd.set_multithreading_enabled(False)
-    return {level: generated(level) for level in ("O2", "O3")}
+    return {level: generated(level) for level in ("O2", "O3")} | {"update": updating()}
 
 
 def generated(level, rows=8192, width=4096):
@@ -132,15 +137,54 @@ def generated(level, rows=8192, width=4096):
 
         return compile
 
-    nothing = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None}
-    compiling = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
-    with mode, compiling, mock.patch.multiple(torch.cuda, **seen(), **nothing):
+    with mode, compiling():
         passes = {"fw_compiler": compiler("forward"), "bw_compiler": compiler("backward")}
         function = aot_function(layer, **passes, partition_fn=min_cut_rematerialization_partition,
                                 decompositions=select_decomp_table(), keep_inference_input_mutations=True)  # fmt: skip
         y = function(x, port, bias, codes, scale, *delayed)
         y.backward(torch.empty_like(y))
     return found
+
+
+@contextlib.contextmanager
+def compiling():
+    """Code is compiled, for an H100."""
+    import torch
+
+    nothing = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None}
+    is_compiling = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+    with is_compiling, mock.patch.multiple(torch.cuda, **seen(), **nothing):
+        yield
+
+
+def updating(layers=225, window=16):
+    """{function: its kernels} of what an update computes for all layers beside Adam itself."""
+    import torch
+    from functorch.compile import aot_function, make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp8 import convert, optimizer, scaling
+
+    def kernels(function, *inputs):
+        found = []
+
+        def compile(graph, example):
+            found.extend(kernels_of(graph, example, mode))
+            return make_boxed_func(graph.forward)
+
+        with mode, torch.no_grad(), compiling():
+            aot_function(function, compile, decompositions=select_decomp_table())(*inputs)
+        return found
+
+    mode = FakeTensorMode()
+    with mode, torch.device("cuda"):
+        each = lambda *more: torch.empty(layers, *more)  # noqa: E731
+        step = each(10), None, (each(), each(), each()), (each(), each()), (each(), each(), each(2)), torch.empty(())
+        delayed = each(window, 2), each(2), torch.empty(layers, 2, dtype=torch.int32)
+    numbers = lambda *inputs: optimizer.numbers_of.__wrapped__(*inputs, True, False, False)  # noqa: E731
+    scales = lambda *inputs: convert.updated.__wrapped__(*inputs, (scaling.E4M3, scaling.E5M2))  # noqa: E731
+    return {"numbers of Adam": kernels(numbers, *step), "delayed scales": kernels(scales, *delayed)}
 
 
 def seen():

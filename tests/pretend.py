@@ -761,7 +761,7 @@ def replace_kernels():
         return codes, codes.t().contiguous() if transposed else None, scale
 
     def adam(flats, numbers, seeds, starts, decoupled, noisy, found_inf=None):
-        found, tensors = [], [tensor for flat in flats for tensor in flat if tensor is not None]
+        found, tensors = [], [t for w, _, *others in flats for t in (w, *others) if t is not None]
         before = [tensor.clone() for tensor in tensors] if found_inf is not None else []
         for flat, row, *place in zip(flats, numbers, seeds, starts, strict=True):
             slice_of = functools.partial(optimizer.adam_slice, *flat, row.unbind())

@@ -9,8 +9,8 @@ from amp8_helpers import assert_equal, linears, relative_error, seeded, seeded_m
 from torch import nn
 
 import amp8
+from amp8 import convert, rounding, scaling
 from amp8 import optimizer as module
-from amp8 import rounding, scaling
 from amp8.gradients import Phase
 
 
@@ -507,3 +507,25 @@ def test_a_gradient_of_zeros_does_not_erase_the_moments():
     put(model[0], torch.zeros(96, 64))
     optimizer.step()
     assert (first_moment() - 0.9 * before).norm() < 0.1 * before.norm()
+
+
+@pytest.mark.slow
+def test_what_an_update_computes_for_all_layers_is_the_same_compiled():
+    """As on a GPU, whatever their number."""
+    numbers, updated = (
+        torch.compile(function.__wrapped__, dynamic=True) for function in (module.numbers_of, convert.updated)
+    )
+    draw = torch.Generator().manual_seed(0)
+    uniform = lambda *shape: torch.rand(*shape, generator=draw)  # noqa: E731
+    scales = lambda *shape: 2.0 ** torch.randint(-9, 9, shape, generator=draw).float()  # noqa: E731
+    for n, masked in ((5, 0.0), (9, 1.0)):
+        of_step = torch.tensor([[0.1, 0.3, 0.9, 0.999, 0.1, 0.001, 30.0, 1e-8, 0.1, 1e-3]]).repeat(n, 1)
+        of_weights = (scales(n), scales(n), scales(n)), (uniform(n), uniform(n))
+        of_moments = scales(n), scales(n), uniform(n, 2)
+        given = of_step, None, *of_weights, of_moments, torch.tensor(masked), True, False, False
+        assert torch.equal(numbers(*given), module.numbers_of(*given))
+        history = uniform(n, 16, 2)
+        history[0, 0, 1] = math.inf
+        delayed = history, scales(n, 2), torch.randint(30, (n, 2), generator=draw), (scaling.E4M3, scaling.E5M2)
+        for one, other in zip(updated(*delayed), convert.updated(*delayed), strict=True):
+            assert torch.equal(one, other)

@@ -210,11 +210,13 @@ def test_a_layer_of_a_level_moves_no_byte_in_vain():
         assert found[way]["passes"]["bytes"] == passes and found[way]["update"]["bytes"]["w"] == update, found[way]
         assert found[way]["passes"]["turned"] == 0 and found[way]["update"]["turned"] < 1024, "a transposed copy"
         assert found[way]["passes"]["waits"] == found[way]["update"]["waits"] == 0
-        assert found[way]["passes"]["launches"] <= 7 and found[way]["update"]["launches"] <= 160
+        assert found[way]["passes"]["launches"] <= 7 and found[way]["update"]["launches"] <= 26
 
 
 @pytest.mark.slow
 def test_a_compiled_layer_of_a_level_takes_few_kernels():
     """As many again would make a step of small layers wait for its host. None casts a weight's gradient."""
-    for passes in speed.part("compiled").values():
+    found = speed.part("compiled")
+    assert sum(map(len, found.pop("update").values())) <= 10, "of any number of layers, beside Adam's own"
+    for passes in found.values():
         assert len(passes["forward"]) <= 8 and len(passes["backward"]) <= 8, passes
