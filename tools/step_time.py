@@ -70,6 +70,7 @@ FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25  # of elementwise operators that are left
 CONTENTION = 0.1  # of what is sent while it computes, by which that computes longer
 UNFUSED_OPTIMIZER = 2.5  # passes over the state that torch's foreach optimizers make, where a fused one makes one
 PER_MACHINE = 8  # cards
+NARROW = 1280  # inputs or outputs up to which layers have gained less than is estimated here, where it was measured
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,13 @@ class Step:
     tensors: int = 0  # that the optimizer updates
     sent: float = 0  # bytes
     hidden_behind: float = 0  # the part of forward and backward during which it can send
+
+    @property
+    def narrow(self) -> bool:
+        """Whether most of the products in FP8 are of narrow layers."""
+        inside = [linear for linear in self.work.linears if linear.name in self.fp8]
+        narrow = (linear.flop for linear in inside if min(linear.inputs, linear.outputs) <= NARROW)
+        return 2 * sum(narrow) > sum(linear.flop for linear in inside)
 
 
 def find_card(text: str) -> Card:
@@ -245,7 +253,7 @@ def times(
     wanted: dict[str, Settings], recipe: Path, words: list[str], card: Card
 ) -> Iterator[tuple[str, dict[str, float] | Refused]]:
     """Yields (config, its seconds as `seconds` returns them); (config, the reason as Refused) where there are none.
-    `bf16`, `bf16_compiled`: the seconds of the same strategy in bf16."""
+    `bf16`, `bf16_compiled`: the seconds of the same strategy in bf16. `narrow`: see Step."""
     with progress.waiting(f"loading {recipe.stem}"):
         from tools.tracing import load  # imports torch
 
@@ -264,7 +272,8 @@ def times(
     accumulates = estimate.accumulates(words)
     for name, settings in able.items():
         try:
-            found = seconds(step_of(settings, tracings, accumulates), card)
+            step = step_of(settings, tracings, accumulates)
+            found = seconds(step, card) | {"narrow": step.narrow}
             for key, compiled in (("bf16", False), ("bf16_compiled", True)):
                 reference = step_of(high_precision(settings, compiled), tracings, accumulates)
                 found[key] = seconds(reference, card)["total"]
@@ -282,7 +291,7 @@ def verdict(fp8: bool, found: Mapping[str, float]) -> str:
         return "FP8 makes this model slower"
     if fp8 and found["total"] > found["bf16_compiled"]:
         return "slower than compiled bf16"
-    return ""
+    return "perhaps no gain: narrow layers" if fp8 and found["narrow"] else ""
 
 
 def show(recipe: str, card: Card, wanted: dict[str, Settings], found: dict[str, dict[str, float] | Refused]) -> None:

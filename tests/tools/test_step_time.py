@@ -198,6 +198,7 @@ def test_the_command_on_a_script_of_ones_own(capsys, tmp_path):
         found[width] = json.loads(text)["configs"]
     small, large = (found[width]["single_fp8_msamp_o2"] for width in found)
     assert small["total"] > small["bf16"] and large["total"] < large["bf16"], "8 rows: the optimizer is all there is"
+    assert small["narrow"] and not large["narrow"]
     assert large["bf16"] == found[16384]["single_bf16"]["total"]
 
 
@@ -249,3 +250,25 @@ def test_the_committed_rows_are_those_of_todays_rates():
     committed = {row["what"]: row["estimated_ratio"] for row in made["rows"]}
     for row in benchmark.single_layers():
         assert committed[row["what"]] == pytest.approx(row["estimated_ratio"])
+
+
+@pytest.mark.parametrize(
+    ("fp8", "total", "narrow", "said"),
+    [
+        (True, 1.1, False, "FP8 makes this model slower"),
+        (True, 0.9, True, "slower than compiled bf16"),
+        (True, 0.7, True, "perhaps no gain: narrow layers"),
+        (True, 0.7, False, ""),
+        (False, 1.1, True, ""),
+    ],
+)
+def test_the_verdict_on_a_config(fp8, total, narrow, said):
+    found = {"total": total, "bf16": 1.0, "bf16_compiled": 0.8, "narrow": narrow}
+    assert step_time.verdict(fp8, found) == said
+
+
+def test_published_steps_that_fp8_slowed_against_the_estimate_are_of_narrow_layers():
+    """What the words of the verdict rest on. The one row of wide layers is within 0.03 of 1."""
+    rows = json.loads((ROOT / "results" / "step_time.json").read_text())["rows"]
+    wrong = [row for row in rows if row["published_ratio"] > 1.02 and row["estimated_ratio"] < 1]
+    assert wrong and all("ViT-Huge" in row["what"] or "x 1280" in row["what"] for row in wrong), wrong
