@@ -225,10 +225,11 @@ def main(argv):
     parser = arguments(__doc__)
     parser.add_argument("--by", nargs="+", default=LAUNCHERS, choices=LAUNCHERS)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
-    parser.add_argument("--output", default="results/machines.json", help="rows of other cases in it are kept")
+    parser.add_argument("--output", default="results/machines.json", help="of some cases: rows of the others in it are kept")
     args = parser.parse_args(argv)
     file = Path(args.output)
-    before = made(file, rows=[], command="")
+    nothing = {"rows": [], "command": ""}
+    before = nothing if args.by == LAUNCHERS and args.cases == [*CASES] else made(file, **nothing)
     kept, commands = before["rows"], " && ".join(filter(None, [before["command"], command()]))
     for by in args.by:
         for case in args.cases:
