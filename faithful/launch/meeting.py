@@ -314,10 +314,10 @@ class Meeting(RendezvousHandler):
 
         self.ask(forget)
 
-    def refused_elsewhere(self) -> bool:
-        """Whether another machine has refused to run, so long ago that the processes of this one would have ended if
-        they had met it."""
-        return bool(self.ended and self.ended["code"] == 2 and time.monotonic() > self.since + launcher.GRACE)
+    def others_ended(self) -> bool:
+        """Whether another machine has ended with an error, so long ago that the processes of this one would have ended
+        if they had met it."""
+        return self.ended is not None and time.monotonic() > self.since + launcher.GRACE
 
     def part(self, code: int) -> None:
         """Tells the others with which exit code this machine ends. If it serves the store it waits for them."""
@@ -386,7 +386,7 @@ class Agent(LocalElasticAgent):
             left = self._remaining_restarts - 1
             print(f"starting the processes again, {left} more times at most (--max_restarts)", flush=True)
         meeting = self.meeting
-        if meeting and meeting.ended and result.state == WorkerState.HEALTHY and meeting.refused_elsewhere():
+        if meeting and meeting.ended and result.state == WorkerState.HEALTHY and meeting.others_ended():
             raise ended(meeting.ended)
         return result
 

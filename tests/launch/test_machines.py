@@ -234,13 +234,17 @@ def test_an_end_that_is_meant_ends_both_machines_with_one_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_machine_that_refuses_ends_the_other_one(machines, tmp_path):
-    """One ends before it meets the others: they do not wait for COLLECTIVE_TIMEOUT."""
-    run = ("--output_dir", str(tmp_path / "run"), *SHORT)
-    machines.launch(0, "ddp_fp32", *run)
-    machines.launch(1, "ddp_fp32", *run, "--learning_rate", "high")
-    assert machines.wait(120) == [2, 2], machines.log(0)[-3000:]
-    assert "refused: machine 1 (alpha) has ended with exit code 2: this one ends, too" in machines.log(0)
+@pytest.mark.parametrize(
+    ("line", "restarts", "code"), [("raise SystemExit(2)", 3, 2), ("raise RuntimeError('broken')", 0, 1)]
+)
+def test_a_machine_that_ends_before_it_meets_the_others_ends_them(machines, tmp_path, line, restarts, code):
+    """They do not wait for COLLECTIVE_TIMEOUT."""
+    (tmp_path / "timm.py").write_text(line)
+    job = "ddp_fp32", "--output_dir", str(tmp_path / "run"), *SHORT
+    for rank, env in enumerate(({}, {"PYTHONPATH": str(tmp_path)})):
+        machines.launch(rank, *job, options=("--max_restarts", restarts), env=env)
+    assert machines.wait(120) == [code, code], machines.log(0)[-3000:]
+    assert f": machine 1 (alpha) has ended with exit code {code}: this one ends, too" in machines.log(0)
 
 
 def workers(launcher):
