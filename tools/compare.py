@@ -187,7 +187,7 @@ def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
             began, ended = (
                 time.mktime(time.strptime(record[key][:19], "%Y-%m-%dT%H:%M:%S")) for key in ("started", "finished")
             )
-            seconds = (ended - began) * given.max_steps / max(1, record["final"]["step"]) + STARTS
+            seconds = (ended - began) * given.max_steps / max(1, records.steps_of(record)) + STARTS
             at = os.path.relpath(found.parent)
             return f"about {minutes(missing * seconds)} in all, if a run takes what {at} took"
     return "how long: the first run will tell" if missing else "nothing is left to run"

@@ -82,7 +82,7 @@ def test_what_a_launcher_waits_for(name, tmp_path):
 
 
 def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
-    record = {"status": "finished", "recipe": "vit", "final": {"step": 100}, "started": "2026-11-22T10:00:00+0000",
+    record = {"status": "finished", "recipe": "vit", "final": {"step": 100}, "seen": {"loss_curve": []}, "started": "2026-11-22T10:00:00+0000",
               "finished": "2026-11-22T10:01:00+0000",
               "args": {"model": "vit_nano", "dataset": "digits", "gradient_accumulation_steps": 1}}  # fmt: skip
     (tmp_path / "a").mkdir()
