@@ -146,7 +146,7 @@ def options_after(words: list[str]) -> set[str]:
     if named:
         return set(args.parser_of(arguments_of(recipe(named[0])))._option_string_actions)
     is_config = command in names("config") or Path(command).is_file()
-    return {"--extra"} if command == "setup" else set(launch_options()) if is_config else set()
+    return {"--cpu", "--extra"} if command == "setup" else set(launch_options()) if is_config else set()
 
 
 def options_of_tool(file: Path) -> set[str]:
