@@ -78,7 +78,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "backoff_factor": (1e-30, 0.999999), "growth_interval": (1, None),
 }  # fmt: skip
 MOST = 2**31 - 1  # of a number without a bound
-QUIET = 5  # seconds that a log may be without a line
+QUIET = 4  # seconds after which a log gets a line; who looks once a second leaves it without one for five
 
 
 def number(kind: type[int] | type[float], least: float = -MOST, most: float | None = None) -> Callable[[str], float]:

@@ -18,6 +18,12 @@ from shared import args
 args.QUIET = 0.4
 {}
 """
+COMMAND = """
+import runpy, sys
+sys.argv = {1}
+try: runpy.run_path('tools/{0}.py', run_name='__main__')
+except SystemExit as ended: assert not ended.code
+"""
 # What a program does, and the lines that a log gets of it.
 LOGGED = {
     "a short one says nothing": ("for _ in args.with_bar([1, 2], True): pass", ()),
@@ -32,7 +38,14 @@ LOGGED = {
                   ("loading, 00:0[01]",)),
     "a command with a count": (
         "from tools import progress; progress.QUIET = 0.5\n"
-        "with progress.waiting('traced:', 3) as bar: bar.update(); time.sleep(0.7)", ("traced: 1/3, 00:0[01]",)),
+        "with progress.waiting('traced:', 3) as bar: bar.update(); time.sleep(0.7)", (r"traced: [01]/3, 00:0\d",)),
+    "predict": (COMMAND.format("predict", "['predict', '--help']"), (r"imports torch, 00:\d\d",)),
+    "export": (COMMAND.format("export", "['export', '--help']"), (r"imports torch, 00:\d\d",)),
+    "copy": ("import tempfile\n" + COMMAND.format("copy_recipe", "['copy', 'vit', 'single_bf16', tempfile.mkdtemp()]"),
+             (r"copies, and builds the wheel, 00:\d\d",)),
+    "the first line counts from the start of the process": (
+        "time.sleep(1); from tools import progress; progress.QUIET = 0.5\n"
+        "with progress.waiting('loading'): time.sleep(0.6)", ("loading, 00:00",)),
     "a launch": ("from tools import progress; progress.QUIET = 0.5\n"
                  "with progress.phases(lambda: 'starting'): time.sleep(1.2)", (r"starting, [1-4] s",)),
     "a launch that trains": ("from tools import progress; progress.QUIET = 0.5\n"
