@@ -24,7 +24,10 @@ def evaluations(run):
     return {row["step"]: row["eval_loss"] for row in rows if "last_step" not in row}, rows[-1]
 
 
-@pytest.mark.parametrize("config", ["single_bf16", "ddp_bf16", "fsdp_fp8", "ddp_fp8_msamp_o2", "zero2_bf16"])
+@pytest.mark.parametrize(
+    "config",
+    ["single_bf16", "fsdp_fp8", "ddp_fp8_msamp_o2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ddp_bf16", "zero2_bf16"))],
+)  # fmt: skip
 def test_the_model_and_the_record_are_of_the_best_step(tmp_path, config):
     """Rotation keeps its checkpoint, whatever its age. An evaluation of a step without a checkpoint does not count."""
     if config.startswith("zero"):

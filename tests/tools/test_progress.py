@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, edited
 
 from tools import accelerate_launch, compare, find
 
@@ -110,10 +110,9 @@ def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
 
 
 def test_setup_says_what_it_does(tmp_path):
-    """In a log: a line at its beginning, then one every 5 seconds, and no list of packages."""
-    said = re.search(r"^said\(\) \{.*?^\}\n", (ROOT / "launch.sh").read_text(), re.M | re.S)[0].replace(
-        "sleep 5", "sleep 1"
-    )
+    """In a log: a line at its beginning, then one every 4 seconds, and no list of packages."""
+    said = re.search(r"^said\(\) \{.*?^\}\n", (ROOT / "launch.sh").read_text(), re.M | re.S)[0]
+    said = edited(said, "sleep 4", "sleep 1")
     program = (
         f"set -euo pipefail\nhere=x\n{said}said 'installs it' bash -c 'echo \" + torch\" >&2; sleep 1.5; exit 3'\n"
     )
