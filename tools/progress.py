@@ -32,7 +32,7 @@ def waiting(what: str, total: int | None = None, **how: Any) -> Iterator[tqdm]:
     terminal = sys.stderr.isatty()
     style = "{desc}, {elapsed}" if total is None else "{desc} {n_fmt}/{total_fmt}, {elapsed}"
     how |= {"leave": False, "bar_format": style, "file": sys.stderr if terminal else Lines()}
-    Lines.logged = time.monotonic() if Lines.logged > BEGAN else BEGAN
+    Lines.logged = max(Lines.logged, time.monotonic() - QUIET / 2)  # a line may just have been printed by `print`
     with tqdm(desc=what, total=total, **how) as bar:
         with every(min(1, QUIET), bar.refresh):
             yield bar

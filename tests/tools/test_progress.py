@@ -43,9 +43,9 @@ LOGGED = {
     "export": (COMMAND.format("export", "['export', '--help']"), (r"imports torch, 00:\d\d",)),
     "copy": ("import tempfile\n" + COMMAND.format("copy_recipe", "['copy', 'vit', 'single_bf16', tempfile.mkdtemp()]"),
              (r"copies, and builds the wheel, 00:\d\d",)),
-    "the first line counts from the start of the process": (
-        "time.sleep(1); from tools import progress; progress.QUIET = 0.5\n"
-        "with progress.waiting('loading'): time.sleep(0.6)", ("loading, 00:00",)),
+    "what was silent before counts, too": (
+        "time.sleep(2); from tools import progress; progress.QUIET = args.QUIET = 2\n"
+        "with progress.waiting('imports'): pass\nwith progress.waiting('loading'): time.sleep(1.3)", (r"loading, 00:0\d",)),
     "a launch": ("from tools import progress; progress.QUIET = 0.5\n"
                  "with progress.phases(lambda: 'starting'): time.sleep(1.2)", (r"starting, [1-4] s",)),
     "a launch that trains": ("from tools import progress; progress.QUIET = 0.5\n"
