@@ -125,6 +125,12 @@ def option(words: list[str], name: str, default: str | None = None) -> str | Non
     return value
 
 
+def with_file(file: str | Path, words: list[str]) -> list[str]:
+    """A recipe's command line, behind the options of the file that its --config names: `option` finds these, too."""
+    named = option(words, "config") if is_recipe(file) else None
+    return [*args.words_of(named, args.parser_of(arguments_of(file), Quiet)), *words] if named else words
+
+
 def flags() -> set[str]:
     """The options of `accelerate launch` without a value: the word after one is the next option, or the recipe."""
     from faithful.config.schema import launch_options

@@ -261,7 +261,7 @@ def times(
         for key in keys:
             tracings[key] = made[key].get() if made else estimate.trace_or_reason(module, words, key)
             bar.update()
-    accumulates = estimate.accumulates(words)
+    accumulates = estimate.accumulates(recipe, words)
     for name, settings in able.items():
         try:
             found = seconds(step_of(settings, tracings, accumulates), card)
