@@ -70,8 +70,9 @@ class Progress:
             raise Refused(f"the checkpoint is of another run: {', '.join(differs)}. Resume as it was, or start anew")
         self.step, self.batch = state["step"], state["batch"]
         if self.args and self.args.load_best_model_at_end:
-            best = state.get("best") or {}  # of no use if it is of another metric, or in another folder
-            if best.items() >= self.wanted().items() and self.checkpoint(best["step"]).is_dir():
+            best = state.get("best")  # of no use if it is of another metric, in another folder, or damaged
+            numbers = isinstance(best, dict) and [type(best.get(key)) for key in ("step", "value")] == [int, float]
+            if numbers and best.items() >= self.wanted().items() and self.checkpoint(best["step"]).is_dir():
                 self.keep(best)
             self.elsewhere = -1 if self.checkpoint(self.step).is_dir() else self.step
 
@@ -82,7 +83,7 @@ class Progress:
         return {"metric": name, "greater": not name.endswith(("loss", "perplexity")) if more is None else more}
 
     def checkpoint(self, step: int) -> Path:
-        return folder_of(self.accelerator) / f"checkpoint-{int(step)}"
+        return folder_of(self.accelerator) / f"checkpoint-{step}"
 
     def keep(self, best: dict[str, Any]) -> None:
         """Tells faithful which checkpoint is not to be deleted."""
@@ -97,7 +98,7 @@ class Progress:
         name = next((name for name in (new["metric"], f"eval_{new['metric']}") if name in values), None)
         if name is None:
             raise Refused(f"--metric_for_best_model {new['metric']}: an evaluation has {', '.join(values)}")
-        new |= {"step": self.step, "value": values[name]}
+        new |= {"step": self.step, "value": float(values[name])}
         saved = self.step % self.args.save_steps == 0 and self.step != self.elsewhere
         if math.isfinite(new["value"]) and (saved or self.step == self.args.max_steps):
             gain = new["value"] - self.best["value"] if self.best else 0

@@ -3,12 +3,14 @@
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 from conftest import Ranks, launched, metrics, record, train, weights
 from safetensors.torch import load_file
 
 from faithful.checkpoint import checkpoints
+from shared import data
 from shared.args import Refused
 from tools import find, records, show
 
@@ -127,6 +129,30 @@ def test_only_a_checkpoint_that_is_there_is_the_best(tmp_path):
     assert record(run)["final"]["step"] == 20
     other = train("single_bf16", tmp_path / "other", *argv, "--resume_from_checkpoint", whole / "checkpoint-20")
     assert record(other)["final"]["step"] == 25
+
+
+MINE = {"metric": "eval_loss", "greater": False}
+
+
+@pytest.mark.parametrize(
+    ("best", "taken"),
+    [
+        (MINE | {"step": 3, "value": 1.5}, True),
+        (MINE | {"step": 4, "value": 1.5}, False),  # there is none
+        (MINE | {"step": 3, "value": 1.5, "metric": "accuracy"}, False),
+        (MINE | {"step": "../checkpoint-3", "value": 1.5}, False),
+        (MINE | {"step": 3, "value": "nan"}, False),
+        (MINE, False), ([3], False), (None, False),
+    ],
+)  # fmt: skip
+def test_a_best_checkpoint_that_a_file_names_is_a_step_of_this_folder(tmp_path, best, taken):
+    (tmp_path / "checkpoint-3").mkdir()
+    args = find.parse_options(VIT, ["--load_best_model_at_end"])
+    accelerator = SimpleNamespace(project_dir=str(tmp_path), project_configuration=SimpleNamespace())
+    progress = data.Progress({}, accelerator, args)
+    progress.load_state_dict({"same": {}, "step": 3, "batch": 3, "best": best})
+    kept = getattr(accelerator.project_configuration, "best_model_checkpoint", None)
+    assert (progress.best == best) == taken and kept == (tmp_path / "checkpoint-3" if taken else None)
 
 
 WRONG = [
