@@ -16,7 +16,8 @@ case "$*" in
     *--dry-run*) [ "$INDEX" = own ] ;;
 esac
 """
-PAIR = ["torch==2.15.0+cpu", "torchvision==0.29.2+cpu"]
+PINS = re.findall(r"^(torch(?:vision)?==\S+)", (ROOT / "requirements.txt").read_text(), re.M)
+PAIR = [f"{pin}+cpu" for pin in PINS]
 
 
 def set_up(folder, index, *words):
@@ -36,10 +37,8 @@ def set_up(folder, index, *words):
 
 @pytest.mark.parametrize(("index", "way"), [("own", []), ("uv", ["--torch-backend", "cpu"])])
 def test_the_pinned_builds_for_cpus_are_installed_where_an_index_has_them(tmp_path, index, way):
-    pinned = re.findall(r"^(torch(?:vision)?==\S+)", (ROOT / "requirements.txt").read_text(), re.M)
-    assert [f"{pin}+cpu" for pin in pinned] == PAIR
     code, said, [first, second] = set_up(tmp_path, index, "--cpu", "--extra", "photos")
-    assert code == 0 and "GB" not in said, said
+    assert code == 0 and "GB" not in said and len(PAIR) == 2, said
     assert first.split()[4:] == [*way, *PAIR, "-r", f"{tmp_path}/pyproject.toml", "--extra", "recipes",
                                  "--constraints", f"{tmp_path}/.venv/constraints.txt"]  # fmt: skip
     assert "--extra photos" in second and (tmp_path / ".venv" / ".complete").read_text().endswith("photos cpu\n")
