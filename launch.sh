@@ -2,7 +2,9 @@
 # Training recipes for Hugging Face Accelerate: change the config file, not the code.
 #
 #   ./launch.sh demo                       set up if need be, then train a vision transformer in two processes
-#   ./launch.sh setup [--extra NAME]...    make .venv with the pinned dependencies (extras: photos, dev, trackers, ...)
+#   ./launch.sh setup [--cpu] [--extra NAME]...
+#                                          make .venv with the pinned dependencies (extras: photos, dev, trackers, ...);
+#                                          --cpu: torch's build for CPUs, without CUDA's libraries
 #   ./launch.sh CONFIG [launch options] RECIPE [recipe options]
 #                                          e.g. ./launch.sh fsdp_bf16 --num_processes 4 vit --max_steps 100
 #   ./launch.sh CONFIG [launch options] SCRIPT.py [its options]   or   -m MODULE [its options]
@@ -55,28 +57,31 @@ find_python() {
     fi
 }
 
-# Runs a command of setup. Says what it does: on a terminal uv has bars; in a log a line every 5 seconds, of its output
+# Runs a command of setup. Says what it does: on a terminal uv has bars; in a log a line every 4 seconds, of its output
 # what is no list of packages.
 said() {
     local what=$1 begun=$SECONDS ticks="" code=0; shift
     echo "setup: $what" >&2
     if [ -t 2 ]; then VIRTUAL_ENV="$here" "$@"; return; fi
-    while sleep 5 >/dev/null 2>&1; do echo "setup: $what, $((SECONDS - begun)) s" >&2; done & ticks=$!
+    while sleep 4 >/dev/null 2>&1; do echo "setup: $what, $((SECONDS - begun)) s" >&2; done & ticks=$!
     VIRTUAL_ENV="$here" "$@" 2> >(grep --line-buffered -v '^ [-+~] ' >&2) || code=$?
     kill $ticks; wait $ticks 2>/dev/null || :
     return $code
 }
 
+mute() { "$@" >/dev/null 2>&1; }
+
 # Makes .venv. `.complete` is written last and holds what was installed; without it, or if it is old, setup runs again.
 setup() {
-    local extras=() wanted
+    local extras=() cpu="" wanted
     while [ $# -gt 0 ]; do
         case $1 in
             --extra) [ $# -gt 1 ] || die "--extra needs a name"; extras+=(--extra "$2"); shift 2 ;;
-            *) die "setup takes --extra NAME, not $1" ;;
+            --cpu) cpu=" cpu"; shift ;;
+            *) die "setup takes --cpu and --extra NAME, not $1" ;;
         esac
     done
-    wanted="$(cat "$root/requirements.txt" "$root/pyproject.toml" | cksum) ${extras[*]-}"
+    wanted="$(cat "$root/requirements.txt" "$root/pyproject.toml" | cksum) ${extras[*]-}$cpu"
     [ "$(cat "$here/.complete" 2>/dev/null)" = "$wanted" ] && return
     command -v python3 >/dev/null || die "python3 is missing; Python 3.11 or newer is needed"
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -84,15 +89,34 @@ setup() {
     [ -x "$here/bin/python" ] && "$here/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear "$here"
     rm -f "$here/.complete"
     "$here/bin/python" -m uv --version >/dev/null 2>&1 || said "installs uv" "$here/bin/python" -m pip install --quiet uv
-    said "installs the pinned packages (6 GB, with torch for GPUs)" \
-        "$here/bin/python" -m uv pip install --require-hashes -r "$root/requirements.txt"
-    if [ ${#extras[@]} -gt 0 ]; then  # extras, with the pinned versions as constraints
-        grep -oE '^[a-zA-Z0-9._-]+==[^ ;\\]+' "$root/requirements.txt" > "$here/constraints.txt"
+    grep -oE '^[a-zA-Z0-9._-]+==[^\\]+' "$root/requirements.txt" > "$here/constraints.txt"  # the pins, without hashes
+    if [ -n "$cpu" ]; then
+        setup_cpu
+    else
+        said "installs the pinned packages (6 GB, with torch for GPUs; setup --cpu: for CPUs)" \
+            "$here/bin/python" -m uv pip install --require-hashes -r "$root/requirements.txt"
+    fi
+    if [ ${#extras[@]} -gt 0 ]; then
         said "installs ${extras[*]}" "$here/bin/python" -m uv pip install -r "$root/pyproject.toml" "${extras[@]}" \
             --constraints "$here/constraints.txt"
     fi
     echo "$wanted" > "$here/.complete"
     echo "set up: $here"
+}
+
+# Installs the pinned versions with torch's builds for CPUs, from the index that is set up here if it has them, else from
+# the one that uv knows. requirements.txt has the hashes of the builds for GPUs, so none is checked.
+setup_cpu() {
+    local pair way
+    pair=($(sed -nE 's/^(torch(vision)?==[^ ;]+).*/\1+cpu/p' "$here/constraints.txt"))
+    for way in "" "--torch-backend cpu"; do
+        said "looks for torch's build for CPUs" mute "$here/bin/python" -m uv pip install --dry-run $way "${pair[@]}" \
+            || continue
+        said "installs the pinned packages, with torch for CPUs" "$here/bin/python" -m uv pip install $way "${pair[@]}" \
+            -r "$root/pyproject.toml" --extra recipes --constraints "$here/constraints.txt"
+        return
+    done
+    die "no index has ${pair[*]}: ./launch.sh setup installs the builds for GPUs, which run on CPUs, too (6 GB)"
 }
 
 # Suggests similar names, lists configs and recipes, prints a recipe's options. Any Python 3 will do, before setup.

@@ -82,7 +82,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             row = timed(CASES[case].format(folder=folder), args.root, environment)
         row["command"] = CASES[case].format(folder="FOLDER")
-        figures.setdefault(case, {})[args.name] = row | {"commit": commit.strip()}
+        load = round(os.getloadavg()[0], 1)  # a machine on which others work, too, has longer silences
+        figures.setdefault(case, {})[args.name] = row | {"commit": commit.strip(), "load": load}
         print(case, row, flush=True)
         save(args.output, {"command": command(earlier["command"]), "figures": figures}, ("accelerate", "trl"))
 

@@ -412,6 +412,7 @@ class Accelerator(accelerate.Accelerator):
                 "resuming the latest checkpoint needs --output_dir (a script of your own: project_dir), the "
                 "folder of the run to go on with"
             )
+        self.run.settle()
         self.checkpoints.project = self.project_configuration
         folder = self.checkpoints.find(input_dir)
         self.resumed = True

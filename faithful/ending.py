@@ -100,7 +100,14 @@ class Run:
             record.release()
             if together:
                 PartialState().wait_for_everyone()  # no process may exit while another still receives from it
+        self.complete()
         process.restore_signals()  # there is no step any more to stop after
+
+    def complete(self) -> None:
+        """Completes the record of a run that was resumed after its last step, and has none of its own."""
+        if not self.closed and self.record.main and not self.record.opened and self.record.complete(self.steps):
+            self.closed = True
+            print(f"{self.record.status}: {self.record.shown}", flush=True)
 
     def close(self, error: str | None, code: int) -> int:
         """Writes the final record, however the process ends, also of the runs before. error: one line, or None. code:
@@ -111,6 +118,8 @@ class Run:
         rank_sync.tell("ended")
         record, stopped = self.record, self.record.status == "preempted"
         lost = error is not None and error.startswith((process.ENDED, process.SILENT))
+        if error is None:
+            self.complete()
         none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
         if not self.closed and error is None and record.opened:
             self.closed = True

@@ -81,7 +81,7 @@ def main(args: Arguments) -> None:
     fused = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=fused)
     lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
-    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()})
+    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
     order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
     loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
@@ -100,7 +100,8 @@ def main(args: Arguments) -> None:
     bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
-            accelerator.log(evaluate(accelerator, best, eval_loader, samples, progress.step), step=progress.step)
+            values = evaluate(accelerator, best, eval_loader, samples, progress.step)
+            accelerator.log(progress.judged(values), step=progress.step)
         losses = []
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)
@@ -128,7 +129,10 @@ def main(args: Arguments) -> None:
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
-    accelerator.log(evaluate(accelerator, best, eval_loader, samples, progress.step), step=progress.step)
+    values = evaluate(accelerator, best, eval_loader, samples, progress.step)
+    accelerator.log(progress.judged(values), step=progress.step)
+    if progress.load_best():
+        accelerator.log(evaluate(accelerator, best, eval_loader, samples, progress.step), step=progress.step)
     accelerator.save_model(best, f"{output_dir}/model")
     accelerator.end_training()
 

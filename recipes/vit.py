@@ -83,7 +83,7 @@ def main(args: Arguments) -> None:
 
     optimizer = optimizers.optimizer(model, args, accelerator.device)
     lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
-    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()})
+    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
     order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
     loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
@@ -100,7 +100,7 @@ def main(args: Arguments) -> None:
     bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
-            accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
+            accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
         losses = []
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)
@@ -127,7 +127,9 @@ def main(args: Arguments) -> None:
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
-    accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
+    accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
+    if progress.load_best():
+        accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
     accelerator.save_model(model, f"{output_dir}/model")
     accelerator.end_training()
 

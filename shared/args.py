@@ -53,6 +53,9 @@ class Run:
     eval_steps: int = 100  # optimizer steps; 0 means only at the end
     save_steps: int = 100  # optimizer steps; 0 means only when stopped by SIGTERM
     save_total_limit: int = 2  # complete checkpoints kept
+    load_best_model_at_end: bool = False  # model/ is that of the best checkpoint, which is kept whatever its age
+    metric_for_best_model: str | None = None  # a name of an evaluation; default: eval_loss
+    greater_is_better: bool | None = None  # default: not for a loss or a perplexity
     per_device_eval_batch_size: int = 64  # samples per process
     dataloader_num_workers: int = 0  # processes that load data, per training process
     deterministic: bool = False  # GPU: kernels that give the same bits in each run, slower; torch refuses what has none
@@ -75,7 +78,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "backoff_factor": (1e-30, 0.999999), "growth_interval": (1, None),
 }  # fmt: skip
 MOST = 2**31 - 1  # of a number without a bound
-QUIET = 5  # seconds that a log may be without a line
+QUIET = 4  # seconds after which a log gets a line; who looks once a second leaves it without one for five
 
 
 def number(kind: type[int] | type[float], least: float = -MOST, most: float | None = None) -> Callable[[str], float]:
@@ -145,6 +148,15 @@ def values_of(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str,
     epochs, steps = values.get("num_train_epochs"), values.get("max_steps")
     if epochs is not None and steps != parser.get_default("max_steps"):
         parser.error(f"--num_train_epochs {epochs} and --max_steps {steps}: give one of them")
+    if values.get("load_best_model_at_end"):
+        evals, saves = values["eval_steps"], values["save_steps"]
+        if not evals or not saves or saves % evals:
+            parser.error(
+                f"--load_best_model_at_end needs an evaluation of each checkpoint, and --save_steps {saves} is no "
+                f"multiple of --eval_steps {evals}"
+            )
+    elif values.get("metric_for_best_model") or values.get("greater_is_better") is not None:
+        parser.error("--metric_for_best_model and --greater_is_better need --load_best_model_at_end")
     return values
 
 

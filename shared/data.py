@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from shared.args import Refused, short
 
@@ -43,10 +44,15 @@ def as_is(batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) ->
 
 class Progress:
     """How far a run is: optimizer steps taken and global batches used, which are more if fp16 skipped a step. same:
-    {name: value} that a resumed run must have, too. Register the object for checkpointing."""
+    {name: value} that a resumed run must have, too. Register the object for checkpointing.
 
-    def __init__(self, same: dict[str, Any]) -> None:
+    best: for --load_best_model_at_end, what is best so far of the evaluations whose step has a checkpoint, as {"step",
+    "value", and the metric's name and direction}. It is in each checkpoint, which is written before its evaluation: a
+    run that resumes evaluates that step again."""
+
+    def __init__(self, same: dict[str, Any], accelerator: Any = None, args: Any = None) -> None:
         self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
+        self.accelerator, self.args, self.best, self.elsewhere = accelerator, args, {}, -1
 
     def due(self, every: int) -> bool:
         """Whether something that happens every `every` steps is due before the next step. True once per step."""
@@ -55,7 +61,7 @@ class Progress:
         return due
 
     def state_dict(self) -> dict[str, Any]:
-        return {"same": self.same, "step": self.step, "batch": self.batch}
+        return {"same": self.same, "step": self.step, "batch": self.batch, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         was = state["same"]
@@ -63,6 +69,51 @@ class Progress:
         if differs:
             raise Refused(f"the checkpoint is of another run: {', '.join(differs)}. Resume as it was, or start anew")
         self.step, self.batch = state["step"], state["batch"]
+        if self.args and self.args.load_best_model_at_end:
+            best = state.get("best")  # of no use if it is of another metric, in another folder, or damaged
+            numbers = isinstance(best, dict) and [type(best.get(key)) for key in ("step", "value")] == [int, float]
+            if numbers and best.items() >= self.wanted().items() and self.checkpoint(best["step"]).is_dir():
+                self.keep(best)
+            self.elsewhere = -1 if self.checkpoint(self.step).is_dir() else self.step
+
+    def wanted(self) -> dict[str, Any]:
+        """The metric that says which model is best, and whether more of it is better."""
+        name = self.args.metric_for_best_model or "eval_loss"
+        more = self.args.greater_is_better
+        return {"metric": name, "greater": not name.endswith(("loss", "perplexity")) if more is None else more}
+
+    def checkpoint(self, step: int) -> Path:
+        return folder_of(self.accelerator) / f"checkpoint-{step}"
+
+    def keep(self, best: dict[str, Any]) -> None:
+        """Tells faithful which checkpoint is not to be deleted."""
+        self.best, path = best, self.checkpoint(best["step"])
+        self.accelerator.project_configuration.best_model_checkpoint = path
+
+    def judged(self, values: dict[str, float]) -> dict[str, float]:
+        """The values of an evaluation of this step, when it is noted whether they are the best. Every rank calls it."""
+        if not self.args.load_best_model_at_end:
+            return values
+        new = self.wanted()
+        name = next((name for name in (new["metric"], f"eval_{new['metric']}") if name in values), None)
+        if name is None:
+            raise Refused(f"--metric_for_best_model {new['metric']}: an evaluation has {', '.join(values)}")
+        new |= {"step": self.step, "value": float(values[name])}
+        saved = self.step % self.args.save_steps == 0 and self.step != self.elsewhere
+        if math.isfinite(new["value"]) and (saved or self.step == self.args.max_steps):
+            gain = new["value"] - self.best["value"] if self.best else 0
+            better = not self.best or (gain > 0 if new["greater"] else gain < 0)
+            [best] = broadcast_object_list([new if better else self.best])
+            self.keep(best)
+        return values
+
+    def load_best(self) -> bool:
+        """Loads the best checkpoint, unless that is the model as it is. Every rank calls it. Returns whether it did."""
+        if self.best.get("step", self.step) == self.step:
+            return False
+        self.accelerator.print("the best {metric} is that of step {step}: {value:.4g}".format(**self.best))
+        self.accelerator.load_state(self.checkpoint(self.best["step"]))
+        return True
 
 
 class Order(torch.utils.data.Sampler):
@@ -119,9 +170,13 @@ def about(dataset: object) -> dict[str, Any]:
     return {key: getattr(dataset, key) for key in ABOUT if hasattr(dataset, key)}
 
 
+def folder_of(accelerator: Accelerator) -> Path:
+    return Path(accelerator.project_dir or "runs/latest")
+
+
 def describe(accelerator: Accelerator, dataset: Any) -> Path:
     """Writes data.json into the run's folder, for predict and export. Returns the folder."""
-    folder = Path(accelerator.project_dir or "runs/latest")
+    folder = folder_of(accelerator)
     if accelerator.is_main_process:
         description = about(dataset) | {"fingerprint": dataset.fingerprint()}
         try:

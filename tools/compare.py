@@ -187,7 +187,7 @@ def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
             began, ended = (
                 time.mktime(time.strptime(record[key][:19], "%Y-%m-%dT%H:%M:%S")) for key in ("started", "finished")
             )
-            seconds = (ended - began) * given.max_steps / max(1, record["final"]["step"]) + STARTS
+            seconds = (ended - began) * given.max_steps / max(1, records.steps_of(record)) + STARTS
             at = os.path.relpath(found.parent)
             return f"about {minutes(missing * seconds)} in all, if a run takes what {at} took"
     return "how long: the first run will tell" if missing else "nothing is left to run"
@@ -213,7 +213,9 @@ def execute(launch: Launch, config: Path, words: list[str], per_device: dict[str
         command += [word.replace("{seed}", str(launch.seed)) for word in rest]
         env["FAITHFUL_PROJECT_DIR"] = str(launch.folder)
     else:
-        command += ["--save_steps", "0", *rest, "--per_device_train_batch_size", str(per_device[launch.config])]
+        best = find.parse_options(find.recipe(recipe), rest).load_best_model_at_end  # which needs checkpoints
+        command += [*([] if best else ["--save_steps", "0"]), *rest]
+        command += ["--per_device_train_batch_size", str(per_device[launch.config])]
         command += ["--seed", str(launch.seed), "--output_dir", str(launch.folder)]
     with log_of(launch.folder).open("w") as log:
         return subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=cli.die_with_me).returncode
@@ -357,7 +359,8 @@ def over_finished(args: argparse.Namespace, command: str) -> tuple[dict[str, Any
 
 def refuse_options(args: argparse.Namespace, words: list[str], file: Path) -> None:
     """Raises Refused for options that make no sense where this script is launched."""
-    taken = [name for name in OWN if find.is_recipe(file) and find.option(words, name.lstrip("-"))]
+    given = find.with_file(file, split_launch(words)[2])
+    taken = [name for name in OWN if find.is_recipe(file) and find.option(given, name.lstrip("-"))]
     taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
     if taken:
         raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find  # noqa: E402
+from tools import cli, find, progress  # noqa: E402
 
 # Packages whose name differs from the import, and packages that another one needs without declaring it.
 PACKAGES = {"sklearn": ["scikit-learn"], "PIL": ["pillow"], "yaml": ["pyyaml"], "timm": ["timm", "torchvision"],
@@ -213,7 +213,8 @@ def main(argv: list[str]) -> None:
     ways.add_argument("--plain", action="store_true", help="Accelerate's own Accelerator, without faithful")
     args = parser.parse_args(argv)
     try:
-        written = copy(args.recipe, args.config, args.destination, args.vendored, args.plain)
+        with progress.waiting("copies, and builds the wheel"):
+            written = copy(args.recipe, args.config, args.destination, args.vendored, args.plain)
     except OSError as error:
         raise Refused(str(error)) from None
     to_read = [path for path in written if path.suffix != ".whl" and (args.destination / path).stat().st_size]

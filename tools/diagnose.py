@@ -248,7 +248,8 @@ def refuse_unfit(name: str, mapping: dict[str, Any]) -> None:
 def with_length(script: Path, options: list[str], args: argparse.Namespace) -> list[str]:
     """The script's options, with enough steps if it is a recipe; its learning rates follow the longer schedule."""
     if script.parent == ROOT / "recipes":
-        taken = [name for name in LENGTH if option(options, name) is not None]
+        given = find.with_file(script, options)
+        taken = [name for name in LENGTH if option(given, name) is not None]
         if taken:
             raise Refused(
                 f"--{taken[0]}: not here; diagnose trains {script.stem} for as long as it takes: --look, "

@@ -75,10 +75,10 @@ def read_config(file: Path, num_processes: int | None = None) -> Settings:
     return read_env(to_env(mapping))
 
 
-def accumulates(words: list[str]) -> bool:
+def accumulates(recipe: Path, words: list[str]) -> bool:
     """Whether a command line asks for several micro-batches in a step."""
-    match = re.search(r"--gradient[_-]accumulation[_-]steps[ =](\d+)", " ".join(words))
-    return match is not None and int(match[1]) > 1
+    told = find.option(find.with_file(recipe, words), "gradient_accumulation_steps") or ""
+    return told.isdigit() and int(told) > 1
 
 
 def tracing_keys(settings: Settings) -> tuple[Key, Key]:
@@ -270,7 +270,7 @@ def estimates(
             except Refused as reason:
                 yield name, reason, 0
                 continue
-            sizes = estimate(settings, plain, checkpointed, cpu, accumulates(words))
+            sizes = estimate(settings, plain, checkpointed, cpu, accumulates(recipe, words))
             needed = sizes["total"] * (settings.num_processes if cpu else 1)
             sizes |= {"num_processes": settings.num_processes, "fits": needed <= memory}
             yield name, sizes, plain["parameters"]

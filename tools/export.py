@@ -34,11 +34,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tools import progress  # noqa: E402
+
+with progress.waiting("imports torch"):
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors import SafetensorError
 from faithful.checkpoint import checkpoints, tensor_keys, weight_files  # noqa: E402
 from faithful.config.strategies import STRATEGIES  # noqa: E402
 from faithful.disk import names, replacing, tensor_files  # noqa: E402
@@ -417,10 +419,12 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--max_shard_size", default="10GB", help="safetensors: of one file; more are written, an index")
     args = parser.parse_args(argv)
-    if args.to == "onnx":
-        print(to_onnx(args.run, args.output, args.checkpoint))
-    else:
-        print(export(args.run, args.output, args.checkpoint, args.max_shard_size))
+    with progress.waiting("exports"):
+        if args.to == "onnx":
+            said = to_onnx(args.run, args.output, args.checkpoint)
+        else:
+            said = export(args.run, args.output, args.checkpoint, args.max_shard_size)
+    print(said)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,12 @@ def option(words: list[str], name: str, default: str | None = None) -> str | Non
     return value
 
 
+def with_file(file: str | Path, words: list[str]) -> list[str]:
+    """A recipe's command line, behind the options of the file that its --config names: `option` finds these, too."""
+    named = option(words, "config") if is_recipe(file) else None
+    return [*args.words_of(named, args.parser_of(arguments_of(file), Quiet)), *words] if named else words
+
+
 def flags() -> set[str]:
     """The options of `accelerate launch` without a value: the word after one is the next option, or the recipe."""
     from faithful.config.schema import launch_options
@@ -146,7 +152,7 @@ def options_after(words: list[str]) -> set[str]:
     if named:
         return set(args.parser_of(arguments_of(recipe(named[0])))._option_string_actions)
     is_config = command in names("config") or Path(command).is_file()
-    return {"--extra"} if command == "setup" else set(launch_options()) if is_config else set()
+    return {"--cpu", "--extra"} if command == "setup" else set(launch_options()) if is_config else set()
 
 
 def options_of_tool(file: Path) -> set[str]:

@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tools import progress  # noqa: E402
+
+with progress.waiting("imports torch"):
+    import torch
+
+    from tools.export import load, record_of
 from faithful.disk.names import files_below, printable  # noqa: E402
 from shared import images  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli  # noqa: E402
-from tools.export import load, record_of  # noqa: E402
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -196,7 +199,9 @@ def main(argv: list[str]) -> None:
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
     ways = {"gpt": of_text, "sft": of_text, "bert": of_text, "diffusion": drawn}
-    print(ways.get(record_of(args.run)["recipe"], of_images)(args, device))
+    with progress.waiting("predicts"):
+        said = ways.get(record_of(args.run)["recipe"], of_images)(args, device)
+    print(said)
 
 
 if __name__ == "__main__":

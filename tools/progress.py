@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from shared.args import QUIET, Lines
 
 FORGET = 600
-BEGAN = Lines.logged = time.monotonic()
+# When ./launch.sh began, which becomes this process, unless the clock was set since. Nothing has been printed since.
+BEGAN = Lines.logged = time.monotonic() - min(max(0, time.time() - psutil.Process().create_time()), 60)
 
 
 @contextlib.contextmanager
@@ -30,14 +32,15 @@ def waiting(what: str, total: int | None = None, **how: Any) -> Iterator[tqdm]:
     terminal = sys.stderr.isatty()
     style = "{desc}, {elapsed}" if total is None else "{desc} {n_fmt}/{total_fmt}, {elapsed}"
     how |= {"leave": False, "bar_format": style, "file": sys.stderr if terminal else Lines()}
-    Lines.logged = time.monotonic()
+    Lines.logged = max(Lines.logged, time.monotonic() - QUIET / 2)  # a line may just have been printed by `print`
     with tqdm(desc=what, total=total, **how) as bar:
-        with every(1 if terminal else QUIET, bar.refresh):
+        with every(min(1, QUIET), bar.refresh):
             yield bar
 
 
 def write(line: str) -> None:
     """Prints a line above the bar that is shown."""
+    Lines.logged = time.monotonic()
     tqdm.write(line)
     sys.stdout.flush()
 
@@ -53,7 +56,7 @@ def phases(of_now: Callable[[], str | None]) -> Iterator[None]:
         now, before = time.monotonic(), what
         if (what := of_now()) != before:
             since = said = now
-        elif what and now - said > QUIET - 1 and now - since < FORGET:
+        elif what and now - said >= QUIET and now - since < FORGET:
             said = now
             print(f"{what}, {now - since:.0f} s", file=sys.stderr, flush=True)
 

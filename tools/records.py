@@ -17,7 +17,8 @@ SCHEMA = 2  # of run.json
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
 # Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
-FREE = args.Run.__annotations__.keys() | {"seed", "per_device_train_batch_size", "gradient_accumulation_steps"}
+BEST = {"load_best_model_at_end", "metric_for_best_model", "greater_is_better"}  # which model is evaluated last
+FREE = {*args.Run.__annotations__, "seed", "per_device_train_batch_size", "gradient_accumulation_steps"} - BEST
 
 
 def words(value: object) -> bool:
@@ -38,7 +39,7 @@ PLAN = {
     "level": word, "rehearsal": bool, "emulated": bool,
 }  # fmt: skip
 SEEN = {
-    "samples_per_step": (None, COUNT), "first_batch": words, "nudged?": bool, "resumed_at?": COUNT,
+    "samples_per_step": (None, COUNT), "first_batch": words, "nudged?": bool, "resumed_at?": COUNT, "last_step?": COUNT,
     "optimizer": (None, {"class": str}),
     "loss_curve": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
 }  # fmt: skip
@@ -118,6 +119,11 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         raise Refused(f"{folder}/metrics.jsonl cannot be read: {error}") from None
 
 
+def over_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without those of a model of an earlier step, which was loaded and evaluated again at the end."""
+    return [row for row in rows if "last_step" not in row]
+
+
 def read(folder: str | Path, seed: int | None = None) -> dict[str, Any]:
     """Reads a run from its folder: record, metrics, seed, and the reason why it cannot be used (or None).
 
@@ -136,7 +142,7 @@ def read(folder: str | Path, seed: int | None = None) -> dict[str, Any]:
     try:
         with believed(folder):
             why = problem(record, metrics)
-        return run | {"record": record, "metrics": metrics, "problem": why and printable(why)}
+        return run | {"record": record, "metrics": over_time(metrics), "problem": why and printable(why)}
     except Refused as error:
         return run | {"problem": str(error)}
 
@@ -149,7 +155,7 @@ def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None
     if record["status"] not in closed or record["error"]:
         return f"{record['status']}: {record['error'] or 'it did not finish'}"
     readers.of_kind("run.json", record, COMPARED)
-    evidence, final, seen = record["evidence"] or {}, record["final"], record["seen"]
+    evidence, seen = record["evidence"] or {}, record["seen"]
     lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
     lacks += [key for key in ("samples_per_step", "first_batch") if not seen[key]]
     lacks += [] if record["throughput"]["step_seconds_median"] else ["throughput"]
@@ -158,7 +164,7 @@ def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None
         return f"lacks evidence: {', '.join(lacks)}"
     if record["plan"]["precision"] == "fp8" and not evidence["linear_converted"]:
         return "lacks evidence: asked for fp8, no Linear is recorded as converted"
-    taken = final["step"] if final else seen["loss_curve"][-1][0]
+    taken = steps_of(record)
     steps = record["args"].get("max_steps", taken)  # of a script that is not a recipe: all its steps
     if taken != steps:
         return f"lacks evidence: {taken} of {str(steps)[:200]} steps are recorded"
@@ -172,6 +178,12 @@ def logged(record: dict[str, Any]) -> dict[str, float]:
     values = record["final"]["metrics"] if record["final"] else {}
     values = {key: float(value) if value in NOT_FINITE else value for key, value in values.items() if key not in ASIDE}
     return {key: value for key, value in values.items() if number(value) or str(value) in NOT_FINITE}
+
+
+def steps_of(record: dict[str, Any]) -> Any:
+    """The optimizer steps that were taken. The model may be that of an earlier step, the best one: record["final"]."""
+    curve, final = record["seen"]["loss_curve"], record["final"]  # a script of one's own may log nothing
+    return record["seen"].get("last_step") or (final["step"] if final else curve[-1][0] if curve else None)
 
 
 def nudged(run: dict[str, Any]) -> bool:

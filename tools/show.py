@@ -21,10 +21,12 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "run", f"{record['recipe']}, {record['config']['name'] or 'no config file'}, {record['status']}"
     plan = record["plan"]
     yield "how", f"{plan['strategy']} x{plan['num_processes']}, {plan['precision']}, on {record['device_name']}"
-    curve = record["seen"]["loss_curve"]  # a script of one's own may log nothing
-    taken, resumed = final.get("step") or (curve[-1][0] if curve else None), record["seen"].get("resumed_at")
+    curve, taken, resumed = record["seen"]["loss_curve"], records.steps_of(record), record["seen"].get("resumed_at")
     yield "optimizer steps", taken and f"{taken}" + (f", resumed at step {resumed}" if resumed else "")
     yield "training loss", curve and " -> ".join(f"{loss:.4f} (step {step})" for step, loss in (curve[0], curve[-1]))
+    judged = record["args"].get("load_best_model_at_end") and record["status"] == "finished"
+    best = f", the best {record['args'].get('metric_for_best_model', 'eval_loss')}" if judged else ""
+    yield "model", final and (best or final["step"] != taken) and f"of step {final['step']}{best}"
     for name, value in (final.get("metrics") or {}).items():
         yield name, f"{value:.4f}" if records.number(value) else records.readers.short(value)
     yield "samples/s (median)", per_second and f"{per_second:.0f} over {throughput['steps_measured']} steps"
@@ -157,7 +159,7 @@ def typed(command: str) -> str:
 def page_of(folder: Path) -> str:
     from tools import page
 
-    record, logged = records.record_of(folder), records.rows_of(folder)
+    record, logged = records.record_of(folder), records.over_time(records.rows_of(folder))
     evidence = record["evidence"]
     table = {name: str(value) for name, value in rows(record) if value and name not in ("measured", "note")}
     parts = [*drawn_curves(curves(record, logged))]

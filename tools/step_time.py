@@ -269,7 +269,7 @@ def times(
         for key in keys:
             tracings[key] = made[key].get() if made else estimate.trace_or_reason(module, words, key)
             bar.update()
-    accumulates = estimate.accumulates(words)
+    accumulates = estimate.accumulates(recipe, words)
     for name, settings in able.items():
         try:
             step = step_of(settings, tracings, accumulates)

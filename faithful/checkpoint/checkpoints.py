@@ -90,7 +90,8 @@ class Save:
     """A checkpoint that is being written to `folder`. Every rank makes one, or if it is `alone` the main process.
 
     keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
-    keeps all. After an error on any rank (a full disk, say) the earlier checkpoints are still there.
+    keeps all. best: the path of one that is kept whatever its age, or None. After an error on any rank (a full disk,
+    say) the earlier checkpoints are still there.
 
     Where a machine does not see the main process's disk, the folder of the same name on its own disk is a checkpoint
     too, with the files of its processes. `keeper` is the rank that makes and completes the folder on this rank's disk.
@@ -100,10 +101,11 @@ class Save:
     thread: threading.Thread | None
     step: int | None  # of the run; None if the main process alone saves
 
-    def __init__(self, folder: Path, alone: bool, keep: int | None = None) -> None:
+    def __init__(self, folder: Path, alone: bool, keep: int | None = None, best: Path | str | None = None) -> None:
         process = PartialState()
         self.rank, self.main, self.alone = process.process_index, process.is_main_process, alone
         self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
+        self.best = best and Path(best).resolve()
         linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
         folder = folder if linked else folder.resolve()
         existed, self.count = folder.exists(), None
@@ -177,7 +179,8 @@ class Save:
         elif self.rank == self.keeper and self.keep:
             with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
                 known = [path for age, path in by_age(self.folder.parent) if age < math.inf and path != self.folder]
-                for old in known[self.keep - 1 :]:
+                known.sort(key=lambda path: path != self.best)  # the others stay in their order
+                for old in known[max(self.keep - 1, int(self.best in known)) :]:
                     shutil.rmtree(old, ignore_errors=True)
 
     def complete(self, files: dict[str, dict[str, int | str]], state: dict[str, Any]) -> None:

@@ -64,6 +64,8 @@ class Record:
         self.arguments: dict[str, Any] = {}
         self.seen: dict[str, Any] = {"samples_per_step": None, "optimizer": None, "first_batch": None, "loss_curve": []}
         self.every = 1  # steps between two points of the loss curve
+        self.resumed_at: int | None = None  # the step of the first checkpoint that was loaded
+        self.loaded: int | None = None  # that of the newest one to which the run went back
         self.utilization: list[float] = []
         self.early: list[str] = []  # rows that were logged before the record was opened
         self.said: set[str] = set()  # kinds of notes that are given once
@@ -144,6 +146,39 @@ class Record:
             before = readers.of_kind(path, readers.value_of(path), form)["seen"]["loss_curve"]
             self.seen["loss_curve"] = [point for point in before if len(point) == 2 and point[0] <= step]
 
+    def complete(self, steps: "Steps") -> bool:
+        """Adds how a run ended to its earlier record, if it took its last step before it was resumed: it has only been
+        evaluated since. Returns whether it is that run's record."""
+        path = self.folder / "run.json"
+        seen = {"loss_curve": [[readers.number]], "last_step?": readers.number}
+        form = {"recipe": str, "seen": seen, "final": (None, {"step": readers.number})}
+        try:
+            before = readers.of_kind(path, readers.value_of(path), form)
+        except (OSError, ValueError, RecursionError):
+            return False
+        curve = dict(point for point in before["seen"]["loss_curve"] if len(point) == 2)
+        reached = max((before["final"] or {"step": 0})["step"], before["seen"].get("last_step", 0), *curve)
+        if self.resumed_at is None or self.resumed_at < reached or before["recipe"] != self.script:
+            return False
+        with self.writing("metrics.jsonl"):
+            self.begin_metrics(self.resumed_at)
+        self.status = "finished"
+        ended = {"final": self.final and {"step": steps.taken, "loss": curve.get(steps.taken), "metrics": self.final}}
+        went_back = {key: self.seen[key] for key in ("last_step",) if key in self.seen}
+        ended |= {"seen": before["seen"] | went_back, "args": self.arguments, "status": self.status, "error": None}
+        with self.writing("run.json"):
+            write_json(path, secrets.hidden(as_json(before | ended | {"finished": now()}, [])))
+        return True
+
+    def was_loaded(self, reached: int, steps: "Steps") -> None:
+        """Notes that a checkpoint was loaded after `reached` steps. If it is an older one, the loss is that of its step
+        from now on."""
+        self.resumed_at = steps.taken if self.resumed_at is None else self.resumed_at
+        if steps.taken < reached:
+            self.seen["last_step"] = max(reached, self.seen.get("last_step", 0))
+            self.loaded = steps.taken
+            steps.loss = dict(self.seen["loss_curve"]).get(steps.taken)
+
     def clear_leftovers(self) -> None:
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
         for unfinished in self.folder.glob("checkpoint-*.tmp"):
@@ -207,7 +242,8 @@ class Record:
             )
         steps = row.get("step"), as_json(step, left), taken
         at = next(number for number in steps if isinstance(number, int | float))
-        line = json.dumps({"step": at} | row | {"step": at})
+        again = {"last_step": self.seen["last_step"]} if taken == self.loaded else {}  # of the model that was loaded
+        line = json.dumps({"step": at} | row | {"step": at} | again)
         if self.opened:
             with self.writing("metrics.jsonl"):
                 append(self.metrics_file, line)
@@ -293,7 +329,7 @@ def end_for(folder: Path, why: str) -> None:
 
 def stays(row: dict[str, Any], step: int) -> bool:
     """Whether to keep a row of metrics.jsonl: a run resumed at `step` does not write it again."""
-    at = row.get("step")
+    at = row.get("last_step", row.get("step"))
     return not isinstance(at, int | float) or at < step or (at == step and "loss" in row)
 
 

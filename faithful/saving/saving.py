@@ -117,7 +117,8 @@ class Checkpoints:
         self.wait()
         if not together:
             self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
-        save = checkpoints.Save(folder, not together, self.project.total_limit)
+        best = getattr(self.project, "best_model_checkpoint", None)  # ours: Accelerate knows of none
+        save = checkpoints.Save(folder, not together, self.project.total_limit, best)
         try:
             parts, values = state.state_dict(alone=not together, keeps=save.rank == save.keeper)
         except BaseException:  # of an object that the script has registered, say
@@ -151,7 +152,7 @@ class Checkpoints:
 
     def load(self, state: RunState, folder: Path, models: list[nn.Module]) -> int:
         """Loads what `find` has found. models: as Accelerate lists them. Returns the number of the micro-batch."""
-        process, micro = PartialState(), state.micro
+        process, micro, reached = PartialState(), state.micro, state.steps.taken
         saved_by = process.num_processes
         if checkpoints.is_accelerates(folder):
             self.record.note(accelerate_format.load(state.strategy, state.backend.codes, models, folder))
@@ -161,7 +162,10 @@ class Checkpoints:
         if self.project.automatic_checkpoint_naming:
             self.project.iteration = (checkpoints.number(folder) or 0) + 1
         self.newest = state.steps.taken, folder.resolve()
-        process.print(f"resumed from {folder} at step {state.steps.taken}")
+        process.print(
+            f"{'went back to' if state.steps.taken < reached else 'resumed from'} {folder} at step {state.steps.taken}"
+        )
+        self.record.was_loaded(reached, state.steps)
         if saved_by != process.num_processes:
             process.print(
                 f"{saved_by} processes saved it, {process.num_processes} go on: from the same weights and optimizer "

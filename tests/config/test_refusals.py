@@ -35,6 +35,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("check", "single_bf17", 2, "no config single_bf17: did you mean single_bf16?"),
     ("check", "--num_machines two", 2, "argument --num_machines/--num-machines: is two: write a whole number from 1 on"),
     ("compare", "single_bf16 -- vit --seed 3", 2, "--seed: not here; the seeds are --seeds"),
+    ("compare", "single_bf16 -- vit --config {tmp}/train.yml", 2, "--seed, --resume_from_checkpoint: not here; the seeds are --seeds"),
     ("compare", "single_bf17 -- vit", 2, "no config single_bf17"),
     ("compare", "single_bf16 -- vitt", 2, "no recipe vitt"),
     ("compare", "single_bf16 --", 2, "which recipe? ./launch.sh compare"),
@@ -68,6 +69,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("diagnose", "single_fp8 --pairs 1 -- vit", 2, "--pairs 1: 2 or more"),
     ("diagnose", "single_fp8 --look 0 -- vit", 2, "argument --look: 0 is not a whole number, 1 or more"),
     ("diagnose", "single_fp8 -- recipes/vit.py --max_steps 20", 2, "--max_steps: not here; diagnose trains vit"),
+    ("diagnose", "single_fp8 -- vit --config {tmp}/train.yml", 2, "--max_steps: not here; diagnose trains vit"),
     ("diagnose", "single_fp8 -- vit --max_step 4", 2, UNKNOWN),
     ("diagnose", "single_fp8 -- tests/scripts/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
     ("diagnose", "{tmp}/own", 2, "{tmp}/own was not launched with a config file: name config and recipe"),
@@ -270,6 +272,7 @@ def tmp(tmp_path, monkeypatch):
     """A file, a script, a config with a typing error, and the folders of three runs."""
     (tmp_path / "file").write_text("not JSON")
     (tmp_path / "own.py").write_text("from faithful import Accelerator\n")
+    (tmp_path / "train.yml").write_text("seed: 3\nresume_from_checkpoint: latest\nmax_steps: 20\n")
     (tmp_path / "bad.yml").write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
     for name, command in (("own", "python own.py"), ("gpt", "python recipes/gpt.py"), ("damaged", "")):
         (tmp_path / name).mkdir()

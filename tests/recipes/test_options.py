@@ -1,14 +1,15 @@
 """Options of a recipe from a file, in epochs, and the schedule of the learning rate."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import launched, metrics, record, train
+from conftest import CONFIGS, launched, metrics, record, train
 from transformers import get_scheduler
 
 from shared.args import Refused
-from tools import find
+from tools import compare, estimate, find
 
 VIT = find.recipe("vit")
 MORE = ("--save_steps", "0", "--eval_steps", "0", "--logging_steps", "1")
@@ -71,6 +72,26 @@ def test_launch_sh_answers_before_it_starts(tmp_path):
     assert done.returncode == 2 and "none.yml cannot be read: no such file" in done.stderr and done.stdout == ""
     done = launched("./launch.sh", "single_bf16", "vit", "--max_steps", "5", "--num_train_epochs", "2")
     assert done.returncode == 2 and "--num_train_epochs 2.0 and --max_steps 5: give one of them" in done.stderr
+
+
+def test_the_commands_see_what_a_file_gives(tmp_path):
+    (tmp_path / "mine.yml").write_text("gradient_accumulation_steps: 4\n")
+    words = ["--config", str(tmp_path / "mine.yml")]
+    assert estimate.accumulates(VIT, words) and not estimate.accumulates(VIT, [])
+    assert not estimate.accumulates(VIT, [*words, "--gradient_accumulation_steps=1"])
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_compare_saves_only_where_the_best_model_is_wanted(tmp_path, monkeypatch, best):
+    lines = []
+    monkeypatch.setattr(
+        compare.subprocess, "run", lambda line, **_: lines.append(line) or SimpleNamespace(returncode=0)
+    )
+    launch = compare.Launch("single_bf16", False, 0, tmp_path / "run")
+    words = ["vit", *["--load_best_model_at_end"] * best]
+    compare.execute(launch, CONFIGS / "single_bf16.yml", words, {"single_bf16": 32})
+    at = lines[0].index(str(VIT)) + 1
+    assert find.parse_options(VIT, lines[0][at:]).save_steps == (100 if best else 0)
 
 
 def test_epochs_are_steps_of_whole_global_batches(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, edited
 
 from tools import accelerate_launch, compare, find
 
@@ -17,6 +17,12 @@ import time
 from shared import args
 args.QUIET = 0.4
 {}
+"""
+COMMAND = """
+import runpy, sys
+sys.argv = {1}
+try: runpy.run_path('tools/{0}.py', run_name='__main__')
+except SystemExit as ended: assert not ended.code
 """
 # What a program does, and the lines that a log gets of it.
 LOGGED = {
@@ -32,7 +38,14 @@ LOGGED = {
                   ("loading, 00:0[01]",)),
     "a command with a count": (
         "from tools import progress; progress.QUIET = 0.5\n"
-        "with progress.waiting('traced:', 3) as bar: bar.update(); time.sleep(0.7)", ("traced: 1/3, 00:0[01]",)),
+        "with progress.waiting('traced:', 3) as bar: bar.update(); time.sleep(0.7)", (r"traced: [01]/3, 00:0\d",)),
+    "predict": (COMMAND.format("predict", "['predict', '--help']"), (r"imports torch, 00:\d\d",)),
+    "export": (COMMAND.format("export", "['export', '--help']"), (r"imports torch, 00:\d\d",)),
+    "copy": ("import tempfile\n" + COMMAND.format("copy_recipe", "['copy', 'vit', 'single_bf16', tempfile.mkdtemp()]"),
+             (r"copies, and builds the wheel, 00:\d\d",)),
+    "what was silent before counts, too": (
+        "time.sleep(2); from tools import progress; progress.QUIET = args.QUIET = 2\n"
+        "with progress.waiting('imports'): pass\nwith progress.waiting('loading'): time.sleep(1.3)", (r"loading, 00:0\d",)),
     "a launch": ("from tools import progress; progress.QUIET = 0.5\n"
                  "with progress.phases(lambda: 'starting'): time.sleep(1.2)", (r"starting, [1-4] s",)),
     "a launch that trains": ("from tools import progress; progress.QUIET = 0.5\n"
@@ -82,7 +95,7 @@ def test_what_a_launcher_waits_for(name, tmp_path):
 
 
 def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
-    record = {"status": "finished", "recipe": "vit", "final": {"step": 100}, "started": "2026-11-22T10:00:00+0000",
+    record = {"status": "finished", "recipe": "vit", "final": {"step": 100}, "seen": {"loss_curve": []}, "started": "2026-11-22T10:00:00+0000",
               "finished": "2026-11-22T10:01:00+0000",
               "args": {"model": "vit_nano", "dataset": "digits", "gradient_accumulation_steps": 1}}  # fmt: skip
     (tmp_path / "a").mkdir()
@@ -97,10 +110,9 @@ def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
 
 
 def test_setup_says_what_it_does(tmp_path):
-    """In a log: a line at its beginning, then one every 5 seconds, and no list of packages."""
-    said = re.search(r"^said\(\) \{.*?^\}\n", (ROOT / "launch.sh").read_text(), re.M | re.S)[0].replace(
-        "sleep 5", "sleep 1"
-    )
+    """In a log: a line at its beginning, then one every 4 seconds, and no list of packages."""
+    said = re.search(r"^said\(\) \{.*?^\}\n", (ROOT / "launch.sh").read_text(), re.M | re.S)[0]
+    said = edited(said, "sleep 4", "sleep 1")
     program = (
         f"set -euo pipefail\nhere=x\n{said}said 'installs it' bash -c 'echo \" + torch\" >&2; sleep 1.5; exit 3'\n"
     )
