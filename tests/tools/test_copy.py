@@ -108,12 +108,12 @@ def test_a_copy_has_a_test_of_its_own(tmp_path, name, config, plain):
 
 
 # 110 lines of them are for options from a file, epochs and schedules, the copy's own test, and for bars that are lines
-# in a log.
+# in a log. 8 lines ask for a push to the Hub, and 4 of a language model's say where its texts end.
 @pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "diffusion", "sft"])
 def test_there_is_little_to_read(tmp_path, name, capsys):
     assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
     files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
-    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1460}.get(name, 1410)
+    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1470}.get(name, 1410)
 
 
 def test_under_accelerate_with_its_own_config(tmp_path):
