@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT
 
 from shared.args import Refused
+from tools import docs_site as tool
 from tools import find
-from tools import site as tool
 
 pytest.importorskip("mkdocs", reason="./launch.sh setup --extra docs")
 pytest.importorskip("mkdocstrings", reason="./launch.sh setup --extra docs")

@@ -1,7 +1,7 @@
 """Builds the documentation as a site: the pages of docs/, the list of all configs, and the API of faithful and amp8.
 
     ./launch.sh setup --extra docs
-    .venv/bin/python tools/site.py build/site
+    .venv/bin/python tools/docs_site.py build/site
 
 Pages keep their places and their relative links, so the same files are read in the repository and on the site. A link
 to a page or a heading that is not there is an error. Nothing is downloaded, and the site loads nothing from elsewhere.
