@@ -323,3 +323,20 @@ def test_a_script_that_does_not_know_faithful_gets_the_weights_alone(tmp_path):
     done = launched(*command, *map(str, SHORT), "--output_dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in (tmp_path / "run" / "model").iterdir()] == ["model.safetensors"]
+
+
+def test_a_config_that_cannot_be_written_is_a_note_and_the_card_is_there(tmp_path):
+    """As of TransformerEngine's blocks, a function that timm's config cannot hold."""
+
+    def before(rank):
+        made = vision.timm.create_model
+
+        def of_own_blocks(name, *args, **kwargs):
+            return made(name, *args, block_fn=lambda *a, **k: timm.models.vision_transformer.Block(*a, **k), **kwargs)
+
+        vision.timm.create_model = of_own_blocks
+
+    folder = train("single_fp32", tmp_path / "run", *SHORT, before=before) / "model"
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "model.safetensors"]
+    [note] = [line for line in record(tmp_path / "run")["notes"] if "config.json" in line]
+    assert note.startswith(f"{folder}/config.json is not written: Model argument 'block_fn' is not serializable")
