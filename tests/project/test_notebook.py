@@ -21,7 +21,7 @@ def test_it_is_stored_without_outputs():
 def test_it_runs(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat", reason="./launch.sh setup --extra dev")
     nbclient = pytest.importorskip("nbclient", reason="./launch.sh setup --extra dev")
-    for name, value in {"STEPS": "10", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path)}.items():
+    for name, value in {"STEPS": "30", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "docs")}})
