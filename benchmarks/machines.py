@@ -225,7 +225,7 @@ def main(argv):
     parser = arguments(__doc__)
     parser.add_argument("--by", nargs="+", default=LAUNCHERS, choices=LAUNCHERS)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
-    parser.add_argument("--output", default="results/machines.json", help="of some cases: rows of the others in it are kept")
+    parser.add_argument("--output", default="results/machines.json", help="rows of cases that are left out are kept")
     args = parser.parse_args(argv)
     file = Path(args.output)
     nothing = {"rows": [], "command": ""}

@@ -1,6 +1,8 @@
-"""Pictures of the pages that compare, the study and `show --html` write, as a browser shows them, for results/pages/.
+"""Pictures of the pages that compare, the study and `show --html` write, and of the documentation's site, as a browser
+shows them, for results/pages/.
 
     python benchmarks/page_pictures.py RUN_FOLDER
+    python benchmarks/page_pictures.py --site build/site    of the site alone, which tools/docs_site.py has written
 
 At the widths of a phone, a laptop and a large screen, light and dark, and printed: the first part of each page, small.
 It needs playwright, Pillow and pdftoppm, of no extra here, and a Chromium: the one that `playwright install` fetches,
@@ -24,6 +26,7 @@ TO = ROOT / "results" / "pages"
 SHOTS = [(390, "light"), (1280, "light"), (1280, "dark"), (1920, "light")]  # (pixels across, colours)
 PRINTED = ("compare",)
 SHOWN, WIDTH = 2.2, 640  # height of what is shown over its width; pixels across of a picture
+SITE = {"site": "index.html", "site-configs": "docs/all-configs.html", "site-api": "docs/api-faithful.html"}
 PAGES = {"compare": ROOT / "results/compare_text/report.html", "study": ROOT / "results/study/page.html"}
 
 
@@ -45,15 +48,20 @@ def main():
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the folder of a run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("run", type=Path, nargs="?", help="the folder of a run")
+    what.add_argument("--site", type=Path, help="the folder of the site")
     args = parser.parse_args()
     TO.mkdir(exist_ok=True)
     widths = {}
     with sync_playwright() as play, tempfile.TemporaryDirectory() as folder:
-        page_of_run = Path(folder, "run.html")
-        page_of_run.write_text(show.page_of(args.run))
+        if args.site:
+            pages = {name: args.site.resolve() / file for name, file in SITE.items()}
+        else:
+            pages = PAGES | {"run": Path(folder, "run.html")}
+            pages["run"].write_text(show.page_of(args.run))
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, file in (PAGES | {"run": page_of_run}).items():
+        for name, file in pages.items():
             for across, colours in SHOTS:
                 page = browser.new_page(viewport={"width": across, "height": 900}, color_scheme=colours)
                 page.goto(file.as_uri())

@@ -58,6 +58,7 @@ def take_its_place() -> None:
         patches.set_environment(settings.ONCE, "0")
     plan.resolve()  # before the script asks torch or transformers for the device
     Accelerator.async_save = False  # the script may read what it has just saved
+    Accelerator.model_card = False  # and knows what else it leaves
     original = accelerate.accelerator.Accelerator
     for name, module in list(sys.modules.items()):
         if getattr(module, "Accelerator", None) is original and not name.startswith("faithful"):

@@ -32,7 +32,7 @@ from faithful.launch import launcher, process, rank_sync
 from faithful.launch.machine import Memory
 from faithful.models import dtypes
 from faithful.plan import describe
-from faithful.saving import saving, whole_weights
+from faithful.saving import hub, saving, whole_weights
 from faithful.saving.state import RunState
 from faithful.scripts import trainer
 from faithful.tensors.names import perturb
@@ -46,6 +46,7 @@ trainer.allow_bf16()  # a script may make its arguments before its Accelerator
 
 class Accelerator(accelerate.Accelerator):
     async_save = True  # see saving/saving.py
+    model_card = True  # whether save_model writes more than weights, see saving/beside.py
 
     # ---- the launch ----
 
@@ -90,6 +91,7 @@ class Accelerator(accelerate.Accelerator):
         self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
         self.steps = Steps(self.num_processes, self.checkpoints.newest_complete)
         self.run = ending.Run(self.strategy, self.record, self.steps, self.checkpoints, memory)
+        self.run.repository = hub.repository(self.record.project) if self.is_main_process else None
         # Whether accumulation over several micro-batches is the launcher's alone, and the script has not begun any.
         self.never_accumulates = arguments.own_accumulation(script) is None and self.gradient_accumulation_steps > 1
         self.print(f"asked: {self.record.script} | {describe(self.plan)}")
@@ -432,7 +434,8 @@ class Accelerator(accelerate.Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes the weights as `model.safetensors`. A shared tensor is saved once, under its first name."""
+        """Writes the weights as `model.safetensors`, with the model's config where its library is known; `end_training`
+        adds the card. A shared tensor is saved once, under its first name."""
         self.run.settle()
         self.run.peak = self.run.peak or self.run.memory.peak()  # training's: saving gathers and copies the weights
         folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node
@@ -441,12 +444,14 @@ class Accelerator(accelerate.Accelerator):
         if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model)):
             pieces = saving.each_once(model, pieces)
             weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
-            return
-        offloaded = saving.is_offloaded(model)
-        weights = weight_files.offloaded_weights(model) if offloaded else self.get_state_dict(model)
-        if self.is_local_main_process if each_node and weights else self.is_main_process:  # 0 has those of shards
-            tensors = {name: tensor for name, tensor in weights.items() if torch.is_tensor(tensor)}
-            weight_files.write_weights(saving.each_once(model, tensors), folder, max_shard_size, safe_serialization)
+        else:
+            offloaded = saving.is_offloaded(model)
+            weights = weight_files.offloaded_weights(model) if offloaded else self.get_state_dict(model)
+            if self.is_local_main_process if each_node and weights else self.is_main_process:  # 0 has those of shards
+                tensors = {name: tensor for name, tensor in weights.items() if torch.is_tensor(tensor)}
+                weight_files.write_weights(saving.each_once(model, tensors), folder, max_shard_size, safe_serialization)
+        if self.model_card and safe_serialization:
+            self.run.describe_saved(model, folder)
 
     # ---- the record ----
 

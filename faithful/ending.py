@@ -1,5 +1,6 @@
 """How a run ends: stopped by a signal, finished by the script, or with an error. The record says which."""
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -8,13 +9,18 @@ from typing import Any, NoReturn
 
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
 
 from faithful.checkpoint.checkpoints import MANIFEST
+from faithful.disk import names, readers
+from faithful.disk.readers import Damaged
 from faithful.errors import Refused, Stopped
 from faithful.evidence.record import Record, errors_left, leave_error, now
 from faithful.launch import launcher, process, rank_sync
 from faithful.launch.machine import Memory
 from faithful.models import dtypes
+from faithful.saving import beside, card, hub
+from faithful.saving.beside import Saved
 from faithful.saving.saving import Checkpoints
 from faithful.strategies.base import Strategy
 from faithful.training.steps import Steps
@@ -31,6 +37,8 @@ class Run:
         self.checkpoints, self.memory = checkpoints, memory
         self.evidence: list[dict[str, Any]] = []
         self.peak: int | None = None
+        self.saved: dict[Path, Saved] = {}  # by their folders, the newest last
+        self.repository: str | None = None  # on the Hub, for the newest of them
         self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
         self.stopping = self.closed = False
         self.made_by, self.previous = os.getpid(), newest()
@@ -102,6 +110,7 @@ class Run:
                 PartialState().wait_for_everyone()  # no process may exit while another still receives from it
         self.complete()
         process.restore_signals()  # there is no step any more to stop after
+        self.push()
 
     def complete(self) -> None:
         """Completes the record of a run that was resumed after its last step, and has none of its own."""
@@ -125,6 +134,7 @@ class Run:
             self.closed = True
             record.status = "preempted" if stopped else "finished"  # for scripts that do not call end_training
             self.write_last()
+            self.push()
         elif not self.closed and error is not None and (record.opened or not none_to_write):
             if not record.main and not lost:
                 leave_error(record.folder, PartialState().process_index, error)
@@ -149,7 +159,32 @@ class Run:
     def write_last(self) -> None:
         self.write(now())
         if self.record.main:
+            self.write_cards()
             print(f"{self.record.status}: {self.record.shown}", flush=True)
+
+    def describe_saved(self, model: nn.Module, folder: Path) -> None:
+        """Writes, on the main process, what belongs beside the weights of a model in `folder`."""
+        if self.record.main:
+            self.saved[folder.absolute()] = Saved(type(model).__name__)
+            try:
+                self.saved[folder.absolute()] = beside.write(model, folder, self.record.project / beside.FACTS)
+            except (OSError, TypeError, ValueError) as error:
+                line = f"{folder / beside.CONFIG} is not written: {names.printable(str(error).splitlines()[0])}"
+                self.record.note_once("config of the model", line)
+
+    def write_cards(self) -> None:
+        """Writes the cards of the models that a finished run has saved."""
+        if self.record.status == "finished":
+            for folder, saved in self.saved.items():
+                with contextlib.suppress(Damaged), self.record.writing(f"{folder.name}/{card.NAME}"):
+                    record = readers.value_of(self.record.folder / "run.json")
+                    card.write(folder, record, saved, self.repository)
+
+    def push(self) -> None:
+        """Pushes the model that was saved last, once, if that was asked for."""
+        if self.record.main and self.repository and self.record.status == "finished" and self.saved:
+            name, self.repository = self.repository, None
+            print(hub.push(list(self.saved)[-1], name), flush=True)
 
 
 made: list[Run] = []  # of each Accelerator of this process, the oldest first

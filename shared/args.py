@@ -60,6 +60,9 @@ class Run:
     dataloader_num_workers: int = 0  # processes that load data, per training process
     deterministic: bool = False  # GPU: kernels that give the same bits in each run, slower; torch refuses what has none
     report_to: str | None = None  # tensorboard, trackio or wandb; metrics.jsonl is always written
+    push_to_hub: bool = False  # upload the finished model to the Hugging Face Hub; needs its token
+    hub_model_id: str | None = None  # the repository: owner/name, or a name; default: the name of output_dir
+    hub_private_repo: bool = False  # make that repository private
 
 
 # The least and the greatest value of each option that is a number, in all recipes and in --grad_scaler. None: no bound
@@ -135,6 +138,11 @@ def parse(cls: type[Options], argv: Sequence[str] | None = None) -> Options:
     args = cls(**values_of(parser_of(cls), sys.argv[1:] if argv is None else argv))
     if str(getattr(args, "dtype", None)).endswith("16"):
         os.environ.setdefault("FAITHFUL_KEEP_DTYPE", "1")  # faithful's word for: the parameters are meant to be so
+    for name in ("push_to_hub", "hub_model_id", "hub_private_repo"):
+        if value := getattr(args, name, None):
+            os.environ[f"FAITHFUL_{name.upper()}"] = str(value)  # faithful's word for it: it pushes
+            if "faithful" not in sys.modules:
+                Parser().error(f"--{name}: not with Accelerate's own Accelerator; hf upload NAME RUN_FOLDER/model")
     if getattr(args, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it begins
     return args

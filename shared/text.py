@@ -13,7 +13,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -317,5 +317,9 @@ def leave(accelerator: Accelerator, model: nn.Module, dataset: Text, folder: Pat
     if accelerator.is_main_process:
         if prompt:
             data.write(Path(folder, "sample.txt"), f"{sample}\n".encode(errors="replace"))  # pyrefly: ignore[unbound-name]
-        accelerator.unwrap_model(model).config.save_pretrained(Path(folder, "model"))  # pyrefly: ignore[missing-attribute]
+        plain: Any = accelerator.unwrap_model(model)
+        if plain.can_generate():
+            plain.generation_config.update(eos_token_id=dataset.tokenizer.eos_token_id, use_cache=True)
+            plain.generation_config.save_pretrained(Path(folder, "model"))
+        plain.config.save_pretrained(Path(folder, "model"))
         dataset.tokenizer.save_pretrained(Path(folder, "model"))

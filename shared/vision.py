@@ -11,8 +11,7 @@ import transformers
 from accelerate.utils import reduce
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.models.resnet import BasicBlock, ResNet
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.resnet import ResNet
 
 from shared import args as options
 from shared.args import Refused
@@ -26,7 +25,7 @@ VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as
     "vit_large": (1024, 24, 16),
     "vit_huge": (1280, 32, 16),  # 632M parameters at 224 pixels
 }
-RESNET_SIZES = {"resnet_nano": (32, 64, 128, 256)}  # channels of its four stages, one block each; 1.2M parameters
+RESNET_SIZES = {"resnet_nano": {"layers": (1,) * 4, "channels": (32, 64, 128, 256)}}  # stages; 1.2M parameters
 
 
 def te_block(
@@ -68,9 +67,9 @@ def vit(
         more: dict[str, Any] = {"block_fn": te_block} if te_blocks else {}
         # a class token does not help with the four patches of a digit
         more |= {"class_token": False, "global_pool": "avg", "fc_norm": False} if name == "vit_nano" else {}
-        model = VisionTransformer(
-            img_size=image_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim,
-            depth=depth, num_heads=num_heads, weight_init="jax", **more,
+        model = timm.create_model(  # a name for timm's config, the sizes are these
+            "vit_tiny_patch16_224", img_size=image_size, patch_size=patch_size, in_chans=in_chans,
+            num_classes=num_classes, embed_dim=embed_dim, depth=depth, num_heads=num_heads, weight_init="jax", **more,
         )  # fmt: skip
     else:
         kwargs = {"img_size": image_size} if "vit" in name else {}
@@ -87,7 +86,7 @@ def resnet(
     if own_run(name):
         model = trained(name, pretrained, image_size, in_chans, num_classes)
     elif name in RESNET_SIZES and not pretrained:
-        model = ResNet(BasicBlock, (1, 1, 1, 1), num_classes, in_chans, channels=RESNET_SIZES[name])  # pyrefly: ignore[bad-argument-type]
+        model = timm.create_model("resnet18", num_classes=num_classes, in_chans=in_chans, **RESNET_SIZES[name])
     else:
         model = of_timm(name, pretrained, RESNET_SIZES, in_chans=in_chans, num_classes=num_classes)
     if not isinstance(model, ResNet):

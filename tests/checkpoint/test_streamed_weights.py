@@ -44,7 +44,7 @@ def test_the_files_hold_what_get_state_dict_returns(tmp_path, config):
         for saved in (one[name], small[name]):
             assert saved.dtype == tensor.dtype and torch.equal(saved, tensor), name
     assert safe_open(run / "one" / "model.safetensors", "pt").metadata() == {"format": "pt"}
-    assert sorted(path.name for path in (run / "one").iterdir()) == ["model.safetensors"]
+    assert sorted(path.name for path in (run / "one").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_a_level_decodes_one_weight_at_a_time(tmp_path):

@@ -321,9 +321,9 @@ def test_what_a_run_leaves_is_what_it_says(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 2, "--save_steps", 1)
     left = {re.sub(r"checkpoint-\d+", "checkpoint-<step>", str(path.relative_to(run))) for path in run.glob("*")}
     assert left == {"run.json", "metrics.jsonl", "data.json", "checkpoint-<step>", "model"}
-    assert [path.name for path in (run / "model").iterdir()] == ["model.safetensors"]
+    assert {path.name for path in (run / "model").iterdir()} == {"model.safetensors", "config.json", "README.md"}
     section = page("docs/runs.md")
-    for name in ("`run.json`", "`metrics.jsonl`", "`checkpoint-<step>/`", "`model/model.safetensors`"):
+    for name in ("`run.json`", "`metrics.jsonl`", "`checkpoint-<step>/`", "`model.safetensors`", "`config.json`"):
         assert name in section
 
 

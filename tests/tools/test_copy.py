@@ -146,12 +146,13 @@ def test_its_requirements_are_enough(tmp_path):
 
 
 # 110 lines of them are for options from a file, epochs and schedules, the copy's own test, and for bars that are lines
-# in a log; 70 for --load_best_model_at_end, which has to know after each resume which checkpoint is the best.
+# in a log; 70 for --load_best_model_at_end, which has to know after each resume which checkpoint is the best. 8 lines ask
+# for a push to the Hub, and 4 of a language model's say where its texts end.
 @pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "diffusion", "sft"])
 def test_there_is_little_to_read(tmp_path, name, capsys):
     assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
     files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
-    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1525}.get(name, 1475)
+    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1540}.get(name, 1485)
 
 
 def test_under_accelerate_with_its_own_config(tmp_path):
