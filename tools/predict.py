@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful.disk.names import files_below, printable  # noqa: E402
 from shared import images  # noqa: E402
 from shared.args import Refused  # noqa: E402
