@@ -9,6 +9,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import install
 import pytest
 from conftest import CONFIGS, ROOT, launched, record
 from test_readme import broken_links
@@ -242,3 +243,16 @@ def test_windows_is_told_in_one_line(monkeypatch):
     for words in (["ddp_bf16", "vit"], ["demo"], ["compare"], ["gpu-first"]):
         with pytest.raises(Refused, match=f"^{words[0]} needs Linux, here ls, path, .* work: use WSL$"):
             commands.run(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", install.VERSIONS)
+def test_three_commands_from_an_empty_folder_and_environment_to_the_first_step(wheel, tmp_path, version):
+    there = install.interpreters()
+    if version not in there:
+        pytest.skip(f"no Python {version} here, only {', '.join(there)}")
+    try:
+        row = install.measured(there[version], wheel, tmp_path)
+    finally:
+        shutil.rmtree(tmp_path / ".venv", ignore_errors=True)  # gigabytes
+    assert row["first_step_seconds"] > 0 and len(row["commands"]) == 3 and row["left"] == ["runs"]
