@@ -61,7 +61,7 @@ from faithful.checkpoint.checkpoints import write_json
 from faithful.training.steps import WARMUP_STEPS
 from shared import models, vision
 from shared.args import Refused
-from tools import cli, step_time
+from tools import cli, find, step_time
 from tools.report import table
 from tools.tracing import make_fake, without_storage
 
@@ -71,6 +71,7 @@ BATCHES = {"vit_huge": (128, 256, 64), "llama_medium": (16,), "llama_1b": (8,)}
 LEVELS = ("bf16", "O1", "O2", "O3")
 STEPS, SEQUENCE_LENGTH, IMAGE_SIZE, VOCABULARY = 50, 1024, 224, 16384
 FOUND = ("date", "card", "device", "versions", "wall_seconds")  # beside the figures of a case
+LAUNCH = (sys.executable, ROOT / "tools" / "commands.py")
 NVIDIA = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,memory.used"
 
 
@@ -81,10 +82,10 @@ def launched(config, words, env=None, limit=None):
     """Launches a run and returns its record. Raises SystemExit with the reason: it fails, or takes over `limit` s."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        line = ["./launch.sh", config, *words, "--save_steps", "0", "--output_dir", str(out)]
+        line = [find.COMMAND, config, *words, "--save_steps", "0", "--output_dir", str(out)]
         env = os.environ | (env or {})
         try:
-            done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
+            done = subprocess.run([*LAUNCH, *line[1:]], env=env, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:  # its processes end with their launcher
             raise SystemExit(f"not done after {limit} s") from None
         if done.returncode:
@@ -445,7 +446,7 @@ def kernels(rehearse):
     import gpt
 
     with tempfile.TemporaryDirectory() as folder:
-        sys.argv = ["gpt.py", "--dataset", str(ROOT / "launch.sh"), "--model", *model, "--max_steps", "5",
+        sys.argv = ["gpt.py", "--dataset", str(ROOT / "LICENSE"), "--model", *model, "--max_steps", "5",
                     "--eval_steps", "0", "--save_steps", "0", "--per_device_train_batch_size", "4",
                     "--output_dir", folder]  # fmt: skip
         gpt.text.SAMPLE = 1
@@ -459,7 +460,7 @@ def kernels(rehearse):
 
 MEMORY = """
 import json, sys, torch
-sys.path.append({root!r})
+sys.path.insert(0, {root!r})
 from faithful import Accelerator
 from shared import models
 accelerator = Accelerator(project_dir=sys.argv[1])
@@ -490,7 +491,7 @@ def races(config):
 
 FAILING = """
 import os, signal, sys, torch
-sys.path.append({root!r})
+sys.path.insert(0, {root!r})
 from faithful import Accelerator
 accelerator = Accelerator(project_dir=sys.argv[1])
 model = torch.nn.Linear(64, 64)
@@ -519,10 +520,9 @@ def failure(how):
 
 
 def launch(words, env=None, fails=False):
-    """{code, seconds, text} of ./launch.sh. Raises SystemExit with its last words if it fails. fails: it is to fail."""
+    """{code, seconds, text} of a launch. Raises SystemExit with its last words if it fails. fails: it is to fail."""
     began = time.monotonic()
-    line, env = ["./launch.sh", *words], os.environ | (env or {})
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([*LAUNCH, *words], env=os.environ | (env or {}), capture_output=True, text=True)
     text = done.stdout + done.stderr
     if done.returncode and not fails:
         raise SystemExit("; ".join((done.stderr or done.stdout).strip().splitlines()[-3:]))
@@ -692,7 +692,8 @@ WHAT = {  # what it goes through, the function that does, minutes, seconds for o
 
 def main(argv):
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = cli.Parser("python benchmarks/gpu.py", description=__doc__, allow_abbrev=False, formatter_class=formatter)
+    text = __doc__.replace("./launch.sh", find.COMMAND)
+    parser = cli.Parser("python benchmarks/gpu.py", description=text, allow_abbrev=False, formatter_class=formatter)
     parser.add_argument("what", nargs="?", choices=WHAT, default="cases")
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="those whose name has one of these")
     parser.add_argument("--minutes", type=float, help="none begins or goes on after these")

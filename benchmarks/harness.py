@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))  # scripts import faithful, shared, amp8 and tools after this module
+    sys.path.insert(0, str(ROOT))  # scripts import faithful, shared, amp8 and tools after this module
 
 TURN, WARMUP_STEPS = 20, 3  # steps of a turn, and those at its start that are not timed
 STARTS = 2  # of the processes; each gets a part of the turns

@@ -309,9 +309,17 @@ def strategies(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
+def installs(figures):
+    heads = ["Python", "packages", "downloaded, MB", "installed, MB", "to install, s", "to the demo's first step, s"]
+    keys = ("packages", "downloaded_mb", "installed_mb", "install_seconds", "first_step_seconds")
+    rows = [[python, *(f"{row[key]:,}" for key in keys)] for python, row in figures["rows"].items()]
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+
+
 TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
+    "results/install.json": installs,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
     "results/kills.json": kills,

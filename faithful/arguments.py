@@ -138,7 +138,7 @@ def refuse_missing_trackers(asked: Any) -> None:
         return
     if missing := [str(one) for one in named if one not in get_available_trackers()]:
         packages = " ".join(dict.fromkeys(missing))
-        with_recipes = " (for the recipes: ./launch.sh setup --extra trackers)"
+        with_recipes = " (in a clone: ./launch.sh setup --extra trackers)"
         raise Refused(
             f"the script logs with {', '.join(missing)}, which is not installed: pip install {packages}"
             f"{with_recipes if {*missing} <= {'tensorboard', 'trackio', 'wandb'} else ''}, or leave it out"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
 from shared import args as options  # noqa: E402
 from shared import data, images, models, optimizers, vision  # noqa: E402

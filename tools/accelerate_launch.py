@@ -1,4 +1,4 @@
-"""Runs `accelerate launch` for ./launch.sh, with a short ending.
+"""Runs `accelerate launch` for the command that launches, with a short ending.
 
 A worker that fails prints its own error. This launcher takes over its exit code and leaves out what Accelerate and
 torch would print after it: a traceback of the launcher and a table. If a worker was killed, one line says so. After a
@@ -158,7 +158,7 @@ def what_next(folder: Path) -> None:
     if is_recipe and {config, other} <= {*find.names("config")}:
         lines.append((f"compare {config} {other} -- {recipe}", "whether FP8 changes the loss"))
     lines.append((f"show {folder} --html", "the run as a page, with its curves"))
-    print("next:", *(f"  ./launch.sh {line}" for line in cli.columns(lines)), sep="\n")
+    print("next:", *(f"  {find.COMMAND} {line}" for line in cli.columns(lines)), sep="\n")
 
 
 def other_than(plan: dict[str, Any]) -> str:

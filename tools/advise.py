@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 from faithful.config import rules  # noqa: E402
 from faithful.config.settings import Settings  # noqa: E402
 from faithful.disk import readers  # noqa: E402
@@ -152,7 +152,7 @@ def read_comparison(folder: str | Path) -> dict[str, Any]:
     """The report.json of a comparison."""
     file = Path(folder) / "report.json" if Path(folder).is_dir() else Path(folder)
     if not file.is_file():
-        raise Refused(f"--comparison {folder}: no report.json there; ./launch.sh compare writes one")
+        raise Refused(f"--comparison {folder}: no report.json there; {find.COMMAND} compare writes one")
     try:
         comparison = readers.of_kind(file, readers.value_of(file), {})
         if comparison.get("schema_version") != 2:
@@ -167,7 +167,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="choose among these (default: all)")
     parser.add_argument("--memory", help="of one device, as 80GB (default: the device in front of you)")
     parser.add_argument("--devices", type=cli.count, help="how many (default: those in front of you, or 1)")
-    parser.add_argument("--comparison", help="folder of a finished ./launch.sh compare")
+    parser.add_argument("--comparison", help=f"folder of a finished {find.COMMAND} compare")
     return parser.parse_args(argv)
 
 
@@ -254,7 +254,7 @@ def advise(
     print(f"\nRecommended: {best['name']}\n  {reason(best, memory)}")
     if best not in spare:
         print(f"  It is tight: an estimate is off by up to {SPARE - 1:.0%}.")
-    print(f"  {shlex.join(['./launch.sh', best['name'], *option, *words])}")
+    print(f"  {shlex.join([find.COMMAND, best['name'], *option, *words])}")
     for line in unmeasured(best, able, parameters, comparison, [*option, *words]):
         print(f"  {line}")
     return 0
@@ -277,11 +277,11 @@ def unmeasured(
         pair = (best["name"], fp8[0])
         if best["name"] in fp8:
             pair = (f"{best['asked'].strategy}_bf16", best["name"])
-        yield f"  ./launch.sh compare {' '.join(pair)} -- {shlex.join(words)}"
+        yield f"  {find.COMMAND} compare {' '.join(pair)} -- {shlex.join(words)}"
     if studied := [result for config in unknown if config["study"][1] for result in config["studied"]]:
         yield study.distance(studied, parameters)
     if not any(config["speed"] for config in able):
-        yield "Nobody has measured the speed of any of them on these devices: ./launch.sh compare does, where they are."
+        yield f"Nobody has measured the speed of any of them on these devices. There, {find.COMMAND} compare does."
 
 
 def print_table(

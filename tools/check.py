@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 from faithful.config import config_file, fp8, rules, schema  # noqa: E402
 from faithful.config.fsdp import FSDP  # noqa: E402
 from faithful.config.settings import TAILS, Settings, read_env, to_env  # noqa: E402

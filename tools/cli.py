@@ -1,4 +1,4 @@
-"""What the commands of ./launch.sh share: their parser, the words after `--`, columns, and how a refusal ends them."""
+"""What the commands share: their parser, the words after `--`, columns, and how a refusal ends them."""
 
 import argparse
 import signal
@@ -11,6 +11,7 @@ import faithful
 from faithful.disk import names, replacing
 from faithful.launch import launcher, printing
 from shared import args
+from tools import find
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,11 +20,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(name: str, description: str | None) -> Parser:
-    """A parser whose help begins with `./launch.sh <name>` and keeps the lines of the description. A bad option raises
-    Refused."""
+    """A parser whose help begins with `./launch.sh <name>`, or as the command is typed here, and keeps the lines of the
+    description. A bad option raises Refused."""
     return Parser(
-        prog=f"./launch.sh {name}",
-        description=description,
+        prog=f"{find.COMMAND} {name}",
+        description=(description or "").replace("./launch.sh", find.COMMAND),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,20 +70,25 @@ def columns(rows: Iterable[Iterable[object]]) -> list[str]:
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
-def run(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Calls main(argv) and exits with the code that it returns. A refusal is one line for each of its arguments. It is
-    an error if what the command prints cannot be written, unless its reader has gone, as in `| head`."""
+def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
+    """Calls main(argv) and exits with the code that it returns. It is an error if what the command prints cannot be
+    written, unless its reader has gone, as in `| head`."""
     printing.survive(plainly=True)
+    code = code_of(main, sys.argv[1:] if argv is None else argv)
+    sys.stdout.flush()
+    sys.exit(code or ("stdout" in printing.lost) or None)
+
+
+def code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int | None:
+    """Calls main(argv) and returns its exit code. A refusal is one line for each of its arguments."""
     try:
-        code = main(sys.argv[1:])
+        return main(argv)
     except (args.Refused, faithful.Refused) as refused:
         for line in refused.args:
             print(f"refused: {printing.plain(line)}", file=sys.stderr)
-        code = refused.exit_code
+        return refused.exit_code
     except OSError as error:
         if error.filename is None:
             raise
         print(f"refused: {error.filename} cannot be read or written: {error.strerror}", file=sys.stderr)
-        code = 2
-    sys.stdout.flush()
-    sys.exit(code or ("stdout" in printing.lost) or None)
+        return 2

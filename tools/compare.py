@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
@@ -61,12 +61,12 @@ STARTS = 8  # seconds from a launch to its record
 
 
 def split_launch(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """Splits the words after `--` like launch.sh: (options of accelerate launch, recipe, its options)."""
+    """Splits the words after `--` like a launch: (options of accelerate launch, recipe, its options)."""
     at, flags = 0, find.flags()
     while at < len(words) and words[at].startswith("-"):
         at += 1 if "=" in words[at] or words[at] in flags else 2
     if at >= len(words):
-        raise Refused("which recipe? ./launch.sh compare single_bf16 single_fp8 -- vit --max_steps 100")
+        raise Refused(f"which recipe? {find.COMMAND} compare single_bf16 single_fp8 -- vit --max_steps 100")
     return words[:at], words[at], words[at + 1 :]
 
 
@@ -178,7 +178,7 @@ def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
     """How long `missing` runs will take, judged by the newest finished run of the same training, here or elsewhere."""
     given: Any = find.parse_options(file, options) if find.is_recipe(file) else None
     alike = ("model", "dataset", "gradient_accumulation_steps")
-    files = [found for at in (folder, ROOT / "runs") for found in at.glob("*/run.json")] if given and missing else []
+    files = [found for at in (folder, find.RUNS) for found in at.glob("*/run.json")] if given and missing else []
     for found in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         record = records.read(found.parent)["record"]
         if not record or record["status"] != "finished" or record["recipe"] != file.stem or not record["final"]:
@@ -198,14 +198,14 @@ def minutes(seconds: float) -> str:
 
 
 def execute(launch: Launch, config: Path, words: list[str], per_device: dict[str, int] | None) -> int:
-    """Runs ./launch.sh for one run, with its output beside the run's folder, and returns its exit code. per_device: the
+    """Launches one run, with its output beside the run's folder, and returns its exit code. per_device: the
     batch of each config, or None for a script of one's own."""
     options, recipe, rest = split_launch(words)
     wait_for_others(launch.folder)
     if launch.folder.exists():
         launch.folder.rename(launch.folder.with_name(f"{launch.folder.name}.old-{time.time():.0f}"))
-    command = [str(ROOT / "launch.sh"), str(config), *options, str(find.recipe(recipe))]
-    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [sys.executable, str(ROOT / "tools" / "commands.py"), str(config), *options, str(find.recipe(recipe))]
+    env = dict(os.environ)
     env.pop("FAITHFUL_PERTURBED", None)
     if launch.control:
         env["FAITHFUL_PERTURBED"] = "1"
@@ -348,7 +348,9 @@ def over_finished(args: argparse.Namespace, command: str) -> tuple[dict[str, Any
     """Returns (report, folder to write it to) for folders of finished runs."""
     absent = [name for name in args.what if not Path(name).is_dir()]
     if absent:
-        raise Refused(f"{absent[0]} is no folder of a run; to launch configs: ./launch.sh compare CONFIG... -- RECIPE")
+        raise Refused(
+            f"{absent[0]} is no folder of a run; to launch configs: {find.COMMAND} compare CONFIG... -- RECIPE"
+        )
     if args.seeds is not None:
         raise Refused("--seeds: not here; the seeds are those of the runs")
     where = args.report or Path("report")
@@ -388,7 +390,7 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
     if single:
         reason = f"no {{seed}} among the arguments of {file.name}"
         print(f"{reason}: every config runs once, with the seed it has", flush=True)
-    default = ROOT / "runs" / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
+    default = find.RUNS / f"compare-{file.stem}-{sha256(shlex.join(words).encode()).hexdigest()[:8]}"
     folder = args.output_dir or default
     where = args.report or folder
     cli.make_folder(where)
@@ -416,7 +418,7 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
 def main(argv: list[str]) -> int:
     left, words = cli.split(argv)
     args = arguments(left)
-    command = shlex.join(["./launch.sh", "compare", *without_folders(argv)])
+    command = shlex.join([find.COMMAND, "compare", *without_folders(argv)])
     if words is None:
         comparison, where = over_finished(args, command)
     else:

@@ -5,9 +5,9 @@
 
 writes recipes/vit.py, the modules of shared/ that it imports, the YAML, pinned requirements, a test that trains two
 steps, and a README of ten lines.
-faithful and amp8 stand beside them as a wheel that the requirements name; with --vendored they are written as source,
-to be changed. With --plain the recipe imports Accelerate's own Accelerator, and needs neither. The modules are found by
-reading the imports, including those inside functions.
+faithful and amp8 stand beside them in this project's wheel, which the requirements name and which has these commands;
+with --vendored they are written as source, to be changed. With --plain the recipe imports Accelerate's own Accelerator,
+and needs neither. The modules are found by reading the imports, including those inside functions.
 """
 
 import ast
@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
+from faithful.config.config_file import BESIDE  # noqa: E402
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import cli, find, progress  # noqa: E402
@@ -50,7 +51,7 @@ def modules(name: str, plain: bool) -> list[Path]:
     """Our files that an import of this dotted name needs; of faithful all, as the config decides which it uses."""
     package, *rest = name.split(".")
     if package == "faithful" and not plain:
-        return sorted((ROOT / "faithful").rglob("*.py"))
+        return sorted((BESIDE / "faithful").rglob("*.py"))
     if package != "shared":
         return []
     module = ROOT / "shared" / f"{rest[0]}.py" if rest else None
@@ -84,18 +85,24 @@ def pins(packages: set[str]) -> str:
 
 
 def wheel(folder: Path) -> str:
-    """Builds faithful and amp8 as a wheel in `folder`. Returns its name. Nothing is downloaded."""
+    """Builds this project's wheel in `folder`, from a clone or from what pip has installed. Returns its name. Nothing
+    is downloaded."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    files = [(path, ROOT) for pattern in patterns["accelerate_recipes"] for path in ROOT.glob(pattern)]
+    files += [(path, BESIDE) for name in ("faithful", "amp8") for path in (BESIDE / name).rglob("*.py")]
     with tempfile.TemporaryDirectory() as source:
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copyfile(ROOT / name, Path(source, name))
-        for name in ("faithful", "amp8"):
-            shutil.copytree(ROOT / name, Path(source, name), ignore=shutil.ignore_patterns("__pycache__"))
+        for path, base in files:
+            to = source / path.relative_to(base)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, to)
         build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
         command = [sys.executable, "-c", build, str(folder.resolve())]
         done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise Refused(f"faithful and amp8 cannot be built as a wheel ({reason}): install setuptools>=77, or --vendored")
+        raise Refused(
+            f"the wheel of faithful and amp8 cannot be built ({reason}): install setuptools>=77, or --vendored"
+        )
     return done.stdout.split()[-1]
 
 
@@ -124,13 +131,13 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     files, packages = needed(source, plain)
-    ours = {path for path in files if path.is_relative_to(ROOT / "faithful")}
+    ours = {path for path in files if path.is_relative_to(BESIDE / "faithful")}
     if vendored:
-        files += [*(ROOT / "faithful").rglob("*.md"), *sorted((ROOT / "amp8").glob("*.py"))]
+        files += [*(ROOT / "faithful").rglob("*.md"), *sorted((BESIDE / "amp8").glob("*.py"))]
     written = []
     for path in [*(path for path in files if vendored or path not in ours), yml]:
-        inside = path.resolve().is_relative_to(ROOT)
-        at = path.resolve().relative_to(ROOT) if inside else Path("accelerate_configs", path.name)
+        base = next((base for base in (ROOT, BESIDE) if path.resolve().is_relative_to(base)), None)
+        at = path.resolve().relative_to(base) if base else Path("accelerate_configs", path.name)
         (destination / at).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, destination / at)
         written.append(at)
@@ -205,7 +212,7 @@ def readme(source: Path, yml: Path, destination: Path, built: str | None, plain:
 
 def main(argv: list[str]) -> None:
     parser = cli.parser("copy", __doc__)
-    parser.add_argument("recipe", help="its name, as ./launch.sh ls lists it")
+    parser.add_argument("recipe", help=f"its name, as {find.COMMAND} ls lists it")
     parser.add_argument("config", help="its name, or the path of a YAML file")
     parser.add_argument("destination", type=Path, help="a folder that is not there yet, or empty")
     ways = parser.add_mutually_exclusive_group()

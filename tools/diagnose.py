@@ -16,7 +16,6 @@ It writes diagnose.json and diagnose.html into the folder that it prints.
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 from faithful import Refused  # noqa: E402
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
@@ -284,7 +283,7 @@ def main(argv: list[str]) -> int:
     args = arguments(left)
     if args.pairs < 2:
         raise Refused(f"--pairs {args.pairs}: 2 or more")
-    out = args.output or ROOT / "runs" / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = args.output or find.RUNS / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (out / "watched.json").exists():
         raise Refused(f"{out} holds a diagnosis already: choose another --output")
     if (Path(args.config) / "run.json").is_file() and not words:
@@ -294,7 +293,7 @@ def main(argv: list[str]) -> int:
         cli.write(Path(args.config), stored)
     file, mapping = find.sound_config(args.config)
     if not words:
-        raise Refused("which recipe? ./launch.sh diagnose single_fp8_te -- vit")
+        raise Refused(f"which recipe? {find.COMMAND} diagnose single_fp8_te -- vit")
     script = find.recipe(words[0]).resolve()
     refuse_unfit(file.name, mapping)
     script_options = with_length(script, words[1:], args)
@@ -305,14 +304,13 @@ def main(argv: list[str]) -> int:
     command += ["--num_processes", str(args.num_processes)] if args.num_processes else []
     command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    code = subprocess.run([*command, str(script), *script_options], env=env, preexec_fn=ends_with_this).returncode
+    code = subprocess.run([*command, str(script), *script_options], preexec_fn=ends_with_this).returncode
     shutil.rmtree(out / "run", ignore_errors=True)  # what the script wrote beside its record, of which there is none
     if not (out / "watched.json").exists():
         return code or 1
     with progress.waiting("drawing the page"):
         watched = json.loads((out / "watched.json").read_text())
-        diagnosis = diagnosis_of(watched, f"./launch.sh diagnose {shlex.join(argv)}")
+        diagnosis = diagnosis_of(watched, f"{find.COMMAND} diagnose {shlex.join(argv)}")
         cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
         cli.write(out / "diagnose.html", page_of(diagnosis))
     print(text(diagnosis))

@@ -46,7 +46,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 import faithful  # noqa: E402
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
@@ -280,7 +280,7 @@ def recipe_of(words: list[str] | None, example: str) -> tuple[Path, list[str]]:
     """(recipe, its options) of the words after `--`. Raises Refused for an option that a recipe does not have.
     example: a command line, for whoever named none."""
     if not words:
-        raise Refused(f"which recipe? ./launch.sh {example}")
+        raise Refused(f"which recipe? {find.COMMAND} {example}")
     recipe = find.recipe(words[0])
     if find.is_recipe(recipe):
         find.parse_options(recipe, words[1:])

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import progress  # noqa: E402
 
 with progress.waiting("imports torch"):
@@ -46,7 +46,7 @@ from faithful.config.strategies import STRATEGIES  # noqa: E402
 from faithful.disk import names, replacing, tensor_files  # noqa: E402
 from faithful.errors import NotSaved  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, records  # noqa: E402
+from tools import cli, find, records  # noqa: E402
 
 # Buffers of amp8 beside a converted weight. Only the codes and `weight_scale` are needed for the value.
 AMP8_BUFFERS = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
@@ -284,7 +284,7 @@ def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str,
     if "data" not in record:
         raise Refused(
             f"{run} has no data.json, as the run of a script of your own: its model is known to the script "
-            "alone. ./launch.sh export RUN writes the weights as safetensors"
+            f"alone. {find.COMMAND} export RUN writes the weights as safetensors"
         )
     if missing := [key for key in NEEDED.get(record["recipe"], NEEDED["vit"]) if record["data"].get(key) is None]:
         raise Refused(f"{run}/data.json lacks {missing[0]}")
@@ -361,7 +361,8 @@ def to_onnx(run: Path, output: Path | None = None, step: int | None = None, samp
         import onnxruntime
         import onnxscript  # noqa: F401  torch's exporter needs it
     except ImportError as error:
-        raise Refused(f"ONNX needs the package {error.name}: ./launch.sh setup --extra onnx") from None
+        install = "./launch.sh setup --extra onnx" if find.CLONE else "pip install 'accelerate-recipes[onnx]'"
+        raise Refused(f"ONNX needs the package {error.name}: {install}") from None
     output = output or run / "export.onnx"
     refuse_other_than_a_file(output)
     model, record, source = load(run, step)

@@ -1,20 +1,9 @@
-"""Finds configs and recipes by name, and suggests one for a mistyped name. Imports no torch, so it is quick.
-
-python tools/find.py ls               the list that ./launch.sh ls prints
-python tools/find.py config ddp_bf17  its file, or one line with the name that is closest
-python tools/find.py recipe vit
-python tools/find.py options FILE     the options of a recipe, without importing what it trains with
-python tools/find.py checked FILE ... nothing, if a recipe takes these options
-python tools/find.py words WORD ...   the options that may follow these words of ./launch.sh
-python tools/find.py flags            the options of accelerate launch that take no value
-"""
+"""Finds configs and recipes by name, and suggests one for a mistyped name. Imports no torch, so it is quick."""
 
 import ast
-import contextlib
 import difflib
 import os
 import re
-import signal
 import sys
 import textwrap
 import types
@@ -24,7 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+CLONE = (ROOT / "launch.sh").is_file()  # else pip installed this, and nothing is written here
+COMMAND = "./launch.sh" if CLONE else "accelerate-recipes"
+RUNS = (ROOT if CLONE else Path()) / "runs"
+sys.path.insert(0, str(ROOT))
 from faithful.config.strategies import STRATEGIES  # noqa: E402
 from shared import args  # noqa: E402
 
@@ -38,13 +30,13 @@ def names(kind: str) -> list[str]:
     return sorted(path.stem for path in folder.glob(f"*{suffix}"))
 
 
-def suggestion(name: str, kind: str) -> str:
+def suggestion(name: str, *kinds: str) -> str:
     """The advice for a name that does not exist: the closest name, or where to look."""
     stem = Path(name).stem.lower().replace("-", "_")
-    if closest := difflib.get_close_matches(stem, names(kind), n=1):
+    if closest := difflib.get_close_matches(stem, [known for kind in kinds for known in names(kind)], n=1):
         return f"did you mean {closest[0]}?"
-    other = "recipe" if kind == "config" else "config"
-    return f"{stem} is a {other}: ./launch.sh CONFIG RECIPE" if stem in names(other) else "./launch.sh ls lists them"
+    other = "config" if "recipe" in kinds else "recipe"
+    return f"{stem} is a {other}: {COMMAND} CONFIG RECIPE" if stem in names(other) else f"{COMMAND} ls lists them"
 
 
 def file_of(name: str | Path, kind: str) -> Path:
@@ -97,7 +89,8 @@ def listing() -> Iterator[str]:
             for name in names("recipe")
         },
     )
-    yield "./launch.sh CONFIG RECIPE launches one. docs/configs.md says what each config needs."
+    page = "docs/configs.md" if CLONE else ROOT / "docs" / "configs.md"
+    yield f"{COMMAND} CONFIG RECIPE launches one. {page} says what each config needs."
 
 
 def order(name: str) -> tuple[str, int, str, bool]:
@@ -140,11 +133,11 @@ def flags() -> set[str]:
 
 
 def options_after(words: list[str]) -> set[str]:
-    """The options that may follow these words of ./launch.sh: of a recipe that they name, else of the command, else of
-    accelerate launch."""
+    """The options that may follow these words: of a recipe that they name, else of the command, else of accelerate
+    launch."""
     from faithful.config.schema import launch_options
 
-    command, *rest = words
+    command, *rest = words[words[0] == "launch" :] or [""]
     file = ROOT / "tools" / f"{'copy_recipe' if command == 'copy' else command}.py"
     named = [word for word in rest if word in names("recipe")] or ["vit"] * (command == "demo")
     if file.is_file() and (command == "copy" or not named):
@@ -201,41 +194,3 @@ def parse_options(file: str | Path, words: list[str]) -> args.Run:
     except args.Refused as refused:
         name = os.path.relpath(file)
         raise args.Refused(f"{Path(file).stem}: {refused}; python {name} --help lists the options") from None
-
-
-def main(what: str, *rest: str) -> None:
-    if what == "ls":
-        print("\n".join(listing()))
-    elif what == "words":
-        found = {option for option in options_after(list(rest)) if option.startswith("--")}
-        print(*sorted(option for option in found if f"--{option[2:].replace('-', '_')}" not in found - {option}))
-    elif what == "flags":
-        print(*sorted(flags()))
-    elif what == "checked":
-        file, *words = rest
-        try:
-            arguments_of(file)
-        except Exception:  # changed by its user, so that its options cannot be read alone: it checks them itself
-            return
-        with contextlib.suppress(ImportError):  # of yaml, for --config, before setup
-            parse_options(file, words)
-    elif what == "options":
-        sys.argv[0] = Path(rest[0]).name
-        args.parse(arguments_of(rest[0]), ["--help"])
-    else:
-        print(file_of(*rest, what))  # pyrefly: ignore[bad-argument-count]
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `./launch.sh ls | head` prints no error
-    try:
-        main(*sys.argv[1:])
-        sys.stdout.flush()
-    except OSError as error:
-        if error.filename is not None:  # else stdout's: a full disk; Python would print a traceback at its end
-            raise
-        print(f"error: the list cannot be written: {error.strerror}", file=sys.stderr)
-        os._exit(1)
-    except args.Refused as refused:
-        print(f"error: {refused}", file=sys.stderr)
-        sys.exit(refused.exit_code)

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful.disk.names import printable  # noqa: E402
-from tools import cli, records  # noqa: E402
+from tools import cli, find, records  # noqa: E402
 
 
 def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -147,13 +147,13 @@ def in_words(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def typed(command: str) -> str:
-    """The line that a user types, for the launcher's own line that ./launch.sh makes of it."""
+    """The line that a user types, for the launcher's own line that it became."""
     before, launcher, line = command.partition("tools/accelerate_launch.py --config_file ")
     if not launcher:
         return command
     root = re.escape(before.split()[-1]) if before.split() else ""
     line = re.sub(rf"(?:{root})(?:accelerate_configs|recipes)/(\w+)\.(?:yml|py)(?= |$)", r"\1", line)
-    return "./launch.sh " + line.replace(" --main_process_port 0", "").replace(" -m faithful ", " ")
+    return f"{find.COMMAND} " + line.replace(" --main_process_port 0", "").replace(" -m faithful ", " ")
 
 
 def page_of(folder: Path) -> str:

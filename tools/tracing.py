@@ -65,8 +65,9 @@ class Script:
         for name, module in list(modules.items()):
             if getattr(module, "Accelerator", None) is ORIGINAL and not name.startswith(("faithful", "tools")):
                 module.Accelerator = accelerator
-        before, faithful.Accelerator = (sys.argv, sys.path[0]), accelerator  # pyrefly: ignore[bad-assignment]
-        sys.argv, sys.path[0] = [str(self.path), *argv], str(self.path.resolve().parent)
+        before, faithful.Accelerator = (sys.argv, sys.path[:]), accelerator  # pyrefly: ignore[bad-assignment]
+        sys.argv = [str(self.path), *argv]
+        sys.path.insert(0, str(self.path.resolve().parent))
         try:
             runpy.run_path(str(self.path), run_name="__main__")
         except (Enough, Refused, faithful.Refused):
@@ -75,7 +76,7 @@ class Script:
             what = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
             raise Refused(f"{self.path.name} cannot be run on tensors without values ({what})") from None
         finally:
-            sys.argv, sys.path[0] = before
+            sys.argv, sys.path[:] = before
             del faithful.Accelerator  # its own comes with the next import
             for module in list(modules.values()):
                 if getattr(module, "Accelerator", None) is accelerator:  # changed, or imported by the script

@@ -28,7 +28,7 @@ from accelerate import data_loader  # noqa: E402
 from accelerate.utils import gather_object  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 from faithful import Refused, accelerator  # noqa: E402
 from faithful.saving.state import random_state, set_random_state  # noqa: E402
 from faithful.training import steps  # noqa: E402

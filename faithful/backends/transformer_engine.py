@@ -102,9 +102,8 @@ def package() -> ModuleType:
     try:
         return importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:  # the last two if a CUDA library is missing
-        raise Refused(
-            f"TransformerEngine cannot be imported ({error}): ./launch.sh setup --extra te (docs/fp8.md)"
-        ) from None
+        install = "./launch.sh setup --extra te, or pip install 'accelerate-recipes[te]'"
+        raise Refused(f"TransformerEngine cannot be imported ({error}): {install} (docs/fp8.md)") from None
 
 
 def in_whole_rows(layer: nn.Module, rows: int, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ from faithful.config.strategies import STRATEGIES
 from faithful.disk import documents
 from faithful.errors import Refused
 
-OURS = Path(__file__).resolve().parents[2] / "accelerate_configs"
+BESIDE = Path(__file__).resolve().parents[2]  # this package; pip puts the recipes, shared/ and the configs in a folder
+HOME = BESIDE if (BESIDE / "accelerate_configs").is_dir() else BESIDE / "accelerate_recipes"
+OURS = HOME / "accelerate_configs"
 DDP = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 TYPES = ("NO", *DDP, "MULTI_CPU", "FSDP", "DEEPSPEED")
 ELSEWHERE = {  # distributed_type: what it needs

@@ -95,7 +95,8 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
     if deepspeed.stage is None:
         return
     if not installed:
-        yield f"zero{deepspeed.stage} needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"
+        install = "./launch.sh setup --extra deepspeed, or pip install 'accelerate-recipes[deepspeed]'"
+        yield f"zero{deepspeed.stage} needs DeepSpeed, which is not installed: {install}"
     if deepspeed.problem:
         yield deepspeed.problem
     if "nvme" in (deepspeed.optimizer_device, deepspeed.param_device):

@@ -220,7 +220,8 @@ class TransformerEngineRules(BackendRules):
         elif level == "block" and machine.capability and numbers(machine.cuda) < (12, 9):
             yield f"te block needs CUDA 12.9, torch was built for {machine.cuda}: use {strategy}_fp8_te"
         if machine.devices and "transformer_engine" not in machine.packages:
-            yield "TransformerEngine is not installed: ./launch.sh setup --extra te (docs/fp8.md says what it needs)"
+            install = "./launch.sh setup --extra te, or pip install 'accelerate-recipes[te]'"
+            yield f"TransformerEngine is not installed: {install} (docs/fp8.md says what it needs)"
 
     def linear_cost(self, settings: "Settings") -> LinearCost:
         amax = 2 if settings.level == "current" else 0  # else the kernel that casts finds it, for the next step

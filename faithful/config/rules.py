@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # torch 2.15 keeps one store over all restarts, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the rendezvous is c10d.
 IN_VAIN = (
     "--max_restarts: a restarted worker would look for the one that died: add --rdzv_backend c10d and set "
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (./launch.sh does both)"
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (./launch.sh and accelerate-recipes do both)"
 )
 
 

@@ -27,7 +27,7 @@ from accelerate.state import PartialState
 from torch.distributed.tensor import DTensor
 
 from faithful import plan
-from faithful.config import settings
+from faithful.config import config_file, settings
 from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import write_json, write_text
 from faithful.errors import Refused
@@ -406,8 +406,9 @@ def code_and_machine(plan: Plan, script: Path) -> dict[str, Any]:
 
 def code_sha256(script: Path) -> str:
     """A hash of the script, shared/, faithful/ and amp8/. It is equal for runs of the same code."""
-    root = Path(__file__).resolve().parents[2]
-    ours = [path for folder in ("shared", "faithful", "amp8") for path in sorted(root.glob(f"{folder}/**/*.py"))]
+    root = config_file.BESIDE
+    folders = (config_file.HOME / "shared", root / "faithful", root / "amp8")
+    ours = [path for folder in folders for path in sorted(folder.glob("**/*.py"))]
     files = [path for path in (Path(script), *ours) if path.is_file()]
     text = b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)
     return sha256(text).hexdigest()

@@ -114,7 +114,7 @@ def test_vit(gpu, config, tmp_path):
     assert made["final"]["metrics"]["eval_loss"] < 2.29  # ten classes by chance: 2.303
 
 
-GPT = ("--dataset", ROOT / "launch.sh", "--sequence_length", 32)
+GPT = ("--dataset", ROOT / "LICENSE", "--sequence_length", 32)
 GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1", "single_fp8_msamp_o2",
                "single_fp8_msamp_o3", "ddp_bf16", "ddp_fp8", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16",
                "fsdp_fp8", "fsdp_fp8_msamp_o2", "tp_bf16")  # fmt: skip

@@ -43,7 +43,7 @@ CASES = [("fsdp_bf16", "vit", 2, 3), ("fsdp_fp8", "vit", 2, 4), ("fsdp_bf16", "g
 
 @pytest.mark.parametrize(("config", "recipe", "saved_by", "ranks"), CASES)
 def test_it_goes_on_from_the_same_weights_and_optimizer(tmp_path, config, recipe, saved_by, ranks):
-    steps = (*STEPS, "--dataset", ROOT / "launch.sh", "--sequence_length", 32) if recipe == "gpt" else STEPS
+    steps = (*STEPS, "--dataset", ROOT / "LICENSE", "--sequence_length", 32) if recipe == "gpt" else STEPS
     whole = train(config, tmp_path / "whole", *steps, name=recipe, processes=saved_by)
     before = whole / "checkpoint-3"
     argv = (*steps, "--resume_from_checkpoint", before)

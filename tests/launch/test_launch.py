@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import CONFIGS, ROOT, launched, recipe, record
 
 import faithful
-from tools import check, compare, find
+from tools import check, commands, compare, find
 
 
 def test_without_arguments_it_helps():
@@ -80,7 +80,7 @@ OPTIONS_OF = [("compare single_bf16", "compare"), ("diagnose", "diagnose"), ("ch
 
 @pytest.mark.parametrize(("words", "tool"), OPTIONS_OF)
 def test_completion_knows_the_options_of_a_command(words, tool, capsys, monkeypatch):
-    find.main("words", *words.split())
+    commands.run(["words", *words.split()])
     offered = set(capsys.readouterr().out.split())
     monkeypatch.setattr(sys, "argv", [tool, "--help"])
     with pytest.raises(SystemExit):

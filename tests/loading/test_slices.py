@@ -16,7 +16,7 @@ from faithful import patches
 from faithful.loading import meta_init, sharded_files
 
 CHANGED = "model.embed_tokens.weight"  # changed by the script, after it was loaded
-ARGV = ("--dataset", ROOT / "launch.sh", "--sequence_length", 16, "--per_device_train_batch_size", 2, "--eval_steps", 0)
+ARGV = ("--dataset", ROOT / "LICENSE", "--sequence_length", 16, "--per_device_train_batch_size", 2, "--eval_steps", 0)
 ONCE = (*ARGV, "--max_steps", 1, "--save_steps", 0, "--learning_rate", 0)  # ends with the weights that it began with
 
 

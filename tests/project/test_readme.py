@@ -19,6 +19,7 @@ from faithful.config.settings import PRECISIONS, TAILS, read_env, to_env
 from faithful.config.strategies import STRATEGIES
 from faithful.launch.machine import Machine
 from shared import args, models, vision
+from tools import commands as cli
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [
@@ -32,7 +33,6 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.yml"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NO_GPU = Machine(packages=["torchao", "deepspeed"])
 OWN = "train.py"  # a reader's own script, in examples
-WORDS = set(re.findall(r"[a-z-]+", " ".join(re.findall(r"^    ([a-z |-]+)\)", (ROOT / "launch.sh").read_text(), re.M))))
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
 # Measured, and on no page as a table: a sentence links the file, or a test alone reads it.
 WITHOUT_TABLE = {
@@ -68,7 +68,7 @@ def tables():
 
 def check_recipe(script, options):
     """Checks that a recipe, by name or path, exists and takes these options."""
-    name = script.removeprefix("recipes/").removesuffix(".py")
+    name = script.removeprefix(f"{ROOT}/").removeprefix("recipes/").removesuffix(".py")
     assert (ROOT / "recipes" / f"{name}.py").is_file(), script
     args.parse(recipe(name).Arguments, options)  # exits where it does not take one
 
@@ -101,7 +101,8 @@ def check_what_runs_over_configs(tool, words):
 
 
 def test_accelerate_launch_lines():
-    found = commands("accelerate launch ")
+    path = r"\$\(accelerate-recipes path (\w+)\)"
+    found = [re.sub(path, lambda name: str(cli.path_of(name[1])), line) for line in commands("accelerate launch ")]
     assert any("--config_file accelerate_configs/" in command for command in found)
     for command in found:
         check_launch(shlex.split(command)[2:])
@@ -126,8 +127,10 @@ def test_torchrun_and_python_lines():
 def test_launch_sh_lines():
     found = commands("./launch.sh ")
     assert "./launch.sh demo" in found and "./launch.sh test" in found
+    found += [f"./launch.sh {command.split(' ', 1)[1]}" for command in commands("accelerate-recipes ")]
     for command in found:
         first, *rest = shlex.split(command.removeprefix("./launch.sh "))
+        first, *rest = rest if first == "launch" else (first, *rest)
         rest = [word for word in rest if word != "--help"]
         if first == "setup":
             rest = [word for word in rest if word != "--cpu"]
@@ -148,7 +151,7 @@ def test_launch_sh_lines():
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
         elif first in TOOLS and rest:
             check_what_runs_over_configs(first, rest)
-        elif first in WORDS:
+        elif first in (*cli.WORDS, "--version"):
             assert len(rest) <= 1 or first == "test", command
         else:  # CONFIG stands for any
             file = f"accelerate_configs/{'ddp_bf16' if first == 'CONFIG' else first}.yml"
@@ -156,12 +159,9 @@ def test_launch_sh_lines():
 
 
 def test_the_help_of_launch_sh_is_of_commands_that_there_are():
-    help = [
-        line.removeprefix("#").strip() for line in page("launch.sh").splitlines() if line.startswith("#   ./launch")
-    ]
-    listed = {line.split()[1] for line in help}
-    assert listed - {"CONFIG"} <= WORDS
-    for word in listed - {"CONFIG"}:
+    listed = set(re.findall(r"^  ([\w-]+)", cli.HELP, re.M)) - {"CONFIG"}
+    assert listed == cli.WORDS - {"help"} | {"--version"}
+    for word in listed:
         assert re.search(rf"\./launch\.sh\s+{word}\b", TEXT), f"no page says what ./launch.sh {word} is for"
 
 

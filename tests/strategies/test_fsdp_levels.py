@@ -17,7 +17,7 @@ from tools import export
 O2 = "fsdp_fp8_msamp_o2"
 STEPS = ("--max_steps", 8, "--save_steps", 4, "--logging_steps", 1, "--warmup_steps", 2)
 LATEST = ("--resume_from_checkpoint", "latest")
-GPT = ("--dataset", ROOT / "launch.sh", "--sequence_length", 32, "--model", "gpt_nano", *STEPS)
+GPT = ("--dataset", ROOT / "LICENSE", "--sequence_length", 32, "--model", "gpt_nano", *STEPS)
 
 
 @pytest.fixture(scope="module")

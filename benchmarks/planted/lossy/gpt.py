@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from amp8 import optimizer  # noqa: E402
 from recipes import gpt  # noqa: E402
 

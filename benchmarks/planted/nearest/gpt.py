@@ -4,7 +4,7 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import amp8  # noqa: E402
 from recipes import gpt  # noqa: E402
 
