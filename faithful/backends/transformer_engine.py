@@ -153,6 +153,7 @@ def recipe(plan: "Plan") -> Any:
         "current": "Float8CurrentScaling",
         "block": "Float8BlockScaling",
         "mxfp8": "MXFP8BlockScaling",
+        "nvfp4": "NVFP4BlockScaling",
     }
     return getattr(recipe, kinds[plan.level])(**options)
 
