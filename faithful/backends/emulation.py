@@ -74,13 +74,17 @@ class NVFP4(NamedTuple):
     stochastic: bool = True  # grad_output is rounded up or down by chance, so that its mean stays
     square: bool = True  # a scale for 16 x 16 values of the weight, so that both products have the same weight
 
-    @property
-    def weight(self) -> Tile:
-        return (NV, NV) if self.square else (1, NV)
-
-    @property
-    def weight_for_grad_input(self) -> Tile:
-        return (NV, NV) if self.square else (NV, 1)
+    def operand(
+        self, which: int, product: str, x: torch.Tensor, seed: int | None
+    ) -> tuple[torch.Tensor, Tile, int | None]:
+        """(what is rounded, its tile, its seed) of an operand: `which` is 0 for the input, 1 for the weight, 2 for
+        grad_output; product: fprop, dgrad or wgrad. seed: see EmulatedLinear.seed."""
+        if which == 1:
+            return x, (NV, NV) if self.square else (1, NV) if product == "fprop" else (NV, 1), None
+        seed = seed if which == 2 else None
+        if product != "wgrad":
+            return x, (1, NV), seed
+        return _hadamard(x) if self.hadamard else x, (NV, 1), None if seed is None else rounding.mixed(seed)
 
 
 class Emulated(Backend):
@@ -451,18 +455,16 @@ def _nvfp4_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # random once, in TransformerEngine
+# Sylvester's matrix of 16 x 16 with these signs, and of length 1: a row for each value that goes in
+HADAMARD = [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(NV)] for i, sign in enumerate(SIGNS)]
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, columns], filled up with zeros to blocks of 16 tokens, each of them rotated by a Hadamard matrix
     with random signs. An outlier becomes 16 values of its quarter, and a product that sums over the tokens stays."""
     blocks = F.pad(x, (0, 0, 0, -x.shape[0] % NV)).view(-1, NV, x.shape[1])
-    matrix = torch.ones(1, 1, device=x.device)
-    for _ in range(4):
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    matrix = matrix.mul_(matrix.new_tensor(SIGNS).view(-1, 1)).mul_(NV**-0.5).to(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return (matrix.t() @ blocks).view(-1, x.shape[1])
+        return (x.new_tensor(HADAMARD).t() @ blocks).view(-1, x.shape[1])
 
 
 class _NVFP4(torch.autograd.Function):
@@ -478,7 +480,9 @@ class _NVFP4(torch.autograd.Function):
         parts: NVFP4,
         seed: int | None,
     ) -> torch.Tensor:
-        (x4, x_scale), (w4, w_scale) = _nvfp4(x, (1, NV)), _nvfp4(weight, parts.weight)
+        (x4, x_scale), (w4, w_scale) = (
+            _nvfp4(*parts.operand(which, "fprop", value, None)) for which, value in ((0, x), (1, weight))
+        )
         ctx.save_for_backward(x, *((w4, w_scale) if parts.square else (weight,)))
         ctx.rest = parts, seed, weight.dtype, bias.dtype if bias is not None else None
         out = scaling.product(x4, w4.t(), x_scale, w_scale, x.dtype)
@@ -492,13 +496,12 @@ class _NVFP4(torch.autograd.Function):
         parts, seed, weight_dtype, bias_dtype = ctx.rest
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            w4, w_scale = weight if parts.square else _nvfp4(weight[0], parts.weight_for_grad_input)
-            g4, g_scale = _nvfp4(grad, (1, NV), seed)
+            w4, w_scale = weight if parts.square else _nvfp4(*parts.operand(1, "dgrad", weight[0], None))
+            g4, g_scale = _nvfp4(*parts.operand(2, "dgrad", grad, seed))
             dx = scaling.product(g4, w4, g_scale, w_scale, grad.dtype)
         if ctx.needs_input_grad[1]:
-            of_sum = _hadamard if parts.hadamard else torch.Tensor.detach
-            x4, x_scale = _nvfp4(of_sum(x), (NV, 1))
-            g4, g_scale = _nvfp4(of_sum(grad), (NV, 1), None if seed is None else rounding.mixed(seed))
+            x4, x_scale = _nvfp4(*parts.operand(0, "wgrad", x, None))
+            g4, g_scale = _nvfp4(*parts.operand(2, "wgrad", grad, seed))
             dw = scaling.product(g4.t(), x4, g_scale, x_scale, grad.dtype, pad_inner=True).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0).to(bias_dtype)

@@ -41,7 +41,7 @@ def sides(layer, x):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block", "mxfp8"]
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block", "mxfp8", "nvfp4"]
 )
 def test_the_shadow_rounds_as_an_emulated_layer_does(recipe):
     torch.manual_seed(0)
@@ -120,6 +120,7 @@ def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
         ("gradients", "single_fp8_te_current", {}, "stem", "output gradient underflows"),
         ("outliers", "single_fp8_te", {"amax_history_len": 1}, "middle", "input overflows"),
         ("updates", "single_fp8_msamp_o2", {}, "slow", "weight updates lost"),
+        ("neighbours", "single_fp8_te_nvfp4", {"skip": ""}, "stem", "input overflows"),
     ],
 )
 def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer, symptom):
@@ -133,6 +134,17 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
     assert made["costs"][0]["name"] == layer and made["costs"][0]["sure"]
     assert symptom in made["answer"][0] and made["answer"][0].startswith(f"{layer} costs ")
     assert layer in made["skip_line"] and made["skip_line"] in said
+
+
+@pytest.mark.parametrize("fault", ["nearest", "none"])
+def test_rounding_to_nearest_is_not_called_stochastic(tmp_path, fault):
+    made, _ = run("single_fp8_te_nvfp4", tmp_path / "out", "tests/scripts/faults.py", fault)
+    named = "The output gradient of stem, middle, late is rounded to nearest, where the recipe says stochastically"
+    assert (made["answer"][0] == named) == (fault == "nearest")
+    for layer in made["layers"].values():
+        share = layer["gradient_up_or_down%"]
+        assert share == 0 if fault == "nearest" else 10 < share < 40
+        assert layer["input_overflows%"] == layer["gradient_overflows%"] == 0
 
 
 def test_a_script_of_ones_own_that_evaluates_on_its_way(tmp_path, monkeypatch):
