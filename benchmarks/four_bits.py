@@ -34,6 +34,7 @@ BASELINE, WHOLE = "bf16", "nvfp4"
 MARGIN = 0.005  # two losses that differ by less are equal, as in benchmarks/study.py
 SMALL = ("--model", "llama_nano", "--sequence_length", "32", "--per_device_train_batch_size", "8", "--eval_steps", "0",
          "--save_steps", "0", "--logging_steps", "50")  # fmt: skip
+TOKENS = 8 * 32  # of a step
 TASKS = {  # {name: (options, steps)}; of the text that benchmarks/study.py calls `code`
     "gpt": ((), 100),
     "words": (("--vocab_size", "2048"), 100),
@@ -180,7 +181,7 @@ def main():
 
 def write(rows):
     tasks = {name: {"options": [*SMALL, *more], "steps": steps} for name, (more, steps) in TASKS.items()}
-    figures = {"margin": MARGIN, "tasks": tasks, "ways": {name: way[3] for name, way in WAYS.items()}}
+    figures = {"margin": MARGIN, "tokens": TOKENS, "tasks": tasks, "ways": {name: way[3] for name, way in WAYS.items()}}
     rows = sorted(rows, key=lambda row: (row["task"], row["seed"], list(WAYS).index(row["way"])))
     save(FILE, figures | {"results": list(results(rows)), "rows": rows},
          ("accelerate", "transformers", "transformer_engine", "torchao"))  # fmt: skip

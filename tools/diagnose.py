@@ -76,6 +76,21 @@ def to_nearest(layer: dict[str, Any]) -> bool:
     return layer.get("gradient_up_or_down%") == 0
 
 
+def unlike_the_recipe(watched: dict[str, Any]) -> Iterator[str]:
+    """Yields what NVFP4's layers do that its recipe does not."""
+    if watched.get("plan", {}).get("level") != "nvfp4":
+        return
+    layers = watched["layers"]
+    if wrong := [name for name, layer in layers.items() if to_nearest(layer)]:
+        yield f"The output gradient of {some(wrong)} is rounded to nearest, where the recipe says stochastically"
+    if wrong := [name for name, layer in layers.items() if any(layer[f"{key}_overflows%"] for key in TENSORS)]:
+        yield f"Values of {some(wrong)} are clipped, which the scale of their own block never does"
+
+
+def some(layers: list[str]) -> str:
+    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+
+
 def skip_line(watched: dict[str, Any], rows: list[dict[str, Any]]) -> str | None:
     """The line for fp8_config, or None if no layer has a significant cost."""
     worst = [row["name"] for row in rows if row["sure"]]
@@ -102,10 +117,7 @@ def diagnosis_of(watched: dict[str, Any], command: str) -> dict[str, Any]:
             f"No layer costs more than about {least:.2g}% of the loss, the smallest cost that {len(watched['pairs'])} "
             f"pairs can show; all FP8 layers together: {together}"
         )
-    nearest = [name for name, layer in watched["layers"].items() if to_nearest(layer)]
-    if nearest:
-        few = ", ".join(nearest[:3]) + (f" and {len(nearest) - 3} more" if len(nearest) > 3 else "")
-        answer.insert(0, f"The output gradient of {few} is rounded to nearest, where the recipe says stochastically")
+    answer = [*unlike_the_recipe(watched), *answer]
     apart = max(abs(100 * (pair["none"] - pair["again"]) / pair["none"]) for pair in watched["pairs"])
     if apart:
         answer.append(f"The same steps, repeated unchanged, differ by up to {apart:.2g}%: a smaller cost is noise")

@@ -33,7 +33,7 @@ from amp8.coded import refuse_a_derivative, refuse_transformed
 from amp8.compiled import output
 from amp8.scaling import E2M1, E4M3, E5M2
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, without
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -93,7 +93,7 @@ class Emulated(Backend):
 
     @property
     def name(self) -> str:
-        return f"{PACKAGES[self.plan.backend]} {self.plan.level}"
+        return f"{PACKAGES[self.plan.backend]} {self.plan.level}{without(self.plan.fp8_options)}"
 
     @property
     def eager_in_eval(self) -> bool:  # pyrefly: ignore[bad-override]

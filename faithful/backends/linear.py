@@ -5,7 +5,7 @@ import fnmatch
 import importlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +68,11 @@ def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
         lines.append(f"fp8_config skip {pattern}: no Linear layer of the model is called so: {hint}")
     if lines:
         raise Refused("\n".join(lines))
+
+
+def without(options: Mapping[str, Any]) -> str:
+    """The parts of NVFP4's recipe that a config leaves out, for the summary line."""
+    return "".join(f", {key}" for key in options if key.startswith("disable_"))
 
 
 def in_fp8(module: nn.Module, *inputs: object) -> bool:

@@ -78,7 +78,8 @@ def test_rehearses(trained, bf16, name):
     assert reasons.keys() == {"head"} | more
     assert re.search(f"not (a multiple|multiples) of {32 if level in ('mxfp8', 'nvfp4') else 16}", reasons["head"])
     assert made["plan"]["emulated"] == (not torch.cuda.is_available()) and evidence["eval_precision"].startswith("bf16")
-    assert f"{evidence['linear_converted']} of 17 Linear in FP8" in run.with_suffix(".log").read_text()
+    bits = "FP4" if level == "nvfp4" else "FP8"
+    assert f"{evidence['linear_converted']} of 17 Linear in {bits}" in run.with_suffix(".log").read_text()
     before, after = initial_weights(), weights(run)
     assert before.keys() == after.keys()
     assert [key for key in before if before[key].equal(after[key])] == [], "frozen"
