@@ -368,6 +368,19 @@ def test_nvfp4_is_the_emulation(left_out, dtype, monkeypatch):
         same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step, bound)
 
 
+def test_nvfp4_on_a_card_is_the_emulation(monkeypatch):
+    """The layer that a run on a card has, with the recipe that its file makes."""
+    from transformer_engine.pytorch import quantization
+
+    monkeypatch.setattr(quantization, "get_device_compute_capability", lambda: (10, 0))
+    monkeypatch.setattr(quantization, "_NVFP4_SUPPORT", None)
+    words = "backend: TE, recipe: nvfp4, disable_stochastic_rounding: true"  # a kernel's random numbers are its own
+    theirs, mine = pair(words, outputs=96, dtype=torch.bfloat16)
+    for step in range(3):
+        x, grad = seeded(40, 64, seed=step).bfloat16() * 10**step, seeded(40, 96, seed=10 + step).bfloat16()
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step, 2**-6)
+
+
 def test_what_a_key_leaves_out_is_what_its_recipe_leaves_out():
     for key in (None, "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
         asked = plan("backend: TE, recipe: nvfp4" + (f", {key}: true" if key else ""))

@@ -145,6 +145,7 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
         ),
         ("neighbours", "Values of stem, middle, late are clipped, which the scale of their own block never does"),
     ],
+    ids=["none", "nearest", "neighbours"],
 )
 def test_what_is_not_nvfp4s_recipe_is_named_first(tmp_path, fault, named):
     made, _ = run("single_fp8_te_nvfp4", tmp_path / "out", "tests/scripts/faults.py", fault)
