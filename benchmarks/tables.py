@@ -285,25 +285,22 @@ def four_bits(figures):
             rows.append([f"`{task}`", words, str(len(against["seeds"])), f"{against['mean']:.3f}",
                          report.difference(against), against["verdict"], report.difference(whole) if whole else "-",
                          whole["verdict"] if whole else "-"])  # fmt: skip
-            if whole and whole["kind"] in ("higher", "lower"):
+            if whole and way != "planted" and whole["kind"] in ("higher", "lower"):
                 sure.append(f"{words}: {whole['verdict']} on `{task}`")
-    heads = [
-        "task",
-        "way",
-        "seeds",
-        "held-out loss",
-        "against bf16, 95% interval",
-        "verdict",
-        "against all parts",
-        "verdict",
-    ]
-    tasks = [
-        f"`{name}`, {task['steps']} steps of {figures['tokens']} tokens" for name, task in figures["tasks"].items()
-    ]
+    heads = ["task", "way", "seeds", "held-out loss", "against bf16, 95% interval", "verdict", "against all parts",
+             "verdict"]  # fmt: skip
+    ran = {row["task"] for row in figures["rows"]}
+    sizes = {
+        name: f"`{name}`, {task['steps']} steps of {figures['tokens']} tokens"
+        for name, task in figures["tasks"].items()
+    }
+    tasks = [size for name, size in sizes.items() if name in ran]
+    left = [f"`{name}` (`python benchmarks/four_bits.py --tasks {name}`)" for name in sizes if name not in ran]
     text = f"{came_from(figures)}; {' and '.join(tasks)}; equal: within {paired.percent(figures['margin'])}. "
     text += f"By the intervals, against NVFP4 with all parts: {'; '.join(sure)}." if sure else (
         "By the intervals, none of the four parts makes a difference that these seeds can show.")  # fmt: skip
-    return f"{text}\n\n{report.table(heads, rows)}"
+    table = report.table(heads, rows)
+    return f"{text}\n\n{table}" + (f"\n\nNot run: {', '.join(left)}." if left else "")
 
 
 TECHNIQUES = (  # what it was called, and the config that it is here
