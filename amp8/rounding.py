@@ -72,8 +72,8 @@ def random_noise(n: int, seed: int, start: int = 0, device: torch.device = CPU) 
     return random_bits(n, seed, start, device).float()
 
 
-def round_stochastically(x: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) -> torch.Tensor:
-    """fp32 values on the grid of fp16 or e4m3 in place of `x`, up or down with probabilities that keep the mean.
+def round_stochastically(x: torch.Tensor, dtype: scaling.Number, noise: torch.Tensor) -> torch.Tensor:
+    """fp32 values on the grid of fp16, e4m3 or e2m1 in place of `x`, up or down with probabilities that keep the mean.
     Saturates. Rounding to nearest loses a change much smaller than a number's last bit; this keeps it on average.
 
     noise: what `random_noise` returned. It is scaled to less than half of the grid's last bit, by one last bit of fp32,
@@ -81,7 +81,7 @@ def round_stochastically(x: torch.Tensor, dtype: torch.dtype, noise: torch.Tenso
     of the grid's last bit for fp16, and 2**-19 for e4m3: that is two of fp32's last bits, one because the noise is
     scaled, and half of one because fp32 rounds the sum.
     """
-    info = torch.finfo(dtype)
+    info = scaling.info(dtype)
     x = x.clamp_(-info.max, info.max)
     unit = scaling.binade(x, info.smallest_normal)
     fp32_bit = torch.finfo(torch.float32).eps / info.eps  # fp32's last bit over the grid's

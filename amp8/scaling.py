@@ -17,20 +17,41 @@ FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine'
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 E4M3 = torch.float8_e4m3fn  # 448 is its largest value; no infinity, one NaN
 E5M2 = torch.float8_e5m2  # 57344; infinity and NaN as in IEEE 754
+
+
+class Format(NamedTuple):
+    """What torch.finfo says of a format, for one of which it knows nothing."""
+
+    max: float
+    smallest_normal: float
+    eps: float
+
+
+E2M1 = Format(6.0, 1.0, 0.5)  # FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6; no infinity, no NaN
+Number = torch.dtype | Format
 PIECE = 1 << 18  # elements: their fp32 copies stay in a core's cache
 FEW = 1 << 13  # elements: fewer are read faster by torch's own cast
 OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are small, and leaves room for clipping
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-def dtype_max(dtype: torch.dtype) -> float:
-    """Largest finite value of a dtype: 448 for e4m3, 57344 for e5m2, 65504 for fp16."""
-    return torch.finfo(dtype).max
+def info(dtype: Number) -> Format:
+    """Its largest finite value, its smallest normal one, and the distance from 1 to the next."""
+    if isinstance(dtype, Format):
+        return dtype
+    known = torch.finfo(dtype)
+    return Format(known.max, known.smallest_normal, known.eps)
+
+
+def dtype_max(dtype: Number) -> float:
+    """Largest finite value of a dtype: 6 for e2m1, 448 for e4m3, 57344 for e5m2, 65504 for fp16."""
+    return info(dtype).max
 
 
 def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
@@ -51,7 +72,7 @@ def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Ten
 
 
 def power_of_two_scale(
-    amax: torch.Tensor, dtype: torch.dtype, margin: int = 0, previous: torch.Tensor | None = None
+    amax: torch.Tensor, dtype: Number, margin: int = 0, previous: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The largest power of two that keeps `amax` within `dtype`, lowered by `margin` powers (FP8-LM's rule).
 
@@ -74,12 +95,19 @@ def power_of_two_scale(
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0 if previous is None else previous)
 
 
-def e8m0_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def e8m0_scale(amax: torch.Tensor, dtype: Number, floor: bool = False) -> torch.Tensor:
     """The scale of an MX block of magnitude `amax`: 2**127 .. 2**-127, whose reciprocal is what E8M0 stores.
 
     The stored exponent is that of amax / max, rounded up (`cvt.rp.satfinite.ue8m0x2.f32`), as in TransformerEngine and
     as RCEIL in torchao; so no finite value saturates. An infinite amax has the last exponent; NaN has E8M0's NaN.
+
+    floor: OCP's own rule, torchao's FLOOR: the exponent of amax less that of max. An amax whose mantissa is larger than
+    max's saturates.
     """
+    if floor:  # without its mantissa, amax is rounded up to itself
+        top = 2.0 ** math.floor(math.log2(dtype_max(dtype)))
+        power = amax.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+        amax = torch.where(amax < math.inf, power * (dtype_max(dtype) / top), amax)
     quotient = (amax * (1 / dtype_max(dtype))).clamp_(max=2.0**127)
     quotient = torch.nn.functional.threshold(quotient, 2.0**-127, 0.0)
     # A mantissa other than 0 carries into the exponent. The bits of NaN are lost; NaN * 0 is NaN.
@@ -87,7 +115,7 @@ def e8m0_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return inverse.clamp_(min=2.0**-127).add_(quotient, alpha=0).reciprocal_()
 
 
-def carry_and_exponent(dtype: torch.dtype) -> tuple[int, int]:
+def carry_and_exponent(dtype: Number) -> tuple[int, int]:
     """Two numbers of `power_of_two_scale`, in the bits of fp32: the scale of an amax is 2**(exponent - ((bits + carry)
     >> 23)). Adding `carry` raises the exponent of an amax whose mantissa is larger than the maximum's."""
     max_mantissa, max_exponent = math.frexp(dtype_max(dtype))
@@ -111,7 +139,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     return (x.float() * scale).clamp(-top, top).to(dtype)
 
 
-def round_to_grid(x: torch.Tensor, smallest_normal: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_to_grid(x: torch.Tensor, smallest_normal: float | torch.Tensor, dtype: Number) -> torch.Tensor:
     """`x` (fp32, contiguous) rounded to nearest even on an FP8 grid that has no upper end, in place.
 
     smallest_normal: where the grid becomes subnormal: the smallest normal of `dtype`, maybe divided by a power-of-two
@@ -125,12 +153,12 @@ def binade(x: torch.Tensor, smallest_normal: float | torch.Tensor) -> torch.Tens
     return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=smallest_normal)
 
 
-def to_grid(x: torch.Tensor, unit: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_grid(x: torch.Tensor, unit: torch.Tensor, dtype: Number) -> torch.Tensor:
     """`x` rounded to the grid of `dtype` in the binade that begins at `unit`, in place."""
     # In x + 1.5 * 2**(e + shift) only the grid's mantissa bits of x are left of the sum's last place, so the addition
     # rounds as hardware does, and the subtraction is exact. In fp32, since a compiler may keep wider intermediates than
     # bf16 and with them what should have been rounded away.
-    magic = 1.5 * 2.0 ** (23 + round(math.log2(torch.finfo(dtype).eps)))
+    magic = 1.5 * 2.0 ** (23 + round(math.log2(info(dtype).eps)))
     return x.add_(unit, alpha=magic).sub_(unit, alpha=magic)
 
 

@@ -84,7 +84,7 @@ WAYS = {
 }  # fmt: skip
 EARLIER = {"o2_nearest": "o2_round_to_nearest"}  # names in rows of before
 ABSENT = {
-    "nvfp4": "no config of this project has it",
+    "nvfp4": "benchmarks/four_bits.py has it",
     "bitsandbytes": "its 8-bit Adam needs a GPU, and no recipe has it",
 }
 

@@ -272,6 +272,37 @@ def gallery(figures):
     return "\n\n".join([f"{came_from(figures)}:", table, *seen])
 
 
+def four_bits(figures):
+    """What each way does to the loss, and NVFP4 without a part beside NVFP4 with all of them."""
+    found = {(row["task"], row["way"], row["against"]): row for row in figures["results"]}
+    rows, sure = [], []
+    for task in figures["tasks"]:
+        for way, words in figures["ways"].items():
+            against = found.get((task, way, "bf16"))
+            if not against:
+                continue
+            whole = found.get((task, way, "nvfp4"))
+            rows.append([f"`{task}`", words, str(len(against["seeds"])), f"{against['mean']:.3f}",
+                         report.difference(against), against["verdict"], report.difference(whole) if whole else "-",
+                         whole["verdict"] if whole else "-"])  # fmt: skip
+            if whole and way != "planted" and whole["kind"] in ("higher", "lower"):
+                sure.append(f"{words}: {whole['verdict']} on `{task}`")
+    heads = ["task", "way", "seeds", "held-out loss", "against bf16, 95% interval", "verdict", "against all parts",
+             "verdict"]  # fmt: skip
+    ran = {row["task"] for row in figures["rows"]}
+    sizes = {
+        name: f"`{name}`, {task['steps']} steps of {figures['tokens']} tokens"
+        for name, task in figures["tasks"].items()
+    }
+    tasks = [size for name, size in sizes.items() if name in ran]
+    left = [f"`{name}` (`python benchmarks/four_bits.py --tasks {name}`)" for name in sizes if name not in ran]
+    text = f"{came_from(figures)}; {' and '.join(tasks)}; equal: within {paired.percent(figures['margin'])}. "
+    text += f"By the intervals, against NVFP4 with all parts: {'; '.join(sure)}." if sure else (
+        "By the intervals, none of the four parts makes a difference that these seeds can show.")  # fmt: skip
+    table = report.table(heads, rows)
+    return f"{text}\n\n{table}" + (f"\n\nNot run: {', '.join(left)}." if left else "")
+
+
 TECHNIQUES = (  # what it was called, and the config that it is here
     ("fp32, apex O0", "single_fp32"),
     ("AMP in fp16, apex O1", "single_fp16"),
@@ -322,6 +353,7 @@ TABLES = {
     "results/install.json": installs,
     "results/estimate.json": estimates,
     "results/strategies.json": strategies,
+    "results/four_bits.json": four_bits,
     "results/kills.json": kills,
     "results/kills_saving.json": kills,
     "results/kills_async.json": kills,

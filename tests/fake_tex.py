@@ -107,6 +107,8 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
     Delayed scaling casts with the scale that it has and records the amax; all others make their scales from the tensor.
     """
+    if type(quantizer).__name__ == "NVFP4Quantizer":
+        return quantize_fp4(tensor, quantizer, output)
     if type(quantizer).__name__ not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
         return quantize_tiles(tensor, quantizer, output)
     fp8 = DTYPES[quantizer.dtype]
@@ -171,6 +173,51 @@ def quantize_tiles(tensor, quantizer, output):
     return kinds["cls"](**parts, **kinds["nontensor_kwargs"])
 
 
+def quantize_fp4(tensor, quantizer, output):
+    """By TransformerEngine's own reference in Python, which rounds to nearest: what is random is a kernel's own."""
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
+
+    if output is not None:
+        raise NotImplementedError("tests/fake_tex.py casts into new tensors only, not by NVFP4Quantizer")
+    square, usage = quantizer.with_2d_quantization, (quantizer.rowwise_usage, quantizer.columnwise_usage)
+    reference = NVFP4QuantizerRef(
+        Fp4Formats.E2M1, *usage, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=quantizer.with_rht
+    )
+    shape, parts = tensor.shape, {}
+    made = reference.quantize(tensor.detach().reshape(-1, shape[-1]))
+    for kind, columns, data, scale, amax in (
+        ("rowwise", False, made.data, made.scale, made.global_amax_row),
+        ("columnwise", True, made.data_t, made.scale_t, made.global_amax_col),
+    ):
+        wanted = data is not None
+        if wanted:
+            room = quantizer.get_scale_shape(shape, columns)
+            scale = F.pad(scale.view(torch.uint8), (0, room[1] - scale.shape[1], 0, room[0] - scale.shape[0]))
+            stored = quantizer.get_columnwise_shape(tuple(shape)) if columns else shape
+            data = data.reshape(quantizer.convert_shape_for_fp4(stored))
+        parts[f"{kind}_data"], parts[f"{kind}_scale_inv"] = (data, scale) if wanted else (None, None)
+        parts[f"amax_{kind}"] = amax if wanted else None
+    kinds = quantizer.storage_metadata(tensor.dtype)
+    if not quantizer.internal:
+        kinds["nontensor_kwargs"].pop("fake_dtype")
+        parts |= {"shape": shape, "dtype": tensor.dtype, "requires_grad": False, "device": tensor.device}
+    return kinds["cls"](**parts, **kinds["nontensor_kwargs"])
+
+
+def fp4_values(x, columns):
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import cast_from_fp4x2
+
+    kind = "columnwise" if columns else "rowwise"
+    data, scale, amax = (getattr(x, name) for name in (f"_{kind}_data", f"_{kind}_scale_inv", f"_amax_{kind}"))
+    if data is None:
+        raise RuntimeError(f"an FP4 tensor without its {'columns' if columns else 'rows'}")
+    data = data.reshape(data.shape[0], -1) if columns else data.reshape(-1, data.shape[-1])
+    out = cast_from_fp4x2(data, torch.float32)
+    out = out * spread(scale.view(torch.float8_e4m3fn).float(), (1, 16), out.shape) * (amax / (6 * 448))
+    return out.t() if columns else out
+
+
 def by_tiles(x, size, fp8):
     """The inverse of the largest power of two that keeps each tile's amax in range; 1 where all is zero."""
     (m, n), (rows, columns) = x.shape, size
@@ -187,6 +234,8 @@ def spread(scales, size, shape):
 
 def values(x, columns=False):
     """fp32 values, two-dimensional, of an ordinary tensor or of an FP8 one's rows or columns."""
+    if hasattr(x, "_fp4_dtype"):
+        return fp4_values(x, columns)
     if not hasattr(x, "_fp8_dtype"):
         return x.reshape(-1, x.shape[-1]).float()
     if hasattr(x, "_scale_inv"):
@@ -234,12 +283,14 @@ def generic_gemm(
     or times its derivative at `gelu_in`."""
     if quantizer is not None:
         raise NotImplementedError("tests/fake_tex.py has no product that casts its result")
-    fp8 = [hasattr(x, "_fp8_dtype") for x in (a, b)]
-    if fp8[0] != fp8[1]:
+    fp8, fp4 = ([hasattr(x, f"_fp{bits}_dtype") for x in (a, b)] for bits in (8, 4))
+    if fp8[0] != fp8[1] or fp4[0] != fp4[1]:
         raise RuntimeError("cuBLASLt takes two FP8 operands or none")
     first, second = values(a, not transa), values(b, transb)
     if any(t.device.type != "cuda" for t in (first, second)):
         raise RuntimeError("cuBLASLt reads device memory only")
+    if fp4[0] and ((first.shape if not transa else first.shape[::-1])[0] % 32 or first.numel() % 32):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: FP4 product: multiples of 32")
     if fp8[0]:
         if {DTYPES[a._fp8_dtype], DTYPES[b._fp8_dtype]} == {torch.float8_e5m2}:
             raise RuntimeError("cuBLASLt multiplies at most one e5m2 operand")

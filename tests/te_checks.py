@@ -6,6 +6,7 @@ file in a process of its own, because neither may leak into other tests:
 
 import copy
 import dataclasses
+import functools
 import pickle
 
 import fake_tex
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from test_emulation import mx_values
 from test_plan import exported_by_accelerate
 from test_te import DELAYED, TE_FILES, config, on_a_gpu, settings_of
 from timm.layers import LayerNorm, LayerNorm2d
@@ -36,11 +38,13 @@ pretend.wear()
 import transformer_engine.pytorch as te  # noqa: E402
 from transformer_engine.common import recipe as recipes  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, cast_from_fp4x2  # noqa: E402
+from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats  # noqa: E402
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer  # noqa: E402
 
 NAMES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling",
-         "mxfp8": "MXFP8BlockScaling"}  # fmt: skip
+         "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +72,7 @@ def test_the_shipped_files_reach_their_recipes():
         given = {
             key: value
             for key, value in yaml.safe_load(path.read_text())["fp8_config"].items()
-            if key not in ("backend", "recipe")
+            if key not in ("backend", "recipe", "skip")
         }
         if "format" in given:
             given["fp8_format"] = recipes.Format[given.pop("format")]
@@ -103,7 +107,7 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
             machine = Machine("cuda", 1, "a card", capability, cuda, ["transformer_engine"])
             monkeypatch.setattr(quantization, "get_device_compute_capability", lambda now=capability: now)
             monkeypatch.setattr(torch.version, "cuda", cuda)
-            for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+            for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
                 monkeypatch.setattr(quantization, name, None)
             try:
                 with te.autocast(recipe=made):
@@ -136,9 +140,10 @@ def test_conversion_goes_on_past_an_odd_shape():
     assert model[1].eps == 1e-5 and not model[2].use_bias and model[3].use_bias
 
 
-def test_mxfp8_takes_multiples_of_32():
+@pytest.mark.parametrize("level", ["mxfp8", "nvfp4"])
+def test_small_blocks_take_multiples_of_32(level):
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64), nn.Linear(64, 96))
-    _, skipped = converted(model, text="backend: TE, recipe: mxfp8")
+    _, skipped = converted(model, text=f"backend: TE, recipe: {level}")
     assert skipped == [("0", "48 is not a multiple of 32"), ("1", "48 is not a multiple of 32")]
     assert type(model[2]) is te.Linear
 
@@ -291,6 +296,101 @@ def test_mxfp8_is_the_emulation(monkeypatch):
     for step in range(3):
         x, grad = seeded(40, 64, seed=step) * 10**step, seeded(40, 96, seed=10 + step) / 10**step
         same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step)
+
+
+def reference(parts, role=None):
+    """TransformerEngine's own quantizer in Python, which rounds to nearest, for a weight or another tensor."""
+    weight = role is not None and role.tensor_type == "weight"
+    tile = (16, 16) if weight and parts.square else (1, 16)
+    return NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=parts.hadamard and not weight)
+
+
+def nvfp4_values(kind):
+    x = mx_values(kind)
+    if kind == "subnormal":
+        return seeded(64, 128) * 2.0**-130
+    return x[:, : x.shape[1] // 32 * 32] if x.shape[0] % 16 == 0 else F.pad(x, (0, 0, 0, -x.shape[0] % 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["every bf16", "every finite bf16 beside others", "one outlier", "zeros", "a million",
+                                  "subnormal", "not finite", "odd sizes"])  # fmt: skip
+def test_nvfp4_has_the_values_of_its_python_reference(kind, dtype):
+    """The numbers times the E4M3 scales of their blocks, along rows, along columns, of 16 x 16, and after the rotation;
+    and the scale of the tensor. Where an amax is infinite or NaN, both products are not finite: only that is compared."""
+    x = seeded(200, 144)[:, :80] if kind == "odd sizes" else nvfp4_values(kind)
+    if kind == "every bf16":
+        x = x[x.isfinite().all(1)]
+        x = F.pad(x, (0, 0, 0, -x.shape[0] % 16))
+    x = x.to(dtype)
+
+    def theirs(square, hadamard):
+        made = NVFP4QuantizerRef(
+            Fp4Formats.E2M1, quant_tile_shape=(16, 16) if square else (1, 16), with_rht=hadamard
+        ).quantize(x)
+        for data, scale, amax in ((made.data, made.scale, made.global_amax_row),
+                                  (made.data_t, made.scale_t, made.global_amax_col)):  # fmt: skip
+            codes = cast_from_fp4x2(data, torch.float32)
+            yield codes * scale.float().repeat_interleave(16, 1)[: len(codes), : codes.shape[1]], amax[0]
+
+    mine = emulation._nvfp4
+    rows, columns = (x, (1, 16)), (x, (16, 1))
+    found = [mine(*rows), mine(*columns), mine(x, (16, 16)), mine(x, (16, 16))]
+    expected = [*theirs(False, False), *theirs(True, False)]
+    if x.shape[0] % 16 == 0:
+        found.append(mine(emulation._hadamard(x), (16, 1)))
+        expected.append([*theirs(False, True)][1])
+    for at, ((codes, scale), (values, amax)) in enumerate(zip(found, expected, strict=True)):
+        if not amax.isfinite():
+            assert not (codes.float() / scale).isfinite().any()
+            continue
+        assert torch.equal(codes.float() if at in (0, 2) else codes.float().t(), values)
+        assert scale == (torch.tensor(448.0 * 6) / amax).clamp(max=torch.finfo(torch.float32).max)
+
+
+@pytest.mark.parametrize("left_out", ["", "disable_rht: true", "disable_2d_quantization: true"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_nvfp4_is_the_emulation(left_out, dtype, monkeypatch):
+    """TransformerEngine's Linear with its own reference of quantizer and product, which rounds to nearest: which operand
+    of which product is rounded how. A number of rows that is no multiple of 32, too."""
+    words = ", ".join(filter(None, ["backend: TE, recipe: nvfp4, disable_stochastic_rounding: true", left_out]))
+    made = ours.recipe(plan(words))
+    parts = emulation.NVFP4(not made.disable_rht, False, not made.disable_2d_quantization)
+    custom = recipes.CustomRecipe(qfactory=functools.partial(reference, parts))
+    monkeypatch.setattr(ours, "recipe", lambda plan: custom)
+    theirs, mine = pair(words, outputs=96, dtype=dtype)
+    for step in range(3):
+        x, grad = (
+            (seeded(40, 64, seed=step) * 10**step).to(dtype),
+            (seeded(40, 96, seed=10 + step) / 10**step).to(dtype),
+        )
+        bound = 2**-6 if dtype == torch.bfloat16 else 0.0
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step, bound)
+
+
+def test_nvfp4_on_a_card_is_the_emulation(monkeypatch):
+    """The layer that a run on a card has, with the recipe that its file makes."""
+    from transformer_engine.pytorch import quantization
+
+    monkeypatch.setattr(quantization, "get_device_compute_capability", lambda: (10, 0))
+    monkeypatch.setattr(quantization, "_NVFP4_SUPPORT", None)
+    words = "backend: TE, recipe: nvfp4, disable_stochastic_rounding: true"  # a kernel's random numbers are its own
+    theirs, mine = pair(words, outputs=96, dtype=torch.bfloat16)
+    for step in range(3):
+        x, grad = seeded(40, 64, seed=step).bfloat16() * 10**step, seeded(40, 96, seed=10 + step).bfloat16()
+        same(results(theirs, x.to("cuda"), grad.to("cuda")), results(mine, x, grad), step, 2**-6)
+
+
+def test_what_a_key_leaves_out_is_what_its_recipe_leaves_out():
+    for key in (None, "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+        asked = plan("backend: TE, recipe: nvfp4" + (f", {key}: true" if key else ""))
+        made, linear = ours.recipe(asked), nn.Sequential(nn.Linear(32, 32))
+        emulation.convert(linear, "nvfp4", **asked.fp8_options)
+        kinds = made.fp4_quant_fwd_inp, made.fp4_quant_fwd_weight, made.fp4_quant_bwd_grad
+        hadamard, stochastic, square = linear[0].nvfp4
+        assert [kind.random_hadamard_transform for kind in kinds] == [hadamard, False, hadamard], key
+        assert [kind.stochastic_rounding for kind in kinds] == [False, False, stochastic], key
+        assert [kind.fp4_2d_quantization for kind in kinds] == [False, square, False], key
 
 
 @pytest.mark.parametrize("rows", [1, 10, 24, 40])

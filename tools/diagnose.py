@@ -63,9 +63,31 @@ def symptoms(layer: dict[str, Any]) -> list[str]:
     shares = []
     for key, words in TENSORS.items():
         shares += [(layer[f"{key}_{what}%"], f"{words} {what} {{:.3g}}%") for what in ("underflows", "overflows")]
+    if to_nearest(layer):
+        return ["the output gradient is rounded to nearest, not stochastically"]
     shares.append((layer["updates_lost%"] or 0, "weight updates lost {:.3g}%"))
     shares += [(layer[f"{key}_underflows%"] or 0, f"{key} underflows {{:.3g}}%") for key in ("exp_avg", "exp_avg_sq")]
     return [words.format(share) for share, words in sorted(shares, reverse=True) if share >= 1]
+
+
+def to_nearest(layer: dict[str, Any]) -> bool:
+    """Whether a layer that should round its gradient stochastically rounded every value to the nearest number."""
+    return layer.get("gradient_up_or_down%") == 0
+
+
+def unlike_the_recipe(watched: dict[str, Any]) -> Iterator[str]:
+    """Yields what NVFP4's layers do that its recipe does not."""
+    if watched.get("plan", {}).get("level") != "nvfp4":
+        return
+    layers = watched["layers"]
+    if wrong := [name for name, layer in layers.items() if to_nearest(layer)]:
+        yield f"The output gradient of {some(wrong)} is rounded to nearest, where the recipe says stochastically"
+    if wrong := [name for name, layer in layers.items() if any(layer[f"{key}_overflows%"] for key in TENSORS)]:
+        yield f"Values of {some(wrong)} are clipped, which the scale of their own block never does"
+
+
+def some(layers: list[str]) -> str:
+    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
 
 
 def skip_line(watched: dict[str, Any], rows: list[dict[str, Any]]) -> str | None:
@@ -94,6 +116,7 @@ def diagnosis_of(watched: dict[str, Any], command: str) -> dict[str, Any]:
             f"No layer costs more than about {least:.2g}% of the loss, the smallest cost that {len(watched['pairs'])} "
             f"pairs can show; all FP8 layers together: {together}"
         )
+    answer = [*unlike_the_recipe(watched), *answer]
     apart = max(abs(100 * (pair["none"] - pair["again"]) / pair["none"]) for pair in watched["pairs"])
     if apart:
         answer.append(f"The same steps, repeated unchanged, differ by up to {apart:.2g}%: a smaller cost is noise")

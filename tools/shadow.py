@@ -32,7 +32,7 @@ TENSORS = ("input", "weight", "gradient")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 Layer = emulation.EmulatedLinear | levels.FP8Linear
-Rounded = tuple[torch.Tensor, torch.Tensor | None, torch.dtype]  # see `rounded`
+Rounded = tuple[torch.Tensor, torch.Tensor | None, scaling.Number]  # see `rounded`
 Rows = dict[str, list[float]]  # of a layer: {what: its value at each step}
 
 
@@ -44,8 +44,8 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded:
-    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, or None if there are
-    several. which: 0 input, 1 weight, 2 output gradient."""
+    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, of NVFP4 one for each
+    value, or None if there are several. which: 0 input, 1 weight, 2 output gradient."""
     dtype = scaling.E4M3
     if isinstance(layer, levels.FP8Linear):
         if which == 1:
@@ -57,6 +57,10 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
         dtype = (scaling.E4M3, layer.gradient_format)[slot]
         scale = levels.cast_scale(scaling.amax(x), layer.scale[slot], layer.updates[slot], dtype, layer.window)
         return scaling.dequantize(scaling.quantize(x, scale, dtype), scale), scale, dtype
+    if layer.recipe == "nvfp4":
+        x, tile, seed = layer.nvfp4.operand(which, for_gemm, x, layer.seed())
+        codes, scale = emulation._nvfp4(x, tile, seed)
+        return codes.float() / scale, nvfp4_scale(x, tile), scaling.E2M1
     dtype = layer.grad_dtype if which == 2 else dtype
     tiny = 1e-12 if layer.recipe in emulation.TORCHAO else 0.0
     if layer.recipe in emulation.TILES:
@@ -72,6 +76,13 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
     else:
         scale = (scaling.dtype_max(dtype) / scaling.amax(x).clamp(min=tiny)).clamp(max=scaling.FP32_MAX)
     return scaling.round_codes(x, scale, dtype).float() / scale, scale, dtype
+
+
+def nvfp4_scale(x: torch.Tensor, tile: emulation.Tile) -> torch.Tensor:
+    """What each value of `x` is multiplied by before it is rounded to FP4."""
+    blocks = emulation._blocks(x, tile)
+    scale = emulation._nvfp4_scales(scaling.amax(blocks, (1, 3)))[2].expand(blocks.shape)
+    return scale.reshape(-1, blocks.shape[2] * blocks.shape[3])[: x.shape[0], : x.shape[1]]
 
 
 class Looking:
@@ -98,7 +109,7 @@ class Looking:
             self.tensor(name, "input", x, *parts[0])
             self.tensor(name, "weight", weight, *parts[1])
             self.product(name, "fprop", parts[0][0] @ parts[1][0].t(), x.float() @ weight.t())
-            tiled = getattr(layer, "recipe", None) in emulation.TILES
+            tiled = getattr(layer, "recipe", None) in (*emulation.TILES, "nvfp4")
             output.register_hook(lambda g: self.backward(name, layer, g, x, weight, None if tiled else parts))
 
         return hook
@@ -116,6 +127,15 @@ class Looking:
         g = g.detach().reshape(-1, g.shape[-1])
         low = rounded(layer, 2, g, "dgrad")
         self.tensor(name, "gradient", g, *low)
+        if isinstance(layer, emulation.EmulatedLinear) and layer.recipe == "nvfp4" and layer.nvfp4.stochastic:
+            nearest = emulation._nvfp4(*layer.nvfp4.operand(2, "dgrad", g, None))
+            between = g != 0
+            add(
+                self.now[name],
+                "gradient_up_or_down",
+                (between & (nearest[0].float() / nearest[1] != low[0])).sum().item(),
+            )
+            add(self.now[name], "gradient_up_or_down_of", between.sum().item())
         w8 = parts[1] if parts else rounded(layer, 1, weight, "dgrad")
         self.product(name, "dgrad", low[0] @ w8[0], g.float() @ weight)
         x8, g8 = (parts[0], low) if parts else (rounded(layer, 0, x, "wgrad"), rounded(layer, 2, g, "wgrad"))
@@ -128,15 +148,16 @@ class Looking:
         x: torch.Tensor,
         low: torch.Tensor,
         scale: torch.Tensor | None,
-        dtype: torch.dtype,
+        dtype: scaling.Number,
     ) -> None:
         nonzero, row = x != 0, self.now[name]
         add(row, f"{which}_elements", x.numel())
         add(row, f"{which}_underflows", (nonzero & (low == 0)).sum().item())
-        top = scaling.dtype_max(dtype)
+        # A scale of 3 bits may leave FP4's largest value at 6.4. Clipped is what would round to more than 6.
+        top = 7.0 if dtype == scaling.E2M1 else scaling.dtype_max(dtype)
         add(row, f"{which}_overflows", 0 if scale is None else (x.float().abs() * scale > top).sum().item())
         row[f"{which}_amax"] = max(row.get(f"{which}_amax", 0.0), scaling.amax(x).item())
-        if scale is not None:
+        if scale is not None and not scale.dim():
             row[f"{which}_reach"] = top / scale.item()
 
     def product(self, name: str, gemm: str, low: torch.Tensor, high: torch.Tensor) -> None:
@@ -198,7 +219,7 @@ def summary(rows: Rows) -> dict[str, Any]:
     for gemm in GEMMS:
         signal, error = sum(rows.get(f"{gemm}_signal", [0])), sum(rows.get(f"{gemm}_error", [0]))
         figures[f"{gemm}_error_db"] = 10 * math.log10(error / signal) if signal and error else None
-    for what in ("updates_lost", "exp_avg_underflows", "exp_avg_sq_underflows"):
+    for what in ("updates_lost", "exp_avg_underflows", "exp_avg_sq_underflows", "gradient_up_or_down"):
         total = sum(rows.get(f"{what}_of", [0]))
         figures[f"{what}%"] = 100 * sum(rows[what]) / total if total else None
     return figures

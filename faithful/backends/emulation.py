@@ -2,7 +2,7 @@
 definitions, for a rehearsal on a CPU.
 
 Every operand of every product is rounded to exactly the values that FP8 has under its scale; only the speed differs.
-bf16 can hold each of these values, so one bf16 product does the arithmetic.
+bf16 can hold each of these values, so one bf16 product does the arithmetic. FP4 has three parts, described at NVFP4.
 
 recipe               scales: input and grad_output, weight   formats                    power of two
 tensorwise (torchao) one, from its own amax                  e4m3, gradients e5m2       no
@@ -12,12 +12,15 @@ delayed (TE)         one, from a history of amaxes           HYBRID or E4M3     
 current (TE)         one, from its own amax                  HYBRID or E4M3             no
 block (TE)           1 x 128 values, 128 x 128 values        E4M3 (TE's own) or HYBRID  yes
 mxfp8 (TE)           1 x 32 values along each product's sum  E4M3                       yes, E8M0
+nvfp4 (TE)           1 x 16 values, and one; weight 16 x 16  E2M1                       no, E4M3 and fp32
 
 Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling,
-MXFP8BlockScaling and its kernel in common/CuTeDSL/cast/mxfp8).
+MXFP8BlockScaling and its kernel in common/CuTeDSL/cast/mxfp8, NVFP4BlockScaling and pytorch/custom_recipes/
+reference_nvfp4.py).
 The FP8 numbers themselves are amp8's.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -25,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp8 import scaling
+from amp8 import rounding, scaling
 from amp8.coded import refuse_a_derivative, refuse_transformed
 from amp8.compiled import output
-from amp8.scaling import E4M3, E5M2
+from amp8.scaling import E2M1, E4M3, E5M2
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, without
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -56,11 +59,32 @@ TILES = {
     "block": Tiles((1, 128), (128, 128), (128, 128), (128, 1)),
     "mxfp8": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
 }
+NV = 16  # the values of a block whose scale is E4M3
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-TRANSFORMER_ENGINE = ("delayed", "current", "block", "mxfp8")
+TRANSFORMER_ENGINE = ("delayed", "current", "block", "mxfp8", "nvfp4")
 FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
 GRAD_DTYPES = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3}  # where none is chosen
 PACKAGES: dict[str | None, str] = {"ao": "torchao", "te": "TransformerEngine"}
+
+
+class NVFP4(NamedTuple):
+    """What of TransformerEngine's NVFP4BlockScaling a layer does beside its blocks; all of it by default."""
+
+    hadamard: bool = True  # input and grad_output of grad_weight are rotated, in blocks of 16 tokens
+    stochastic: bool = True  # grad_output is rounded up or down by chance, so that its mean stays
+    square: bool = True  # a scale for 16 x 16 values of the weight, so that both products have the same weight
+
+    def operand(
+        self, which: int, product: str, x: torch.Tensor, seed: int | None
+    ) -> tuple[torch.Tensor, Tile, int | None]:
+        """(what is rounded, its tile, its seed) of an operand: `which` is 0 for the input, 1 for the weight, 2 for
+        grad_output; product: fprop, dgrad or wgrad. seed: see EmulatedLinear.seed."""
+        if which == 1:
+            return x, (NV, NV) if self.square else (1, NV) if product == "fprop" else (NV, 1), None
+        seed = seed if which == 2 else None
+        if product != "wgrad":
+            return x, (1, NV), seed
+        return _hadamard(x) if self.hadamard else x, (NV, 1), None if seed is None else rounding.mixed(seed)
 
 
 class Emulated(Backend):
@@ -69,7 +93,7 @@ class Emulated(Backend):
 
     @property
     def name(self) -> str:
-        return f"{PACKAGES[self.plan.backend]} {self.plan.level}"
+        return f"{PACKAGES[self.plan.backend]} {self.plan.level}{without(self.plan.fp8_options)}"
 
     @property
     def eager_in_eval(self) -> bool:  # pyrefly: ignore[bad-override]
@@ -93,7 +117,7 @@ class Emulated(Backend):
         return skipped
 
     def after_backward(self, model: nn.Module) -> None:
-        if self.plan.level == "delayed":  # TransformerEngine updates its scales after every micro-batch
+        if self.plan.level in ("delayed", "nvfp4"):  # TransformerEngine updates its scales after every micro-batch
             update_scales(model)
 
 
@@ -106,12 +130,16 @@ def convert(
     margin: int = 0,
     amax_history_len: int = 1024,
     amax_compute_algo: str = "max",
+    disable_rht: bool = False,
+    disable_stochastic_rounding: bool = False,
+    disable_2d_quantization: bool = False,
 ) -> list[tuple[str, str]]:
     """Turns the model's nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same
     Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
 
     recipe: a name from the table above. module_filter(module, name) -> bool chooses layers. `fp8_format` is for TE's
-    recipes but mxfp8; the last three for "delayed". Returns [(name, reason)] for every Linear left as it was.
+    recipes but mxfp8 and nvfp4; the next three for "delayed", the last three for "nvfp4". Returns [(name, reason)] for
+    every Linear left as it was.
     """
     if recipe not in TORCHAO + TRANSFORMER_ENGINE:
         raise ValueError(f"recipe must be one of {', '.join(TORCHAO + TRANSFORMER_ENGINE)}, got {recipe!r}")
@@ -130,6 +158,10 @@ def convert(
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
         module = cast(EmulatedLinear, module)
         module.recipe, module.grad_dtype, module.fp8 = recipe, grad_dtype, True
+        if recipe == "nvfp4":
+            module.nvfp4 = NVFP4(not disable_rht, not disable_stochastic_rounding, not disable_2d_quantization)
+            module.number = zlib.crc32(name.encode())
+            module.register_buffer("fp8_backwards", torch.zeros((), dtype=torch.int64))
         if recipe == "delayed":
             module.margin, module.amax_compute_algo = margin, amax_compute_algo
             zeros = torch.zeros(amax_history_len, 3, device=module.weight.device)
@@ -157,12 +189,16 @@ class EmulatedLinear(nn.Linear):
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
-    every key that starts with `fp8_` after its last dot.
+    every key that starts with `fp8_` after its last dot. NVFP4 counts the backward passes in `fp8_backwards` for its
+    random numbers: see `seed`.
     """
 
     recipe: str
     grad_dtype: torch.dtype
     fp8: bool
+    nvfp4: NVFP4
+    number: int  # a hash of the layer's name
+    fp8_backwards: torch.Tensor
     margin: int
     amax_compute_algo: str
     fp8_amax_history: torch.Tensor
@@ -176,12 +212,27 @@ class EmulatedLinear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         tokens = input.reshape(-1, self.in_features)
         tiny = 1e-12 if self.recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
-        if self.recipe in TILES:
+        if self.recipe == "nvfp4":
+            out = _NVFP4.apply(tokens, self.weight, self.bias, self.nvfp4, self.seed())
+        elif self.recipe in TILES:
             out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
         else:
             state = (self.fp8_amax_history, self.fp8_scale) if self.recipe == "delayed" else (None, None)
             out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, tiny, *state)
         return out.view(*input.shape[:-1], self.out_features)
+
+    def seed(self) -> int | None:
+        """Of the random numbers of the next backward pass, or None if there are none: a hash of the seed that this
+        process has given to torch, its rank, the layer and the number of backward passes. Checkpoints hold the first
+        and the last, so a resumed run has the same numbers; and no other random number changes."""
+        if not self.nvfp4.stochastic:
+            return None
+        hashed: int = 0
+        there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        seed = torch.initial_seed() + (torch.distributed.get_rank() << 32 if there else 0)
+        for number in (seed, seed >> 32, self.number, int(self.fp8_backwards)):
+            hashed = rounding.mixed((hashed + number) & rounding.MASK)
+        return hashed
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "EmulatedLinear":
         """Moves with the model, but stays fp32: `model.bfloat16()` must not round the scales."""
@@ -199,11 +250,15 @@ class EmulatedLinear(nn.Linear):
 @torch.no_grad()
 def update_scales(model: nn.Module) -> None:
     """Updates delayed scaling: stores the new amaxes of all layers in their histories and computes the next scales.
-    Call it after each backward, as TE itself does, or after each optimizer step. With other recipes it does nothing.
+    Call it after each backward, as TE itself does, or after each optimizer step. NVFP4 counts these calls. With other
+    recipes it does nothing.
 
     If torch.distributed is initialised, the amaxes are the maximum over all ranks, by one all-reduce of 12 bytes per
     layer.
     """
+    counts = [m.fp8_backwards for m in model.modules() if isinstance(m, EmulatedLinear) and m.recipe == "nvfp4"]
+    if counts:
+        torch._foreach_add_(counts, 1)
     layers = [m for m in model.modules() if isinstance(m, EmulatedLinear) and m.recipe == "delayed"]
     if not layers:
         return
@@ -321,17 +376,13 @@ class _Tiled(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _rounded(x: torch.Tensor, dtype: torch.dtype, tile: Tile, tiny: float) -> torch.Tensor:
+def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float) -> torch.Tensor:
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16)
-    (m, n), (rows, columns) = x.shape, (size or full for size, full in zip(tile, x.shape, strict=True))
-    padded = F.pad(x, (0, -n % columns, 0, -m % rows)) if m % rows or n % columns else x
-    blocks = padded.reshape(-1, rows, padded.shape[1] // columns, columns)
-    amax, info = scaling.amax(blocks, (1, 3)), torch.finfo(dtype)
-    mx = MX in tile
+    blocks = _blocks(x, tile)
+    amax, info, mx = scaling.amax(blocks, (1, 3)), scaling.info(dtype), MX in tile
     scale = scaling.e8m0_scale(amax, dtype) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
-    inverse = scale.reciprocal()
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         y = piece.to(torch.float32, copy=True).mul_(scale)
@@ -339,15 +390,122 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, tile: Tile, tiny: float) -> to
             y.clamp_(-info.max, info.max)  # an infinity; nothing else saturates under a scale from its own amax
         return scaling.round_to_grid(y, info.smallest_normal, dtype).mul_(inverse)
 
+    return _piece_by_piece(rounded, x, blocks, scale, scale.reciprocal())
+
+
+def _blocks(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """`x` [rows, columns] as [tiles, rows of a tile, tiles, columns of a tile], filled up with zeros."""
+    rows, columns = (size or full for size, full in zip(tile, x.shape, strict=True))
+    m, n = x.shape
+    padded = F.pad(x, (0, -n % columns, 0, -m % rows)) if m % rows or n % columns else x
+    return padded.reshape(-1, rows, padded.shape[1] // columns, columns)
+
+
+def _piece_by_piece(
+    rounded: Callable[..., torch.Tensor], x: torch.Tensor, blocks: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """rounded(blocks, *others), elementwise, as bf16 in the shape of `x`, in pieces that stay in the cache. others:
+    broadcastable to the blocks."""
     if torch.compiler.is_compiling():
-        out = rounded(blocks, scale, inverse).to(torch.bfloat16)
+        out = rounded(blocks, *others).to(torch.bfloat16)
     else:
         out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=x.device)
         dim, pieces = int(len(blocks) == 1), max(1, blocks.numel() // scaling.PIECE)
-        parts = (t.expand(blocks.shape).chunk(pieces, dim) for t in (blocks, scale, inverse, out))
-        for piece, one_scale, one_inverse, codes in zip(*parts, strict=True):
-            codes.copy_(rounded(piece, one_scale, one_inverse))
-    return out.view(padded.shape)[:m, :n]
+        parts = (t.expand(blocks.shape).chunk(pieces, dim) for t in (blocks, *others, out))
+        for piece, *rest, codes in zip(*parts, strict=True):
+            codes.copy_(rounded(piece, *rest))
+    m, n = x.shape
+    return out.view(-1, blocks.shape[2] * blocks.shape[3])[:m, :n]
+
+
+def _nvfp4(x: torch.Tensor, tile: Tile, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [rows, columns] in NVFP4: (codes, scale), with the values codes / scale. codes: FP4's numbers times the E4M3
+    scale of their tile, as bf16, which holds each such product exactly. scale: 0-d, of the whole tensor. seed: of the
+    random numbers if it is rounded stochastically."""
+    if not x.numel():
+        return x.to(torch.bfloat16), x.new_ones((), dtype=torch.float32)
+    blocks = _blocks(x, tile)
+    scale, block, inverse = _nvfp4_scales(scaling.amax(blocks, (1, 3)))
+    noise = () if seed is None else (rounding.random_noise(blocks.numel(), seed, device=x.device).view(blocks.shape),)
+
+    def rounded(piece: torch.Tensor, block: torch.Tensor, inverse: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor:
+        y = piece.to(torch.float32, copy=True).mul_(inverse)
+        if noise:
+            y = rounding.round_stochastically(y, E2M1, *noise)
+        else:
+            y = scaling.round_to_grid(y.clamp_(-E2M1.max, E2M1.max), E2M1.smallest_normal, E2M1)
+        return y.mul_(block)
+
+    return _piece_by_piece(rounded, x, blocks, block, inverse, *noise), scale
+
+
+def _nvfp4_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(scale of the tensor, scales of its tiles, what a value is multiplied by) for the amaxes of the tiles, rounded
+    where TransformerEngine rounds."""
+    top = scaling.dtype_max(E4M3)
+    scale = torch.full_like(amax.amax(), top * E2M1.max) / amax.amax()
+    finite = torch.where(scale == 0, 1.0, scale.clamp(max=scaling.FP32_MAX))  # of an infinity, of zeros
+    block = (amax * (finite * (1 / E2M1.max))).clamp_(max=top)
+    block = scaling.round_to_grid(block, scaling.info(E4M3).smallest_normal, E4M3)
+    return (
+        scale.clamp(max=scaling.FP32_MAX),
+        block,
+        (block * finite.reciprocal()).reciprocal_().clamp_(max=scaling.FP32_MAX),
+    )
+
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # random once, in TransformerEngine
+# Sylvester's matrix of 16 x 16 with these signs, and of length 1: a row for each value that goes in
+HADAMARD = [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(NV)] for i, sign in enumerate(SIGNS)]
+
+
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
+    """`x` [tokens, columns], filled up with zeros to blocks of 16 tokens, each of them rotated by a Hadamard matrix
+    with random signs. An outlier becomes 16 values of its quarter, and a product that sums over the tokens stays."""
+    blocks = F.pad(x, (0, 0, 0, -x.shape[0] % NV)).view(-1, NV, x.shape[1])
+    with torch.autocast(x.device.type, enabled=False):
+        return (x.new_tensor(HADAMARD).t() @ blocks).view(-1, x.shape[1])
+
+
+class _NVFP4(torch.autograd.Function):
+    """All operands of the three products have 4 bits. Only grad_output is rounded stochastically, and only the operands
+    of grad_weight are rotated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parts: NVFP4,
+        seed: int | None,
+    ) -> torch.Tensor:
+        (x4, x_scale), (w4, w_scale) = (
+            _nvfp4(*parts.operand(which, "fprop", value, None)) for which, value in ((0, x), (1, weight))
+        )
+        ctx.save_for_backward(x, *((w4, w_scale) if parts.square else (weight,)))
+        ctx.rest = parts, seed, weight.dtype, bias.dtype if bias is not None else None
+        out = scaling.product(x4, w4.t(), x_scale, w_scale, x.dtype)
+        return output(out if bias is None else out.add_(bias.to(out.dtype)))
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_a_derivative()
+        x, *weight = ctx.saved_tensors
+        parts, seed, weight_dtype, bias_dtype = ctx.rest
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            w4, w_scale = weight if parts.square else _nvfp4(*parts.operand(1, "dgrad", weight[0], None))
+            g4, g_scale = _nvfp4(*parts.operand(2, "dgrad", grad, seed))
+            dx = scaling.product(g4, w4, g_scale, w_scale, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            x4, x_scale = _nvfp4(*parts.operand(0, "wgrad", x, None))
+            g4, g_scale = _nvfp4(*parts.operand(2, "wgrad", grad, seed))
+            dw = scaling.product(g4.t(), x4, g_scale, x_scale, grad.dtype, pad_inner=True).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            db = grad.sum(0).to(bias_dtype)
+        return dx, dw, db, None, None
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

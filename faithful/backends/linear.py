@@ -3,7 +3,9 @@
 import difflib
 import fnmatch
 import importlib
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,8 @@ from faithful import patches
 from faithful.errors import Refused
 from faithful.models.layers import is_linear, linear_names
 
-ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
+# In a skip list: the first and the last Linear in the order of model.modules(), and the last few.
+ENDS, SHARE = ("first", "last"), re.compile(r"last (\d+)%")
 
 
 def in_bf16() -> dict[str, Any]:
@@ -28,26 +31,36 @@ def in_bf16() -> dict[str, Any]:
 def skipped_by_config(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:
     """{name: reason} of the Linear layers that the config's `skip` excludes, and of peft's adapters: FP8 makes products
     of so low a rank no faster, and they are all that is trained. skip: patterns of their names (fnmatch's `*`, `?` and
-    `[...]`), and the words `first` and `last`."""
+    `[...]`), and the words `first`, `last` and, for the last 15% of them, rounded up, `last 15%`."""
     names = linear_names(model)
     ends = (names[:1] if "first" in skip else []) + (names[-1:] if "last" in skip else [])
+    lasts = {}
+    for share in filter(None, map(SHARE.fullmatch, skip)):
+        few = math.ceil(len(names) * min(int(share[1]), 100) / 100)
+        lasts |= dict.fromkeys(names[len(names) - few :], f"the {share[0]} of the Linear layers")
     adapters = [name for name in names if ".lora_A." in name or ".lora_B." in name]
     return (
         dict.fromkeys(adapters, "an adapter (LoRA)")
+        | lasts
         | dict.fromkeys(ends, "first or last Linear")
         | {name: "skip" for name in names if any(matches(name, pattern) for pattern in skip)}
     )
 
 
 def matches(name: str, pattern: str) -> bool:
-    return pattern not in ENDS and fnmatch.fnmatchcase(name, pattern)
+    return not a_place(pattern) and fnmatch.fnmatchcase(name, pattern)
+
+
+def a_place(pattern: str) -> bool:
+    """Whether an entry of a skip list is no layer's name, but says where layers are."""
+    return pattern in ENDS or bool(SHARE.fullmatch(pattern))
 
 
 def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
     """Raises Refused if a pattern of `skip` matches none of the Linear layers `names`."""
     lines = []
     for pattern in skip:
-        if pattern in ENDS or any(matches(name, pattern) for name in names):
+        if a_place(pattern) or any(matches(name, pattern) for name in names):
             continue
         inside = [f"{pattern}.*"] if any(name.startswith(f"{pattern}.") for name in names) else []
         close = inside or difflib.get_close_matches(pattern, names, 3)
@@ -55,6 +68,11 @@ def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
         lines.append(f"fp8_config skip {pattern}: no Linear layer of the model is called so: {hint}")
     if lines:
         raise Refused("\n".join(lines))
+
+
+def without(options: Mapping[str, Any]) -> str:
+    """The parts of NVFP4's recipe that a config leaves out, for the summary line."""
+    return "".join(f", {key}" for key in options if key.startswith("disable_"))
 
 
 def in_fp8(module: nn.Module, *inputs: object) -> bool:
@@ -87,8 +105,9 @@ def refuse_a_derivative(gradient: torch.Tensor) -> None:
 
 
 def size_multiple(level: str | None) -> int:
-    """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions."""
-    return 32 if level == "mxfp8" else 16
+    """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions, and
+    products of FP4 read 16 bytes at a time."""
+    return 32 if level in ("mxfp8", "nvfp4") else 16
 
 
 def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -> list[tuple[str, str]]:

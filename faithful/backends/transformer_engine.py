@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, once_differentiable, size_multiple, skipped_linears
+from faithful.backends.linear import in_bf16, in_fp8, once_differentiable, size_multiple, skipped_linears, without
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.models.blocks import block_names
@@ -41,7 +41,7 @@ class TransformerEngine(Backend):
 
     @property
     def name(self) -> str:
-        return f"TransformerEngine {self.plan.level}"
+        return f"TransformerEngine {self.plan.level}{without(self.plan.fp8_options)}"
 
     def arguments(self) -> dict[str, Any]:
         return in_bf16()
@@ -152,6 +152,7 @@ def recipe(plan: "Plan") -> Any:
         "current": "Float8CurrentScaling",
         "block": "Float8BlockScaling",
         "mxfp8": "MXFP8BlockScaling",
+        "nvfp4": "NVFP4BlockScaling",
     }
     return getattr(recipe, kinds[plan.level])(**options)
 

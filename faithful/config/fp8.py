@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from faithful.launch.machine import Machine
 
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
+NVFP4_KEYS = "disable_rht disable_stochastic_rounding disable_2d_quantization"  # TransformerEngine's names
 TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
 DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
@@ -187,18 +188,20 @@ class TorchAORules(BackendRules):
 
 class TransformerEngineRules(BackendRules):
     implementation = "transformer_engine"
-    levels = ("delayed", "current", "block", "mxfp8")
+    levels = ("delayed", "current", "block", "mxfp8", "nvfp4")
     keys = "recipe use_mxfp8_block_scaling"
     runs_on_cpu = False
 
     def reads(self, section: Mapping[str, Any]) -> list[str]:
         recipe = section.get("recipe", "delayed")
-        more = TE_KEYS if recipe == "delayed" else "format" if recipe in ("current", "block") else ""
+        more = {"delayed": TE_KEYS, "current": "format", "block": "format", "nvfp4": NVFP4_KEYS}.get(recipe, "")
         return [*super().reads(section), *more.split()]
 
     def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
         if level == "delayed":
             return of_delayed_scaling(get), []
+        if level == "nvfp4":
+            return {name: True for name in NVFP4_KEYS.split() if on(get(name.upper()))}, []
         chosen = {"fp8_format": get("FORMAT") or "HYBRID"} if level in ("current", "block") else {}
         return chosen, []
 
@@ -213,6 +216,8 @@ class TransformerEngineRules(BackendRules):
         has, capability = machine_has(machine), machine.capability or (0, 0)
         if level == "mxfp8" and machine.capability and not (10, 0) <= capability < (12, 0):  # TE's own limits
             yield f"mxfp8 needs compute capability 10.0 to 11.x, {machine.name} has {has}: use {strategy}_fp8_te"
+        elif level == "nvfp4" and machine.capability and capability < (10, 0):
+            yield f"nvfp4 needs compute capability 10.0, {machine.name} has {has}: use {strategy}_fp8_te"
         elif old := list(too_old(settings, machine)):
             yield from old
         elif level == "block" and machine.capability and capability < (9, 0):
@@ -224,10 +229,11 @@ class TransformerEngineRules(BackendRules):
             yield f"TransformerEngine is not installed: {install} (docs/fp8.md says what it needs)"
 
     def linear_cost(self, settings: "Settings") -> LinearCost:
-        amax = 2 if settings.level == "current" else 0  # else the kernel that casts finds it, for the next step
-        cast = amax + 2 + 1 + 1  # and writes a transposed copy
+        fp4 = settings.level == "nvfp4"  # its amaxes are of the tensor itself, and of the rotated one
+        amax = 2 if fp4 or settings.level == "current" else 0  # else the kernel that casts finds it, for the next step
+        cast = amax + 2 + (0.5 + 0.5 if fp4 else 1 + 1)  # and writes a transposed copy
         weight, weight_gradient = (0, 0) if own_bytes(settings) == 2 else (4 + 2, 2 + 4)
-        speed = 0.8 if settings.level == "block" else 1
+        speed = {"block": 0.8, "nvfp4": 2}.get(str(settings.level), 1)
         return LinearCost(
             cast, cast, weight + cast, weight_gradient, kernels=(5, 7), host=1.5e-4, speed=speed
         )  # its modules are written in Python

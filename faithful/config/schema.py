@@ -21,8 +21,12 @@ from faithful.errors import Refused
 SECTIONS = ("fsdp_config", "fp8_config", "dynamo_config", "deepspeed_config", "parallelism_config",
             "megatron_lm_config", "mpirun_config")  # fmt: skip
 PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # their keys may omit `fsdp_`, `fp8_`, `dynamo_`
-# The launcher hands on any key of fp8_config: two are ours, one has no option but is read by TERecipeKwargs.
-FP8 = ("fp8_recipe", "fp8_skip", "fp8_use_mxfp8_block_scaling")
+# The launcher hands on any key of fp8_config: two are ours, TERecipeKwargs reads another without an option, and three
+# are those of TransformerEngine's NVFP4BlockScaling.
+FP8 = {
+    "fp8_recipe": "any", "fp8_skip": "any", "fp8_use_mxfp8_block_scaling": "any", "fp8_disable_rht": "bool",
+    "fp8_disable_stochastic_rounding": "bool", "fp8_disable_2d_quantization": "bool",
+}  # fmt: skip
 OLD = ("fp16", "dynamo_backend")  # keys of earlier versions that Accelerate converts
 # Keys of earlier versions, or that `accelerate config` itself writes, which nothing reads any more.
 UNREAD = {
@@ -88,7 +92,7 @@ def all_keys() -> dict[str, dict[str, str]]:
     for name in handed_on(folder / "utils/launch.py"):  # some keys have no option
         if name.startswith("fsdp_"):
             keys["fsdp_config"].setdefault(name, "str")
-    keys["fp8_config"] |= dict.fromkeys(FP8, "any") | {"fp8_override_linear_precision": "any"}
+    keys["fp8_config"] |= FP8 | {"fp8_override_linear_precision": "any"}
     keys["fsdp_config"]["fsdp_reshard_after_forward"] = "any"  # a boolean, or a strategy of version 1
     return keys
 

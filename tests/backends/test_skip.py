@@ -51,6 +51,11 @@ def test_names_patterns_and_words():
     assert skipped_by_config(model, ["first", "last"]) == dict.fromkeys(
         ("patch", "blocks.1.down"), "first or last Linear"
     )
+    for share, few in ((1, 1), (15, 1), (17, 2), (34, 3), (100, 6), (900, 6), (0, 0)):
+        found = skipped_by_config(model, [f"last {share}%"])
+        assert list(found) == ["patch", "head", *(f"blocks.{i}.{n}" for i in (0, 1) for n in ("up", "down"))][6 - few :]
+        assert set(found.values()) <= {f"the last {share}% of the Linear layers"}
+    assert skipped_by_config(model, ["last 40%", "last"])["blocks.1.down"] == "first or last Linear"
     assert skipped_by_config(model, ["blocks.?.up", "head"]).keys() == {"head", "blocks.0.up", "blocks.1.up"}
     assert skipped_by_config(model, ["blocks", "HEAD"]) == {}
     # what was asked by name comes before what could not be; the default comes after it
@@ -76,7 +81,7 @@ def test_names_patterns_and_words():
 )
 def test_a_pattern_that_names_nothing_is_refused(pattern, hint):
     names = ["patch", "head", "blocks.0.up", "blocks.0.down", "blocks.1.up"]
-    refuse_unknown(["first", "head", "blocks.*.down"], names)
+    refuse_unknown(["first", "last 15%", "head", "blocks.*.down"], names)
     with pytest.raises(Refused) as refused:
         refuse_unknown(["head", pattern, "another_one"], names)
     first, second = str(refused.value).splitlines()

@@ -105,6 +105,7 @@ NO_TE = replace(GPU, packages=["torchao"])
         (config("backend: TE, recipe: mxfp8"), B200),
         (config("backend: TE, recipe: mxfp8"), replace(GPU, name="NVIDIA Thor", capability=(11, 0))),
         (config("backend: TE, recipe: mxfp8"), CPU),
+        *((config("backend: TE, recipe: nvfp4, disable_rht: true"), card) for card in (B200, RTX5090, CPU)),
         (config("backend: TE, recipe: block"), replace(GPU, cuda="12.9")),
         (config("backend: TE, recipe: block"), RTX5090),
         (config(DELAYED), replace(GPU, cuda="12.8")),

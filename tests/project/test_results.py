@@ -121,3 +121,15 @@ def test_what_was_tried_is_in_the_files():
     estimates = result("estimate")["rows"]
     assert f"In all {len(estimates)} real runs" in (ROOT / "docs" / "compare.md").read_text()
     assert all(abs(row["states_off"]) <= 0.10 and abs(row["total_off"]) <= 0.25 for row in estimates)
+
+
+def test_four_bits_are_asked_in_pairs_and_the_planted_fault_is_found():
+    figures = result("four_bits")
+    found = {(row["way"], row["against"]): row for row in figures["results"] if row["task"] == "gpt"}
+    parts = ("no_hadamard", "no_stochastic", "no_square", "no_skip")
+    assert all(len(found[way, "bf16"]["seeds"]) >= 5 for way in ("mxfp8", "nvfp4", *parts))
+    assert all(len(found[way, "nvfp4"]["seeds"]) >= 5 for way in parts)
+    assert found["planted", "bf16"]["kind"] == found["planted", "nvfp4"]["kind"] == "higher", "the fault is seen"
+    for row in figures["rows"]:
+        assert ("TransformerEngine nvfp4" in row["summary"]) == row["config"].endswith("nvfp4")
+        assert row["config"] == "single_bf16" or "emulated: no FP8 hardware" in row["summary"]

@@ -6,6 +6,8 @@ gradients  `stem`'s output gradient has one feature so large that the others fal
 outliers   `middle`'s input is 100 times as large in every other batch: it gets the scale of the batch before
 updates    `slow` learns in steps of 1e-6, less than half of the last bit that an fp16 weight of 0.03 has, and
            weights are rounded to nearest, as MS-AMP rounds them
+neighbours each block of NVFP4 is rounded under the scale of the block beside it; half of `stem`'s input is large
+nearest    NVFP4's stochastic rounding is rounding to nearest
 """
 
 import argparse
@@ -28,6 +30,7 @@ class Net(nn.Module):
     def __init__(self, fault):
         super().__init__()
         self.fault = fault
+        self.size = 1 + 40.0 * (torch.arange(FEATURES) < FEATURES // 2)
         self.stem, self.middle = nn.Linear(FEATURES, 64), nn.Linear(64, 64)
         self.late, self.head = nn.Linear(64, 64), nn.Linear(64, CLASSES)
         if fault == "updates":
@@ -37,7 +40,7 @@ class Net(nn.Module):
                 self.slow.weight[:, 1::2] = -self.slow.weight[:, ::2]
 
     def forward(self, x, gain):
-        x = self.stem(x)
+        x = self.stem(x * self.size if self.fault == "neighbours" else x)
         extra = x.new_zeros(())
         if self.fault == "gradients":
             first, x = x[:, 0], torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], 1)
@@ -91,13 +94,25 @@ def train(accelerator, fault, seed, steps):
             return sum(losses[-steps // 4 :]) / (steps // 4)
 
 
+def plant(fault):
+    """Changes the emulation."""
+    from faithful.backends import emulation
+
+    scales, rounded = emulation._nvfp4_scales, emulation._nvfp4
+    if fault == "neighbours":
+        emulation._nvfp4_scales = lambda amax: scales(amax.roll(1, 2))
+    if fault == "nearest":
+        emulation._nvfp4 = lambda x, tile, seed=None: rounded(x, tile)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fault", choices=("gradients", "outliers", "updates"))
+    parser.add_argument("fault", choices=("gradients", "outliers", "updates", "neighbours", "nearest", "none"))
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--output", help="JSON file for the loss of each seed")
     args = parser.parse_args()
+    plant(args.fault)
     accelerator = Accelerator()
     found = [train(accelerator, args.fault, seed, args.steps) for seed in range(args.seeds)]
     if args.output:

@@ -41,7 +41,7 @@ def sides(layer, x):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block", "mxfp8"]
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block", "mxfp8", "nvfp4"]
 )
 def test_the_shadow_rounds_as_an_emulated_layer_does(recipe):
     torch.manual_seed(0)
@@ -133,6 +133,27 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
     assert made["costs"][0]["name"] == layer and made["costs"][0]["sure"]
     assert symptom in made["answer"][0] and made["answer"][0].startswith(f"{layer} costs ")
     assert layer in made["skip_line"] and made["skip_line"] in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("none", None),
+        (
+            "nearest",
+            "The output gradient of stem, middle, late is rounded to nearest, where the recipe says stochastic",
+        ),
+        ("neighbours", "Values of stem, middle, late are clipped, which the scale of their own block never does"),
+    ],
+    ids=["none", "nearest", "neighbours"],
+)
+def test_what_is_not_nvfp4s_recipe_is_named_first(tmp_path, fault, named):
+    made, _ = run("single_fp8_te_nvfp4", tmp_path / "out", "tests/scripts/faults.py", fault)
+    assert made["answer"][0].startswith(named or ("No layer costs", "The same steps", "stem ", "middle ", "late "))
+    for layer in made["layers"].values():
+        share, clipped = layer["gradient_up_or_down%"], layer["input_overflows%"]
+        assert share == 0 if fault == "nearest" else 10 < share < 40
+        assert clipped > 1 if fault == "neighbours" else clipped == 0
 
 
 def test_a_script_of_ones_own_that_evaluates_on_its_way(tmp_path, monkeypatch):
