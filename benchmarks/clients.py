@@ -488,7 +488,7 @@ def outcome(client, config, folder, checkouts=None):
     right = right and (equal or evidence["sharded"] or made["plan"]["level"] == "o3")
     row |= {"outcome": "ran" if right else "failed", "processes": len(ranks), "equal_weights": equal}
     row |= {"steps": [len(optimizer["norms"]) for optimizer in ranks[0]["optimizers"]]}
-    row |= {key: evidence[key] for key in ("sharded", "linear_converted", "linear_total", "truth")}
+    row |= {key: evidence[key] for key in ("sharded", "linear_converted", "linear_total", "measured")}
     row |= {"bytes_per_parameter": evidence["bytes_per_parameter"]["total"], "notes": made["notes"]}
     if config in ("single_fp32", "ddp_fp32"):
         row |= beside_accelerate(client, config, folder, checkouts, ranks)

@@ -124,7 +124,7 @@ def row_of(task, way, seed, folder, began, status):
     return {
         "task": task, "way": way, "seed": seed, "config": config, "fp8_config": keys, "steps": TASKS[task][1],
         "eval_loss": record["final"]["metrics"]["eval_loss"], "linear": [evidence["linear_converted"],
-        evidence["linear_total"]], "summary": evidence["truth"], "initial_weights": evidence["initial_weights"],
+        evidence["linear_total"]], "summary": evidence["measured"], "initial_weights": evidence["initial_weights"],
         "first_batch": record["seen"]["first_batch"], "step_seconds": record["throughput"]["step_seconds_median"],
         "seconds": round(time.monotonic() - began, 1), "threads": 1,
     }  # fmt: skip

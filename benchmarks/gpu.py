@@ -213,7 +213,7 @@ def train(model, batch, config, steps):
     flop = 3 * batch * forward_flop(model, data)
     return {
         "command": record["command"],
-        "truth": record["evidence"]["truth"],
+        "measured": record["evidence"]["measured"],
         **record["throughput"],
         "flop_per_step": flop,
         "flop_per_second": flop / took,
@@ -291,7 +291,7 @@ def digits(config, steps):
     metrics = {}
     for hidden in (False, True) if torch.cuda.is_available() else (True,):
         record = launched(f"single_{config}", words, {"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
-        metrics["cpu" if hidden else "gpu"] = record["final"]["metrics"] | {"truth": record["evidence"]["truth"]}
+        metrics["cpu" if hidden else "gpu"] = record["final"]["metrics"] | {"measured": record["evidence"]["measured"]}
     return metrics | {"command": record["command"]}
 
 
@@ -395,7 +395,7 @@ def step(config, rehearse):
         record = of(run)
     figures = {key: record["throughput"][key] for key in ("step_seconds_median", "step_seconds_p90")}
     again = len(re.findall("Recompiling function", done["text"]))
-    return figures | {"seconds": done["seconds"], "recompilations": again, "truth": record["evidence"]["truth"],
+    return figures | {"seconds": done["seconds"], "recompilations": again, "measured": record["evidence"]["measured"],
                       "peak_memory_bytes": record["peak_memory_bytes"], "loss": record["final"]["loss"]}  # fmt: skip
 
 
@@ -585,7 +585,7 @@ def report_row(model, record):
         "flop_per_second": flop / took / world,
         "peak_memory_bytes": record["peak_memory_bytes"],
         "loss": record["final"]["loss"],
-        "truth": record["evidence"]["truth"],
+        "measured": record["evidence"]["measured"],
         "versions": record["versions"],
     }
 
@@ -605,9 +605,9 @@ def report_page(about, rate, rows):
                 f"{row['loss']:.4f}",
             ]
         cells.append([f"`{config}`", row["outcome"], *figures])
-    truths = [f"- `{config}`: {row['truth']}" for config, row in rows.items() if "truth" in row]
+    lines = [f"- `{config}`: {row['measured']}" for config, row in rows.items() if "measured" in row]
     parts = ["# What the configs do on this machine", "", *(f"- {key}: {value}" for key, value in about.items())]
-    parts += ["", table(HEADS, cells), "", "What was counted in each run:", "", *truths, ""]
+    parts += ["", table(HEADS, cells), "", "What was counted in each run:", "", *lines, ""]
     return "\n".join(parts)
 
 

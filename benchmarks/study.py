@@ -261,7 +261,7 @@ def row_of(task, way, seed, folder, code, seconds):
         "bytes_per_parameter": evidence["bytes_per_parameter"],
         "parameters": evidence["parameters"],
         "linear": [evidence["linear_converted"], evidence["linear_total"]],
-        "summary": evidence["truth"],
+        "summary": evidence["measured"],
         "emulated": record["plan"]["emulated"],
         "initial_weights": evidence["initial_weights"],
         "first_batch": record["seen"]["first_batch"],

@@ -211,7 +211,7 @@ def page_of(diagnosis: dict[str, Any]) -> str:
     answer = [("", line) for line in diagnosis["answer"]]
     if diagnosis["skip_line"]:
         answer.append(("for fp8_config:", diagnosis["skip_line"]))
-    parts.append(page.section("What was measured", page.words(diagnosis["truth"])))
+    parts.append(page.section("What was measured", page.words(diagnosis["measured"])))
     return page.whole(
         f"Where FP8 hurts: {diagnosis['recipe']}, {diagnosis['plan']['config']}",
         diagnosis["command"],

@@ -107,7 +107,7 @@ def row_of(name: str, runs: list[Run], seeds: set[int | None], fallback: bool) -
     utilization = [run["record"]["gpu_utilization_mean"] for run in runs]
     p90 = [run["record"]["throughput"]["step_seconds_p90"] for run in runs]
     return row | {
-        "truth": evidence["truth"],
+        "measured": evidence["measured"],
         "emulated": record["plan"]["emulated"],
         "rehearsal": record["plan"]["rehearsal"],
         "num_processes": record["plan"]["num_processes"],

@@ -13,7 +13,7 @@ from faithful.disk.readers import count, number, word
 from shared import args
 from shared.args import Refused
 
-SCHEMA = 2  # of run.json
+SCHEMA = 3  # of run.json
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
 # Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
@@ -44,7 +44,7 @@ SEEN = {
     "loss_curve": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
 }  # fmt: skip
 EVIDENCE = {
-    "truth?": words, "parameters?": COUNT, "linear_total": COUNT, "linear_converted": COUNT, "linear_names": [str],
+    "measured?": words, "parameters?": COUNT, "linear_total": COUNT, "linear_converted": COUNT, "linear_names": [str],
     "linear_skipped": [{"name": str, "reason": str}], "share_converted": NOT_ALWAYS, "eval_precision": str,
     "initial_weights": words, "optimizer_owns_all": (None, bool), "wire_bytes_per_step": NOT_ALWAYS,
     "bytes_per_parameter": (None, {str: number}), "share_per_process?": {str: number},
@@ -156,7 +156,7 @@ def problem(record: dict[str, Any], metrics: list[dict[str, Any]]) -> str | None
         return f"{record['status']}: {record['error'] or 'it did not finish'}"
     readers.of_kind("run.json", record, COMPARED)
     evidence, seen = record["evidence"] or {}, record["seen"]
-    lacks = [key for key in ("truth", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
+    lacks = [key for key in ("measured", "bytes_per_parameter", "initial_weights") if not evidence.get(key)]
     lacks += [key for key in ("samples_per_step", "first_batch") if not seen[key]]
     lacks += [] if record["throughput"]["step_seconds_median"] else ["throughput"]
     lacks += [] if logged(record) or seen["loss_curve"] else ["final metrics"]

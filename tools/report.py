@@ -101,7 +101,7 @@ def classes(comparison: dict[str, Any]) -> list[str]:
 def tables(comparison: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """[(title, heads, rows)]: all numbers of the report except the curves."""
     sound = [row for row in comparison["rows"] if not row["error"]]
-    rows = [[row_title(row), row["truth"]] for row in sound if not row["control"]]
+    rows = [[row_title(row), row["measured"]] for row in sound if not row["control"]]
     yield "Results", *results(comparison)
     yield "Speed", *speeds(comparison, sound)
     yield "Memory and wire, per process", *memories(comparison, sound)
@@ -274,7 +274,7 @@ def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
             "samples_per_unit_of_price",
         ):
             line[key] = row.get(key)
-        line["measured"] = row.get("truth")
+        line["measured"] = row.get("measured")
         for name, measure in row.get("measures", {}).items():
             keys = ("mean", "spread", "difference", "relative", "resolution", "more_seeds", "verdict")
             line |= {f"{name}_{key}": measure.get(key) for key in keys}

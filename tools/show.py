@@ -33,7 +33,7 @@ def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "peak memory", memory and f"{memory / 2**20:.0f} MiB per process"
     per_parameter = evidence.get("bytes_per_parameter")
     yield "bytes per parameter", per_parameter and f"{per_parameter['total']:.1f}, of weights, gradients and optimizer"
-    yield "measured", evidence.get("truth")
+    yield "measured", evidence.get("measured")
     yield from (("note", line) for line in record["notes"])
     yield "error", record["error"]
 
@@ -121,7 +121,7 @@ def drawn_layers(evidence: dict[str, Any]) -> str:
 def in_words(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what was counted in sentences: (what, sentence)."""
     plan, evidence = record["plan"], record["evidence"]
-    processes, parts = plan["num_processes"], evidence["truth"].split(" | ")
+    processes, parts = plan["num_processes"], evidence["measured"].split(" | ")
     yield "how", parts[0] + (": a rehearsal on a CPU" if plan["rehearsal"] else "")
     yield "precision", parts[1]
     if plan["precision"] == "fp8":

@@ -153,7 +153,7 @@ class Watch:
         everyone = gather_object([self.looking.rows])
         if running.is_main_process:
             watched = {"recipe": Path(self.args.script[0]).stem,
-                       "truth": self.evidence.record["truth"], "skipped": self.evidence.record["linear_skipped"],
+                       "measured": self.evidence.record["measured"], "skipped": self.evidence.record["linear_skipped"],
                        "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
                        "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
                        "layers": measured(everyone)}  # fmt: skip

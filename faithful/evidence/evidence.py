@@ -225,7 +225,7 @@ class Evidence:
         per_parameter = {key: round(value / total, 4) for key, value in sizes.items()}
         self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
         self.record["parameters"] = total
-        self.record["truth"] = self.summary()
+        self.record["measured"] = self.summary()
 
     def over_all_ranks(self, counts: dict[str, Any], sizes: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
         everyone: list[Any] = [None] * dist.get_world_size()

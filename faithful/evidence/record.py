@@ -270,7 +270,7 @@ class Record:
         p90 = statistics.quantiles(steps.times, n=10, method="inclusive")[-1] if len(steps.times) > 1 else median
         samples = self.seen["samples_per_step"]
         record = {
-            "schema_version": 2,
+            "schema_version": 3,
             "recipe": self.script,
             "command": " ".join(secrets.hidden_in_words(line or [sys.executable, *sys.argv])),
             "args": self.arguments,

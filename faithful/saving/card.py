@@ -82,7 +82,7 @@ def final_metrics(record: dict[str, Any]) -> dict[str, float]:
 def training(record: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """The rows that say how the model was trained, and on what."""
     seen, evidence, args = record["seen"], record["evidence"] or {}, record["args"]
-    yield "measured", evidence.get("truth")
+    yield "measured", evidence.get("measured")
     for name in ("dataset", "model", "learning_rate"):
         yield name, args.get(name) if name != "dataset" else without_paths(str(args.get(name) or ""))
     yield "optimizer", (seen["optimizer"] or {}).get("class")

@@ -89,7 +89,7 @@ def test_it_trains_with_its_level_and_option(tmp_path, strategy, level):
     file = tmp_path / "rounded.yml"
     file.write_text(yaml.safe_dump(mapping(strategy, recipe=level)))
     run = train(file, tmp_path / "run", "--max_steps", 3, "--save_steps", 0)
-    assert f"fp8 rounded {level}, margin 1" in record(run)["evidence"]["truth"]
+    assert f"fp8 rounded {level}, margin 1" in record(run)["evidence"]["measured"]
     assert record(run)["evidence"]["linear_converted"] == 16 and record(run)["plan"]["implementation"] == "rounded"
 
 
@@ -165,5 +165,5 @@ CASES += [pytest.param(name, marks=pytest.mark.slow) for name in ("tp_bf16", "hs
 def test_a_new_backend_trains_under_every_strategy(tmp_path, config):
     recipe = {"name": "gpt"} if config.startswith("tp") else {}
     run = train(config, tmp_path / "run", "--max_steps", 3, "--save_steps", 0, before=install, **recipe)
-    assert "weights rounded to bf16" in record(run)["evidence"]["truth"]
+    assert "weights rounded to bf16" in record(run)["evidence"]["measured"]
     assert all(weight.equal(weight.bfloat16().float()) for weight in weights(run).values())

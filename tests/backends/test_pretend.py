@@ -21,7 +21,7 @@ from shared import vision
 SHORT = ("--max_steps", 4, "--logging_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
          "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
 MSAMP = "(amp8, not Microsoft's package) | 16 of 17 Linear in FP8"
-TRUTH = {  # config -> how its truth line begins
+TRUTH = {  # config -> how its summary line begins
     "single_bf16": "single | bf16 compute |",
     "single_fp8": "single | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
     "single_fp8_msamp_o2": f"single | fp8 MS-AMP O2 {MSAMP}",
@@ -110,7 +110,7 @@ def test_vit(gpu, config, tmp_path):
     made = record(run)
     assert made["status"] == "finished" and made["device_name"] == "NVIDIA H100 (pretended)"
     assert made["plan"]["device"] == "cuda" and not made["plan"]["rehearsal"] and not made["plan"]["emulated"]
-    assert made["evidence"]["truth"].startswith((TRUTH | MORE)[config])
+    assert made["evidence"]["measured"].startswith((TRUTH | MORE)[config])
     assert made["final"]["metrics"]["eval_loss"] < 2.29  # ten classes by chance: 2.303
 
 
@@ -141,7 +141,7 @@ def test_a_trainer_under_a_single_config_takes_one_card_of_eight(gpu, tmp_path):
     run = tmp_path / "run"
     gpu.train("single_bf16", tmp_path / "out", script=script, env={"FAITHFUL_PROJECT_DIR": str(run)}, wear={"count": 8})
     assert record(run)["status"] == "finished" and record(run)["plan"]["device"] == "cuda"
-    assert record(run)["evidence"]["truth"].startswith("single | bf16 compute |")
+    assert record(run)["evidence"]["measured"].startswith("single | bf16 compute |")
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_fp32_is_one_format_in_products_and_convolutions(gpu, tmp_path, asked, i
     env = {"FAITHFUL_PROJECT_DIR": str(tmp_path / "run")}
     codes, said = gpu.run("single_fp32", tmp_path / "out", asked, script=str(tmp_path / "mine.py"), env=env)
     assert codes == [0] and f"during {is_tf32} {is_tf32}" in said, said
-    assert record(tmp_path / "run")["evidence"]["truth"].startswith(f"single | {named} |")
+    assert record(tmp_path / "run")["evidence"]["measured"].startswith(f"single | {named} |")
 
 
 def test_fp16_counts_the_steps_that_were_taken(gpu, tmp_path):
@@ -251,7 +251,7 @@ def test_levels_on_a_card_without_fp8(gpu, tmp_path):
     """An A100: MS-AMP's levels multiply in bf16 there, and say so."""
     a100 = {"capability": (8, 0), "name": "NVIDIA A100 (pretended)"}
     run = gpu.train("single_fp8_msamp_o2", tmp_path / "run", *SHORT, "--max_steps", 1, wear=a100)
-    assert "emulated: no FP8 hardware" in record(run)["evidence"]["truth"]
+    assert "emulated: no FP8 hardware" in record(run)["evidence"]["measured"]
 
 
 AMD = {"capability": (9, 4), "name": "AMD Instinct MI300X (pretended)", "hip": "7.0"}
@@ -291,7 +291,7 @@ def test_every_file_trains_and_goes_on(gpu, config, tmp_path):
     assert evidence["sharded"] == (plan["strategy"] not in ("single", "ddp"))
     converted = "14 of 17 Linear in FP4" if fp4 else "16 of 17 Linear in FP8"
     truth = f"fp8 TransformerEngine {plan['level']} | {converted}, 9 LayerNorm, skipped head (10 is not a"
-    assert truth in evidence["truth"] and record(run)["final"]["metrics"]["eval_loss"] < 2.29  # by chance: 2.303
+    assert truth in evidence["measured"] and record(run)["final"]["metrics"]["eval_loss"] < 2.29  # by chance: 2.303
     assert weights(run).keys() == vision.vit("vit_nano", 8, 1, 10).state_dict().keys()
     held = load_file(run / "checkpoint-2" / "rank0.safetensors")
     scales = {name: tensor for name, tensor in held.items() if name.startswith("0:te/")}
@@ -333,7 +333,7 @@ def test_fsdp_offloaded_to_the_host(gpu, tmp_path):
     path = tmp_path / "fsdp_fp8_te_offload.yml"
     path.write_text(yaml.dump(mapping))
     run = resumed(gpu, str(path), tmp_path, imports=["fake_tex"], processes=2)
-    assert "offloaded to the host" in record(run)["evidence"]["truth"]
+    assert "offloaded to the host" in record(run)["evidence"]["measured"]
 
 
 @needs_te
@@ -352,7 +352,7 @@ def test_fsdp_with_activations_computed_again(gpu, tmp_path):
     for run in (again, kept):
         evidence = record(run)["evidence"]
         assert (evidence["linear_converted"], evidence["layernorm_converted"]) == (16, 9) and evidence["sharded"]
-    assert "activations computed again" in record(again)["evidence"]["truth"]
+    assert "activations computed again" in record(again)["evidence"]["measured"]
 
 
 @needs_te

@@ -51,7 +51,7 @@ def test_its_library_loads_the_folder(tmp_path, name, config, options, library):
     assert {result.metric_type: result.metric_value for result in data.eval_results} == record(tmp_path / "run")[
         "final"
     ]["metrics"]
-    assert record(tmp_path / "run")["evidence"]["truth"].replace("|", "\\|") in (folder / "README.md").read_text()
+    assert record(tmp_path / "run")["evidence"]["measured"].replace("|", "\\|") in (folder / "README.md").read_text()
 
 
 def test_a_model_that_timm_cannot_make_has_no_config(tmp_path):

@@ -40,7 +40,7 @@ def test_rehearses(tmp_path, name):
         return
     run = train(name, tmp_path / "run", *STEPS, before=functools.partial(write_local_share, tmp_path))
     made, asked = record(run), config_file.grammar(name)
-    assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 2
+    assert made["status"] == "finished" and made["error"] is None and made["schema_version"] == 3
     assert made["config"]["name"] == name and made["config"]["sha256"]
     assert {key: made["plan"][key] for key in asked} == asked
     assert made["plan"]["rehearsal"] is CPU_ONLY
@@ -59,7 +59,7 @@ def test_rehearses(tmp_path, name):
     assert made["seen"]["samples_per_step"] == 32 * processes
     log = (tmp_path / "run.log").read_text()
     assert len(log.split("asked: ")) == 2, "one rank speaks"
-    assert len(log.split("vit | ")) == 3 and f"{seen['truth']} | global batch {32 * processes}\n" in log
+    assert len(log.split("vit | ")) == 3 and f"{seen['measured']} | global batch {32 * processes}\n" in log
     # ring accounting: fp32 gradients all-reduced; under FSDP2 gathered twice and reduced once
     sixteen = asked["precision"] != "fp32"
     bytes_each = {"single": 0, "ddp": 4, "fsdp": 4 if sixteen else 6, "hsdp": 6}[

@@ -283,7 +283,7 @@ def test_fsdp1_files_train_as_our_own_config(tmp_path, ours, config, units):
     if config["fsdp_config"]["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP":
         assert made["evidence"]["units"] > 2
         truth = f"sharded in {made['evidence']['units']} units by their size"
-    assert ("sharded as one piece" if units == 1 else truth) in made["evidence"]["truth"]
+    assert ("sharded as one piece" if units == 1 else truth) in made["evidence"]["measured"]
 
 
 @pytest.fixture(scope="module")

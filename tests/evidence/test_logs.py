@@ -307,7 +307,7 @@ accelerator = Accelerator(log_with={asked}, project_dir=folder)
 step(model, optimizer)
 accelerator.end_training()
 """, code=2 if named else 0)  # fmt: skip
-    line = "refused: the script logs with wandb, which is not installed: pip install wandb (for the recipes: ./launch"
+    line = "refused: the script logs with wandb, which is not installed: pip install wandb (in a clone: ./launch"
     assert log.count(line) == log.count("refused") == named and "Traceback" not in log
 
 

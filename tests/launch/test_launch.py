@@ -56,7 +56,7 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
     assert "single_bf16, finished" in shown.stdout and "accuracy" in shown.stdout
     rest = [line for line in shown.stdout.splitlines() if not line.startswith(("  measured ", "  note "))]
     assert rest == lines[at + 1 : after], "the table at the end of a run is the same, without what was printed before"
-    assert result.stdout.count(record(out)["evidence"]["truth"].removesuffix(" | rehearsal on a CPU")) == 1
+    assert result.stdout.count(record(out)["evidence"]["measured"].removesuffix(" | rehearsal on a CPU")) == 1
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "diffusion", "sft"])

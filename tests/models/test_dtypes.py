@@ -144,7 +144,7 @@ def test_it_trains_as_the_same_weights_in_fp32(tmp_path, config, case):
     assert a["seen"]["optimizer"]["class"] == "AdamW"  # the script's, under MS-AMP's levels too
     if "msamp" in config and case == "whole":
         assert a["evidence"]["dtypes"]["parameters"]["float16"] == 2 * 32 * 64  # the masters of `body`
-        assert "parameters float32 and float16, " in a["evidence"]["truth"]
+        assert "parameters float32 and float16, " in a["evidence"]["measured"]
 
 
 def resumed(loaded):

@@ -111,7 +111,7 @@ def test_prepare_model_and_prepare_optimizer_train_as_prepare_does(tmp_path, con
     """Accelerate has them as methods of their own, and a model would not be converted by them."""
     runs = [train(config, tmp_path / way, script=partial(one_by_one, way)) for way in ("prepare", "methods")]
     seen = [record(run)["evidence"] for run in runs]
-    assert seen[0] == seen[1] and seen[0]["truth"]
+    assert seen[0] == seen[1] and seen[0]["measured"]
     held = [dict(checkpoints.tensors_of(run / "checkpoint-2", 0)) for run in runs]
     assert held[0].keys() == held[1].keys()
     of_second = [name for name in held[0] if name.startswith(tensor_keys.of_model(1))]

@@ -66,7 +66,7 @@ def test_two_processes_of_one_run_end_with_equal_weights(tmp_path, client, confi
     assert [rank["processes"] for rank in ranks] == [2, 2] and ranks[0]["weights"] == ranks[1]["weights"]
     assert made["status"] == "finished" and made["recipe"] == client and made["plan"]["config"] == config
     assert made["seen"]["loss_curve"][0][0] == 1
-    assert made["evidence"]["truth"].startswith(f"{made['plan']['strategy']} x2 gloo")
+    assert made["evidence"]["measured"].startswith(f"{made['plan']['strategy']} x2 gloo")
     assert made["evidence"]["linear_converted"] > 0 or "fp8" not in config
     assert len(made["evidence_of_other_models"]) == (client == "gan")
 
@@ -358,7 +358,7 @@ def test_what_a_run_says_is_said_once(tmp_path):
     made, lines = record(tmp_path / "run"), (done.stdout + done.stderr).splitlines()
     assert done.returncode == 0 and made["notes"]
     assert not [line for line in lines if "Enum subclass" in line or "pin_memory" in line]
-    for line in (*made["notes"], made["evidence"]["truth"].removesuffix(" | rehearsal on a CPU"), "finished: "):
+    for line in (*made["notes"], made["evidence"]["measured"].removesuffix(" | rehearsal on a CPU"), "finished: "):
         assert sum(line in said for said in lines) == 1, line
     assert "compare ddp_bf16" not in done.stdout, "this is no recipe"
 

@@ -37,7 +37,7 @@ def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
                       cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     made = record(out)
-    assert (made["recipe"], made["status"], made["schema_version"]) == ("loop", "finished", 2)
+    assert (made["recipe"], made["status"], made["schema_version"]) == ("loop", "finished", 3)
     assert made["final"] is None and made["args"] == {}  # it logs nothing and starts no tracker
     seen, evidence = made["seen"], made["evidence"]
     assert seen["samples_per_step"] == 16 and seen["optimizer"]["class"] == "AdamW"
@@ -47,7 +47,7 @@ def test_a_ten_line_loop_by_accelerate_launch(tmp_path):
     assert evidence["optimizer_owns_all"] and evidence["bytes_per_parameter"]["total"] == 16
     assert evidence["dtypes"]["linear_output"] == "bfloat16" and evidence["parameters"] == 16 * 32 * 2 + 32 + 16
     assert result.stdout.count("asked: loop | ddp x2 | bf16 | rehearsal on a CPU") == 1
-    assert f"loop | {evidence['truth']} | global batch 16" in result.stdout
+    assert f"loop | {evidence['measured']} | global batch 16" in result.stdout
     twin = train("ddp_bf16", tmp_path / "twin", script=script)
     assert record(twin)["seen"] == seen
 

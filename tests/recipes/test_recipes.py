@@ -505,7 +505,7 @@ def test_an_encoder_goes_on_from_a_run_with_another_head(tmp_path):
     assert all(torch.allclose(found[name], before[name], atol=1e-6) for name in before if "classifier" not in name)
 
 
-def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
+def test_the_summary_says_how_little_of_a_resnet_is_fp8(tmp_path):
     def sixteen_classes(rank):
         images = recipe("resnet").images
         load = images.images
@@ -525,7 +525,7 @@ def test_the_truth_says_how_little_of_a_resnet_is_fp8(tmp_path):
 
 
 def test_what_fp8_leaves_alone_is_named():
-    """The truth line names the layers that FP8 leaves: subclasses with their own forward, odd shapes, and shared
+    """The summary line names the layers that FP8 leaves: subclasses with their own forward, odd shapes, and shared
     weights."""
     from torch import nn
 

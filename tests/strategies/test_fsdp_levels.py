@@ -39,15 +39,15 @@ def with_tail(folder, tail, **keys):
     return path
 
 
-def test_the_truth_line_counts_shards_bytes_and_wire(whole):
+def test_the_summary_line_counts_shards_bytes_and_wire(whole):
     made = record(whole(O2))
     evidence = made["evidence"]
-    assert evidence["truth"].startswith(
+    assert evidence["measured"].startswith(
         "fsdp x2 gloo, sharded by Block | fp8 MS-AMP O2 (amp8, not Microsoft's package)"
     )
-    assert "16 of 17 Linear in FP8, skipped head" in evidence["truth"]
-    assert "parameters float32 and float16, gradients float32 and float8_e4m3fn" in evidence["truth"]
-    assert "6.3 B/param, 3.1 in each process" in evidence["truth"]
+    assert "16 of 17 Linear in FP8, skipped head" in evidence["measured"]
+    assert "parameters float32 and float16, gradients float32 and float8_e4m3fn" in evidence["measured"]
+    assert "6.3 B/param, 3.1 in each process" in evidence["measured"]
     inside = round(evidence["share_converted"] * evidence["parameters"])
     dtypes = evidence["dtypes"]
     assert dtypes["parameters"] == {"float16": 196608, "float32": evidence["parameters"] - 196608}
@@ -153,7 +153,7 @@ def test_checkpointed_and_kept_blocks_change_no_number(whole, tmp_path):
     checkpointed = with_tail(tmp_path, "ckpt", fsdp_activation_checkpointing=True)
     run = train(checkpointed, tmp_path / "ckpt", *STEPS)
     assert metrics(run) == metrics(whole(O2)) and distance(run, whole(O2)) == 0
-    assert "activations computed again" in record(run)["evidence"]["truth"]
+    assert "activations computed again" in record(run)["evidence"]["measured"]
     own, other = (load_file(each / "checkpoint-8" / "rank1.safetensors") for each in (run, whole(O2)))
     assert own.keys() == other.keys(), "a checkpoint has the names of the model without wrappers"
     kept = train(with_tail(tmp_path, "noreshard", fsdp_reshard_after_forward=False), tmp_path / "kept", *STEPS)
@@ -168,7 +168,7 @@ def test_frozen_and_tied_weights(whole, tmp_path):
     the first block frozen."""
     run = train(O2, tmp_path / "run", *GPT, "--freeze", 1, name="gpt")
     made = record(run)["evidence"]
-    assert "lm_head" in made["truth"] and made["linear_converted"] == made["linear_total"] - 1
+    assert "lm_head" in made["measured"] and made["linear_converted"] == made["linear_total"] - 1
     frozen = [name for name in weights(run) if ".h.0." in name]
     first, last = (export_of(run, step, tmp_path) for step in (4, 8))
     assert frozen and all(first[name].equal(last[name]) for name in frozen)

@@ -186,10 +186,10 @@ def test_what_else_may_not_differ(runs, tmp_path, change, named):
     [
         ({"status": "failed", "error": "step 5: loss is not finite"}, "failed: step 5: loss is not finite"),
         ({"status": "running"}, "running: it did not finish"),
-        ({"evidence": None}, "lacks evidence: truth, bytes_per_parameter, initial_weights"),
-        ({"evidence__truth": None}, "lacks evidence: truth"),
+        ({"evidence": None}, "lacks evidence: measured, bytes_per_parameter, initial_weights"),
+        ({"evidence__measured": None}, "lacks evidence: measured"),
         ({"seen__first_batch": None}, "lacks evidence: first_batch"),
-        ({"schema_version": 1}, "schema_version 1, this version reads 2: run it again"),
+        ({"schema_version": 2}, "schema_version 2, this version reads 3: run it again"),
         ({"evidence__linear_converted": 0}, "no Linear is recorded as converted"),
         ({"final": None, "seen__loss_curve": []}, "lacks evidence: final metrics"),
         ({"final__metrics__eval_loss": 0.001}, "run.json and metrics.jsonl disagree on eval_loss"),

@@ -604,7 +604,7 @@ def test_a_training_that_the_script_has_dropped_is_freed_and_its_record_closed(t
     assert set(re.findall("alive: .*", log)) == {"alive: []"}, log
     made = [record(file.parent) for file in tmp_path.glob("*/run.json")]
     assert [one["status"] for one in made] == ["finished"] * 3
-    assert all(one["evidence"]["truth"] and len(one["seen"]["loss_curve"]) == 2 and one["finished"] for one in made)
+    assert all(one["evidence"]["measured"] and len(one["seen"]["loss_curve"]) == 2 and one["finished"] for one in made)
 
 
 def test_the_record_of_a_dropped_training_says_how_the_script_failed(tmp_path):
