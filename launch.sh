@@ -56,7 +56,7 @@ setup() {
     [ -x "$here/bin/python" ] && "$here/bin/python" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear "$here"
     rm -f "$here/.complete"
     "$here/bin/python" -m uv --version >/dev/null 2>&1 || said "installs uv" "$here/bin/python" -m pip install --quiet uv
-    grep -oE '^[a-zA-Z0-9._-]+==[^\\]+' "$root/requirements.txt" > "$here/constraints.txt"  # the pins, without hashes
+    grep -oE '^[a-zA-Z0-9._-]+==[^\\]+' "$root/requirements.txt" > "$here/constraints.txt" || :  # the pins, without hashes
     if [ -n "$cpu" ]; then
         setup_cpu
     else
