@@ -121,7 +121,7 @@ LAUNCH_SH = [  # (the script, its words, its exit code, the line)
     ("./launch.sh", "ddp_bf16 --num_processes vit", 2, "--num_processes needs a value before vit"),
     ("./launch.sh", "ddp_bf16 --num_processes recipes/vit.py --max_steps 2", 2, "--num_processes needs a value before recipes/vit.py"),
     ("./launch.sh", "ddp_bf16 --num_procs 2 vit", 2, "unrecognized arguments: --num_procs 2: did you mean --num_processes? (accelerate launch --help"),
-    ("./launch.sh", "setup fast", 2, "setup takes --extra"),
+    ("./launch.sh", "setup fast", 2, "setup takes --cpu and --extra"),
     ("./launch.sh", "show /nowhere", 2, "/nowhere is not the folder of a run"),
 ]  # fmt: skip
 RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process, the line)

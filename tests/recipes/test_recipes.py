@@ -104,7 +104,7 @@ SIBLINGS = {  # lines of each recipe that may differ from the others: those abou
     "bert": r"token|vocab_size|bert|encoder|model: str|pretrained: bool|dataset: str|import.* text |f1|input_ids|found|seen\.append|"
     r"known = |text\.|shape = |F1|learning_rate: float",
     "diffusion": r"diffus|copy|average|best|image_size|dit_|ema_decay|label_dropout|guidance|weight_decay|learning_rate|max_steps: int|seed: int|held_out|loss = |"
-    r"measures|cat\(seen\)|eval_loss|samples|images\.images|shape = |noise|fused|gather_for_metrics|what images|import (copy|torch)$|prepared",
+    r"measures|cat\(seen\)|eval_loss|samples|images\.images|shape = |noise|fused|gather_for_metrics|what images|judged\(values|import (copy|torch)$|prepared",
     "sft": r"sft|answer|lora|checkpointing|packing|skip_long|exact|labels|model: str|pretrained: bool|dataset: str|logits|loss|counts|known = |"
     r"token|import|AdamW|Literal|dtype|optimizers? ?[:=]|learning_rate: float|models\.|loading|likeliest|model = ",
 }
@@ -129,10 +129,11 @@ def test_siblings_share_their_lines(name):
     assert len(own[0]) + len(own[1]) <= {"resnet": 16, "gpt": 50, "bert": 46, "diffusion": 86, "sft": 82}[name]
 
 
-def test_each_recipe_is_140_lines_at_most():
+def test_each_recipe_is_142_lines_at_most():
+    """Three of them keep the best checkpoint."""
     pages = list((ROOT / "recipes").glob("*.py"))
     assert {page.stem for page in pages} >= {"vit", "resnet", "gpt", "bert", "diffusion", "sft"}
-    assert all(len(page.read_text().splitlines()) <= 140 for page in pages)
+    assert all(len(page.read_text().splitlines()) <= 142 for page in pages)
 
 
 @pytest.fixture(scope="module")
