@@ -33,11 +33,11 @@ CANNOT = {
 REFUSED = r"check fsdp_fp16"  # with exit code 2, without a GPU: what the page shows it for
 # What is run in place of a part of a command: (pattern, text).
 SHORTER = [
-    (r"^(\./launch\.sh compare) (.*) -- vit.*", r"\1 --no-estimate --no-twin --seeds 1 \2 -- vit --max_steps 10"),
+    (r"^(\./launch\.sh compare) (.*) -- (vit|gpt).*", r"\1 --no-estimate --no-twin --seeds 1 \2 -- \3 --max_steps 10"),
     (r" --seeds auto", " --max-seeds 1 --seeds auto"),
     (r"--seeds 1 (.*--seeds auto)", r"\1"),
     (r"compare (.*) -- train.py", r"compare --no-estimate --seeds 1 --no-twin \1 -- train.py"),
-    (r"diagnose (\S+) -- vit.*", r"diagnose \1 --look 5 --pairs 2 --after 2 -- vit"),
+    (r"diagnose (\S+) -- (vit|gpt).*", r"diagnose \1 --look 5 --pairs 2 --after 2 -- \2"),
     (r"--max_steps (800|100)\b", "--max_steps 20"),
     (r"(single_bf16 (diffusion|sft)|tp_bf16 gpt|--layer_decay 0.75)(?!.*--max_steps)(.*)", r"\1\3 --max_steps 10"),
     (r"runs/mine --save_steps 100", "runs/mine --max_steps 20 --save_steps 10"),

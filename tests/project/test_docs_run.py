@@ -31,8 +31,8 @@ def test_a_page_is_held_against_what_was_printed(name):
 def test_every_command_was_run_and_prints_what_its_page_says():
     found = json.loads((ROOT / "results" / "docs_run.json").read_text())
     rows = found["rows"]
-    commands = [(page, line[1]) for page in PAGES if page in found["pages"] for line in docs_run.blocks(ROOT / page)]
-    assert "README.md" in found["pages"] and len(commands) >= 40
+    commands = [(page, line[1]) for page in PAGES for line in docs_run.blocks(ROOT / page)]
+    assert "README.md" in PAGES and len(commands) >= 40
     ran = [(row["page"], row["command"]) for row in rows]
     assert ran == commands, "python benchmarks/docs_run.py --output results/docs_run.json --pages PAGE"
     for row in rows:
