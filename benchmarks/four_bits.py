@@ -19,7 +19,7 @@ import time
 
 import torch
 import yaml
-from harness import ROOT, arguments, made, save
+from harness import ROOT, arguments, command, made, save
 from study import RUNS, written_data
 
 from amp8 import scaling
@@ -190,7 +190,13 @@ def main():
 
 def write(rows):
     tasks = {name: {"options": [*SMALL, *more], "steps": steps} for name, (more, steps) in TASKS.items()}
-    figures = {"margin": MARGIN, "tokens": TOKENS, "tasks": tasks, "ways": {name: way[3] for name, way in WAYS.items()}}
+    figures = {
+        "command": command(made(FILE).get("command")),
+        "margin": MARGIN,
+        "tokens": TOKENS,
+        "tasks": tasks,
+        "ways": {name: way[3] for name, way in WAYS.items()},
+    }
     rows = sorted(rows, key=lambda row: (row["task"], row["seed"], list(WAYS).index(row["way"])))
     save(FILE, figures | {"results": list(results(rows)), "rows": rows},
          ("accelerate", "transformers", "transformer_engine", "torchao"))  # fmt: skip
