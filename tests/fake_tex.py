@@ -166,10 +166,15 @@ def quantize_tiles(tensor, quantizer, output):
         stored = quantizer.get_columnwise_shape(tuple(shape)) if columns else shape
         parts[f"{kind}_data"] = data.reshape(stored) if wanted else None
         parts[f"{kind}_scale_inv"] = inverse if wanted else None
+    return as_stored(tensor, quantizer, parts)
+
+
+def as_stored(tensor, quantizer, parts):
+    """The tensor class of a quantizer, of its parts."""
     kinds = quantizer.storage_metadata(tensor.dtype)
     if not quantizer.internal:
         kinds["nontensor_kwargs"].pop("fake_dtype")
-        parts |= {"shape": shape, "dtype": tensor.dtype, "requires_grad": False, "device": tensor.device}
+        parts |= {"shape": tensor.shape, "dtype": tensor.dtype, "requires_grad": False, "device": tensor.device}
     return kinds["cls"](**parts, **kinds["nontensor_kwargs"])
 
 
@@ -198,11 +203,7 @@ def quantize_fp4(tensor, quantizer, output):
             data = data.reshape(quantizer.convert_shape_for_fp4(stored))
         parts[f"{kind}_data"], parts[f"{kind}_scale_inv"] = (data, scale) if wanted else (None, None)
         parts[f"amax_{kind}"] = amax if wanted else None
-    kinds = quantizer.storage_metadata(tensor.dtype)
-    if not quantizer.internal:
-        kinds["nontensor_kwargs"].pop("fake_dtype")
-        parts |= {"shape": shape, "dtype": tensor.dtype, "requires_grad": False, "device": tensor.device}
-    return kinds["cls"](**parts, **kinds["nontensor_kwargs"])
+    return as_stored(tensor, quantizer, parts)
 
 
 def fp4_values(x, columns):

@@ -155,7 +155,7 @@ def run(words: list[str]) -> None:
 
 def help_text() -> str:
     text = HELP.format(command=find.COMMAND)
-    return text if find.CLONE else re.sub(rf"^  ({'|'.join(IN_CLONE)}) .*\n", "", text, flags=re.M)
+    return text if find.CLONE else re.sub(rf"^  ({'|'.join(IN_CLONE)}) .*\n(   .*\n)*", "", text, flags=re.M)
 
 
 def path_of(name: str = "") -> Path:

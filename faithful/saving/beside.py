@@ -21,9 +21,8 @@ from faithful.disk.tensor_files import TensorFile
 from faithful.tensors.names import unwrapped
 
 CONFIG = "config.json"
-FACTS = (
-    "data.json"  # what a recipe writes of its data into the run's folder: sizes, normalization, names of the classes
-)
+# What a recipe writes of its data into the run's folder: sizes, normalization, names of the classes.
+FACTS = "data.json"
 # timm's transform for images that a recipe prepares itself: it resizes the whole image
 PLAIN_IMAGES = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"}
 
@@ -84,9 +83,8 @@ def write_timm(model: nn.Module, folder: Path, facts: dict[str, Any]) -> None:
     with replaced(folder / CONFIG) as temporary:
         timm().models._hub.save_config_for_hf(model, str(temporary), names, data_config=known)
         made = json.loads(temporary.read_text())
-        made.get("model_args", {}).pop(
-            "num_classes", None
-        )  # transformers' loader takes the one beside it, and fails of two
+        # transformers' loader takes the number of classes that stands beside this one, and fails of two.
+        made.get("model_args", {}).pop("num_classes", None)
         for key in ("tag", "license"):  # of timm's own weights
             made["pretrained_cfg"].pop(key, None)
         temporary.write_text(json.dumps(made, indent=2) + "\n")

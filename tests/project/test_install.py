@@ -16,7 +16,7 @@ from test_readme import broken_links
 
 from faithful.evidence.record import code_sha256
 from shared.args import Refused
-from tools import commands, copy_recipe
+from tools import commands, copy_recipe, find
 
 SCRIPT = """
 import torch
@@ -115,6 +115,13 @@ def test_a_script_of_ones_own_trains_with_the_installed_packages(installed, tmp_
     assert made["evidence"]["linear_converted"] == (2 if "fp8" in config else 0)
 
 
+def test_the_help_leaves_out_what_only_a_clone_has(monkeypatch):
+    assert "setup" in commands.help_text() and ".venv" in commands.help_text()
+    monkeypatch.setattr(find, "CLONE", False)
+    text = commands.help_text()
+    assert not [word for word in ("setup", ".venv", "--cpu", "the test suite") if word in text] and "CONFIG" in text
+
+
 SAME = (
     """
 help | --version | ls | path | path vit | path fsdp_fp8.yml | path docs/fp8.md | path vitt | completion | words demo
@@ -136,7 +143,7 @@ def alike(text, root, cwd):
     for place in (os.path.relpath(root, cwd), str(root)):
         text = text.replace(place, "ROOT")
     text = text.replace("./launch.sh", "accelerate-recipes")
-    text = re.sub(r"^  (?:setup|test) .*\n", "", text, flags=re.M)
+    text = re.sub(r"^  (?:setup|test) .*\n(   .*\n)*", "", text, flags=re.M)
     text = re.sub(r"ROOT/docs/configs.md|(?<!/)docs/configs.md", "PAGE", text)
     return " ".join(text.split())
 
