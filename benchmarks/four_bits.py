@@ -20,6 +20,7 @@ import time
 import torch
 import yaml
 from harness import ROOT, arguments, command, made, save
+from planted.neighbours import gpt as neighbours
 from study import RUNS, written_data
 
 from amp8 import scaling
@@ -52,12 +53,6 @@ def in_four_bits():
     emulation._rounded = lambda x, dtype, tile, tiny: sound(x, scaling.E2M1, tile, tiny)
 
 
-def of_neighbours():
-    """A planted fault: each block is rounded under the scale of the block beside it."""
-    sound = emulation._nvfp4_scales
-    emulation._nvfp4_scales = lambda amax: sound(amax.roll(1, 2))
-
-
 WAYS = {  # {name: (config, keys of fp8_config in place of its own, what is changed in the emulation, in words)}
     "bf16": ("single_bf16", {}, None, "the baseline"),
     "control": ("single_bf16", {}, None, "bf16 from weights one rounding apart: chance alone"),
@@ -68,7 +63,7 @@ WAYS = {  # {name: (config, keys of fp8_config in place of its own, what is chan
                       "NVFP4 with gradients rounded to nearest"),
     "no_square": ("single_fp8_te_nvfp4", {"disable_2d_quantization": True}, None, "NVFP4 with 1 x 16 weight blocks"),
     "no_skip": ("single_fp8_te_nvfp4", {"skip": ""}, None, "NVFP4 in the last 15% of the layers too"),
-    "planted": ("single_fp8_te_nvfp4", {}, of_neighbours,
+    "planted": ("single_fp8_te_nvfp4", {}, neighbours.plant,
                 "a planted fault: NVFP4 under the neighbouring block's scales"),
     "mxfp4": ("single_fp8_te_mxfp8", {"skip": "last 15%"}, in_four_bits, "MXFP4, rounded to nearest, last 15% in bf16"),
     "mxfp8_floor": ("single_fp8_te_mxfp8", {}, floored, "MXFP8, scales rounded down (OCP)"),

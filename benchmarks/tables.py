@@ -300,12 +300,13 @@ def four_bits(figures):
     text = f"{came_from(figures)}; {' and '.join(tasks)}; equal: within {paired.percent(figures['margin'])}. "
     text += f"By the intervals, against NVFP4 with all parts: {'; '.join(sure)}." if sure else (
         "By the intervals, none of the four parts makes a difference that these seeds can show.")  # fmt: skip
-    took = {
-        way: statistics.median(row["step_seconds"] for row in figures["rows"] if row["way"] == way)
-        for way in ("bf16", "mxfp8", "nvfp4")
+    took = {(row["task"], row["seed"], row["way"]): row["step_seconds"] for row in figures["rows"]}
+    ratios = {
+        way: statistics.median(took[run] / took[*run[:2], "bf16"] for run in took if run[2] == way)
+        for way in ("mxfp8", "nvfp4")
     }
-    text += " In this emulation a step of MXFP8 takes {mxfp8:.1f} times as long as one of bf16, of NVFP4 {nvfp4:.1f}."
-    text = text.format_map({way: seconds / took["bf16"] for way, seconds in took.items()})
+    text += " In this emulation a step of MXFP8 takes {mxfp8:.1f} times as long as one of bf16, of NVFP4 {nvfp4:.1f}"
+    text = (text + ", the median of the pairs.").format_map(ratios)
     table = report.table(heads, rows)
     return f"{text}\n\n{table}" + (f"\n\nNot run: {', '.join(left)}." if left else "")
 
