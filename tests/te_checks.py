@@ -355,7 +355,7 @@ def test_nvfp4_is_the_emulation(left_out, dtype, monkeypatch):
     of which product is rounded how. A number of rows that is no multiple of 32, too."""
     words = ", ".join(filter(None, ["backend: TE, recipe: nvfp4, disable_stochastic_rounding: true", left_out]))
     made = ours.recipe(plan(words))
-    parts = emulation.NVFP4(not made.disable_rht, False, not made.disable_2d_quantization)
+    parts = emulation.NVFP4(hadamard=not made.disable_rht, stochastic=False, square=not made.disable_2d_quantization)
     custom = recipes.CustomRecipe(qfactory=functools.partial(reference, parts))
     monkeypatch.setattr(ours, "recipe", lambda plan: custom)
     theirs, mine = pair(words, outputs=96, dtype=dtype)
@@ -387,7 +387,7 @@ def test_what_a_key_leaves_out_is_what_its_recipe_leaves_out():
         made, linear = ours.recipe(asked), nn.Sequential(nn.Linear(32, 32))
         emulation.convert(linear, "nvfp4", **asked.fp8_options)
         kinds = made.fp4_quant_fwd_inp, made.fp4_quant_fwd_weight, made.fp4_quant_bwd_grad
-        hadamard, stochastic, square = linear[0].nvfp4
+        _, hadamard, stochastic, square = dataclasses.astuple(linear[0].rounding)
         assert [kind.random_hadamard_transform for kind in kinds] == [hadamard, False, hadamard], key
         assert [kind.stochastic_rounding for kind in kinds] == [False, False, stochastic], key
         assert [kind.fp4_2d_quantization for kind in kinds] == [False, square, False], key

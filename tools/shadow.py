@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -46,36 +46,27 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded:
     """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, of NVFP4 one for each
     value, or None if there are several. which: 0 input, 1 weight, 2 output gradient."""
-    dtype = scaling.E4M3
     if isinstance(layer, levels.FP8Linear):
         if which == 1:
             codes = levels.fp8_weight(layer.codes, layer.weight_scale, False)
             scale = levels.scale_of_operand(layer.codes, layer.weight_scale)
             value = scaling.dequantize(codes, scale)
-            return value.t() if layer.transposed else value, scale, dtype
+            return value.t() if layer.transposed else value, scale, scaling.E4M3
         slot = which // 2
         dtype = (scaling.E4M3, layer.gradient_format)[slot]
         scale = levels.cast_scale(scaling.amax(x), layer.scale[slot], layer.updates[slot], dtype, layer.window)
         return scaling.dequantize(scaling.quantize(x, scale, dtype), scale), scale, dtype
-    if layer.recipe == "nvfp4":
-        x, tile, seed = layer.nvfp4.operand(which, for_gemm, x, layer.seed())
-        codes, scale = emulation._nvfp4(x, tile, seed)
-        return codes.float() / scale, nvfp4_scale(x, tile), scaling.E2M1
-    dtype = layer.grad_dtype if which == 2 else dtype
-    tiny = 1e-12 if layer.recipe in emulation.TORCHAO else 0.0
-    if layer.recipe in emulation.TILES:
-        tiles = emulation.TILES[layer.recipe]
-        tile = {
-            "fprop": (tiles.input, tiles.weight),
-            "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
-            "wgrad": (tiles.grad_weight, None, tiles.grad_weight),
-        }[for_gemm][which]
-        return (x.float() if tile is None else emulation._rounded(x, dtype, tile, tiny).float()), None, dtype
-    if layer.recipe == "delayed":
+    how, state = layer.rounding, layer.state()
+    dtype = how.formats[which]
+    if layer.recipe == "delayed":  # whose operand() would record the amax once more
         scale = layer.fp8_scale[which].clone()
-    else:
-        scale = (scaling.dtype_max(dtype) / scaling.amax(x).clamp(min=tiny)).clamp(max=scaling.FP32_MAX)
-    return scaling.round_codes(x, scale, dtype).float() / scale, scale, dtype
+        codes = scaling.round_codes(x, scale, dtype)  # pyrefly: ignore[bad-argument-type]
+        return codes.float() / scale, scale, dtype
+    codes, scale = how.operand(which, for_gemm, x, *state)
+    values = codes.float() if scale is None else codes.float() / scale
+    if isinstance(how, emulation.NVFP4):
+        scale = nvfp4_scale(*how.block(which, for_gemm, x, *state)[:2])
+    return values, scale, dtype
 
 
 def nvfp4_scale(x: torch.Tensor, tile: emulation.Tile) -> torch.Tensor:
@@ -109,7 +100,7 @@ class Looking:
             self.tensor(name, "input", x, *parts[0])
             self.tensor(name, "weight", weight, *parts[1])
             self.product(name, "fprop", parts[0][0] @ parts[1][0].t(), x.float() @ weight.t())
-            tiled = getattr(layer, "recipe", None) in (*emulation.TILES, "nvfp4")
+            tiled = isinstance(layer, emulation.EmulatedLinear) and not layer.rounding.once(0)
             output.register_hook(lambda g: self.backward(name, layer, g, x, weight, None if tiled else parts))
 
         return hook
@@ -127,14 +118,12 @@ class Looking:
         g = g.detach().reshape(-1, g.shape[-1])
         low = rounded(layer, 2, g, "dgrad")
         self.tensor(name, "gradient", g, *low)
-        if isinstance(layer, emulation.EmulatedLinear) and layer.recipe == "nvfp4" and layer.nvfp4.stochastic:
-            nearest = emulation._nvfp4(*layer.nvfp4.operand(2, "dgrad", g, None))
+        how = getattr(layer, "rounding", None)
+        if isinstance(how, emulation.NVFP4) and how.stochastic:
+            codes, scale = how.operand(2, "dgrad", g, None)  # to nearest
             between = g != 0
-            add(
-                self.now[name],
-                "gradient_up_or_down",
-                (between & (nearest[0].float() / nearest[1] != low[0])).sum().item(),
-            )
+            other = between & (codes.float() / cast(torch.Tensor, scale) != low[0])
+            add(self.now[name], "gradient_up_or_down", other.sum().item())
             add(self.now[name], "gradient_up_or_down_of", between.sum().item())
         w8 = parts[1] if parts else rounded(layer, 1, weight, "dgrad")
         self.product(name, "dgrad", low[0] @ w8[0], g.float() @ weight)

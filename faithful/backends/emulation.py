@@ -22,6 +22,7 @@ The FP8 numbers themselves are amp8's.
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
 
 Tile = tuple[int | None, int | None]
+Codes = tuple[torch.Tensor, torch.Tensor | None]  # (codes, scale), see Rounding.operand
 Filter = Callable[[nn.Module, str], bool]
 
 
@@ -50,6 +52,12 @@ class Tiles(NamedTuple):
     weight: Tile  # of weight [out, in] for the output
     weight_for_grad_input: Tile
     grad_weight: Tile | None  # of input and grad_output for grad_weight; None: that product is not FP8
+
+    def of(self, which: int, product: str) -> Tile | None:
+        """See Rounding."""
+        if product == "wgrad":
+            return self.grad_weight
+        return self.input if which != 1 else self.weight if product == "fprop" else self.weight_for_grad_input
 
 
 MX = 32  # the values of a block whose scale is an E8M0 exponent (OCP Microscaling Formats)
@@ -67,18 +75,83 @@ GRAD_DTYPES = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, 
 PACKAGES: dict[str | None, str] = {"ao": "torchao", "te": "TransformerEngine"}
 
 
-class NVFP4(NamedTuple):
-    """What of TransformerEngine's NVFP4BlockScaling a layer does beside its blocks; all of it by default."""
+Formats = tuple[scaling.Number, scaling.Number, scaling.Number]  # of input, weight and grad_output
 
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a layer rounds the operands of its products: `which` is 0 for the input, 1 for the weight, 2 for grad_output;
+    product: fprop, dgrad or wgrad. Each operand is in two of them."""
+
+    formats: Formats
+
+    def once(self, which: int) -> bool:
+        """Whether both products of an operand have the same codes."""
+        return False
+
+    def operand(self, which: int, product: str, x: torch.Tensor, *state: Any) -> Codes:
+        """(codes, scale) of `x` [rows, columns], with the values codes / scale. scale: 0-d, or None if the codes are
+        the values. state: see EmulatedLinear.state."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Tensorwise(Rounding):
+    """One scale per tensor: from the history if there is one (delayed), else from the tensor itself."""
+
+    tiny: float  # the least amax
+
+    def once(self, which: int) -> bool:
+        return True
+
+    def operand(self, which: int, product: str, x: torch.Tensor, *state: torch.Tensor) -> Codes:
+        amax, dtype = scaling.amax(x), cast(torch.dtype, self.formats[which])
+        if state:
+            history, scales = state
+            scale = scales[which].clone()  # a copy: the backward pass needs this value after the buffer changed
+            scaling.record_(history, amax, which)
+        else:
+            scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=self.tiny)
+            scale = scale.clamp(max=scaling.FP32_MAX)
+        return scaling.round_codes(x, scale, dtype), scale
+
+
+@dataclass(frozen=True)
+class Tiled(Rounding):
+    """One power-of-two scale per tile. Then dequantised values are bf16 values too, and the product needs no scale."""
+
+    tiny: float
+    tiles: Tiles
+
+    def once(self, which: int) -> bool:
+        return which == 1 and self.tiles.weight == self.tiles.weight_for_grad_input
+
+    def operand(self, which: int, product: str, x: torch.Tensor, *state: Any) -> Codes:
+        if tile := self.tiles.of(which, product):
+            x = _rounded(x, self.formats[which], tile, self.tiny)
+        return x, None
+
+
+@dataclass(frozen=True)
+class NVFP4(Rounding):
+    """TransformerEngine's NVFP4BlockScaling. Only grad_output is rounded stochastically, and only the operands of wgrad
+    are rotated."""
+
+    formats: Formats = (E2M1, E2M1, E2M1)
     hadamard: bool = True  # input and grad_output of grad_weight are rotated, in blocks of 16 tokens
     stochastic: bool = True  # grad_output is rounded up or down by chance, so that its mean stays
     square: bool = True  # a scale for 16 x 16 values of the weight, so that both products have the same weight
 
-    def operand(
+    def once(self, which: int) -> bool:
+        return which == 1 and self.square
+
+    def operand(self, which: int, product: str, x: torch.Tensor, *state: Any) -> Codes:
+        return _nvfp4(*self.block(which, product, x, *state))
+
+    def block(
         self, which: int, product: str, x: torch.Tensor, seed: int | None
     ) -> tuple[torch.Tensor, Tile, int | None]:
-        """(what is rounded, its tile, its seed) of an operand: `which` is 0 for the input, 1 for the weight, 2 for
-        grad_output; product: fprop, dgrad or wgrad. seed: see EmulatedLinear.seed."""
+        """(what is rounded, its tile, its seed) of an operand."""
         if which == 1:
             return x, (NV, NV) if self.square else (1, NV) if product == "fprop" else (NV, 1), None
         seed = seed if which == 2 else None
@@ -147,7 +220,15 @@ def convert(
         raise ValueError(f"fp8_format must be HYBRID or E4M3, got {fp8_format!r}")
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
-    grad_dtype = GRAD_DTYPES.get(recipe, FORMATS[fp8_format])
+    formats = (E4M3, E4M3, GRAD_DTYPES.get(recipe, FORMATS[fp8_format]))
+    tiny = 1e-12 if recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
+    how: Rounding = Tensorwise(formats, tiny)
+    if recipe in TILES:
+        how = Tiled(formats, tiny, TILES[recipe])
+    elif recipe == "nvfp4":
+        how = NVFP4(
+            hadamard=not disable_rht, stochastic=not disable_stochastic_rounding, square=not disable_2d_quantization
+        )
     skipped = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -157,9 +238,8 @@ def convert(
             continue
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
         module = cast(EmulatedLinear, module)
-        module.recipe, module.grad_dtype, module.fp8 = recipe, grad_dtype, True
+        module.recipe, module.rounding, module.fp8 = recipe, how, True
         if recipe == "nvfp4":
-            module.nvfp4 = NVFP4(not disable_rht, not disable_stochastic_rounding, not disable_2d_quantization)
             module.number = zlib.crc32(name.encode())
             module.register_buffer("fp8_backwards", torch.zeros((), dtype=torch.int64))
         if recipe == "delayed":
@@ -194,9 +274,8 @@ class EmulatedLinear(nn.Linear):
     """
 
     recipe: str
-    grad_dtype: torch.dtype
+    rounding: Rounding
     fp8: bool
-    nvfp4: NVFP4
     number: int  # a hash of the layer's name
     fp8_backwards: torch.Tensor
     margin: int
@@ -211,21 +290,20 @@ class EmulatedLinear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         tokens = input.reshape(-1, self.in_features)
-        tiny = 1e-12 if self.recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
-        if self.recipe == "nvfp4":
-            out = _NVFP4.apply(tokens, self.weight, self.bias, self.nvfp4, self.seed())
-        elif self.recipe in TILES:
-            out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
-        else:
-            state = (self.fp8_amax_history, self.fp8_scale) if self.recipe == "delayed" else (None, None)
-            out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, tiny, *state)
+        out = _Products.apply(tokens, self.weight, self.bias, self.rounding, *self.state())
         return out.view(*input.shape[:-1], self.out_features)
+
+    def state(self) -> tuple[Any, ...]:
+        """What changes from step to step, for Rounding.operand."""
+        if self.recipe == "delayed":
+            return self.fp8_amax_history, self.fp8_scale
+        return (self.seed(),) if self.recipe == "nvfp4" else ()
 
     def seed(self) -> int | None:
         """Of the random numbers of the next backward pass, or None if there are none: a hash of the seed that this
         process has given to torch, its rank, the layer and the number of backward passes. Checkpoints hold the first
         and the last, so a resumed run has the same numbers; and no other random number changes."""
-        if not self.nvfp4.stochastic:
+        if not cast(NVFP4, self.rounding).stochastic:
             return None
         hashed: int = 0
         there = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -272,108 +350,47 @@ def update_scales(model: nn.Module) -> None:
     for (margin, algo, _), some in alike.items():  # in one go, as each is a dozen operators on few numbers
         histories, scales = [m.fp8_amax_history for m in some], [m.fp8_scale for m in some]
         history, scale = torch.stack(histories, 1), torch.stack(scales)
-        fp8_max = scale.new_tensor([[scaling.dtype_max(dtype) for dtype in (E4M3, E4M3, m.grad_dtype)] for m in some])
+        fp8_max = scale.new_tensor([[scaling.dtype_max(dtype) for dtype in m.rounding.formats] for m in some])
         scaling.update_delayed_(history, scale, fp8_max, margin, algo)
         torch._foreach_copy_(histories, list(history.unbind(1)))
         torch._foreach_copy_(scales, list(scale.unbind()))
 
 
-class _Tensorwise(torch.autograd.Function):
-    """One scale per tensor: from the history if there is one (delayed), else from the tensor itself."""
-
+class _Products(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype,
-        tiny: float,
-        history: torch.Tensor | None,
-        scales: torch.Tensor | None,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Rounding, *state: Any
     ) -> torch.Tensor:
-        x8, x_scale = _codes(x, E4M3, tiny, history, scales, 0)
-        w8, w_scale = _codes(weight, E4M3, tiny, history, scales, 1)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.history, ctx.scales = history, scales  # not saved for backward, because they may change before it
-        ctx.rest = grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
-        out = scaling.product(x8, w8.t(), x_scale, w_scale, x.dtype)
+        x8, x_scale = how.operand(0, "fprop", x, *state)
+        w8, w_scale = how.operand(1, "fprop", weight, *state)
+        kept_x, kept_w = (x8, x_scale) if how.once(0) else (x, None), (w8, w_scale) if how.once(1) else (weight, None)
+        ctx.save_for_backward(*kept_x, *kept_w)
+        ctx.state = state  # not saved for backward, because delayed scaling's may change before it
+        ctx.rest = how, weight.dtype, bias.dtype if bias is not None else None
+        out = _multiply(x8, w8.t(), x_scale, w_scale, x.dtype)
         return output(out if bias is None else out.add_(bias.to(out.dtype)))
 
     @staticmethod
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
-        x8, x_scale, w8, w_scale = ctx.saved_tensors
-        grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
-        g8, g_scale = _codes(grad, grad_dtype, tiny, ctx.history, ctx.scales, 2)
+        x, x_scale, weight, w_scale = ctx.saved_tensors
+        how, weight_dtype, bias_dtype = ctx.rest
+
+        def operand(which: int, product: str, kept: Codes) -> Codes:
+            return kept if how.once(which) else how.operand(which, product, kept[0], *ctx.state)
+
+        kept = how.operand(2, "dgrad", grad, *ctx.state) if how.once(2) else (grad, None)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = scaling.product(g8, w8, g_scale, w_scale, grad.dtype)
+            (g8, g_scale), (w8, w_scale) = operand(2, "dgrad", kept), operand(1, "dgrad", (weight, w_scale))
+            dx = _multiply(g8, w8, g_scale, w_scale, grad.dtype)
         if ctx.needs_input_grad[1]:
-            dw = scaling.product(g8.t(), x8, g_scale, x_scale, grad.dtype, pad_inner=True).to(weight_dtype)
+            (g8, g_scale), (x8, x_scale) = operand(2, "wgrad", kept), operand(0, "wgrad", (x, x_scale))
+            dw = _multiply(g8.t(), x8, g_scale, x_scale, grad.dtype).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
-
-
-def _codes(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    tiny: float,
-    history: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    slot: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    amax = scaling.amax(x)
-    if history is None or scales is None:
-        scale = torch.full_like(amax, scaling.dtype_max(dtype)) / amax.clamp(min=tiny)
-        scale = scale.clamp(max=scaling.FP32_MAX)
-    else:
-        scale = scales[slot].clone()  # a copy: the backward pass needs this value after the buffer changed
-        scaling.record_(history, amax, slot)
-    return scaling.round_codes(x, scale, dtype), scale
-
-
-class _Tiled(torch.autograd.Function):
-    """One power-of-two scale per tile. Then dequantised values are bf16 values too, and the product needs no scale."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tiles: Tiles,
-        grad_dtype: torch.dtype,
-        tiny: float,
-    ) -> torch.Tensor:
-        w8 = _rounded(weight, E4M3, tiles.weight, tiny)
-        ctx.same_weight = tiles.weight == tiles.weight_for_grad_input
-        ctx.save_for_backward(x, w8 if ctx.same_weight else weight)
-        ctx.rest = tiles, grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
-        out = _multiply(_rounded(x, E4M3, tiles.input, tiny), w8.t(), x.dtype)
-        return output(out if bias is None else out.add_(bias.to(out.dtype)))
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_a_derivative()
-        x, weight = ctx.saved_tensors
-        tiles, grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            w8 = weight if ctx.same_weight else _rounded(weight, E4M3, tiles.weight_for_grad_input, tiny)
-            dx = _multiply(_rounded(grad, grad_dtype, tiles.input, tiny), w8, grad.dtype)
-        if ctx.needs_input_grad[1]:
-            g8, x8 = grad, x
-            if tiles.grad_weight is not None:
-                g8 = _rounded(grad, grad_dtype, tiles.grad_weight, tiny)
-                x8 = _rounded(x, E4M3, tiles.grad_weight, tiny)
-            dw = _multiply(g8.t(), x8, grad.dtype).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = grad.sum(0).to(bias_dtype)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, *(None for _ in ctx.state)
 
 
 def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float) -> torch.Tensor:
@@ -467,48 +484,12 @@ def _hadamard(x: torch.Tensor) -> torch.Tensor:
         return (x.new_tensor(HADAMARD).t() @ blocks).view(-1, x.shape[1])
 
 
-class _NVFP4(torch.autograd.Function):
-    """All operands of the three products have 4 bits. Only grad_output is rounded stochastically, and only the operands
-    of grad_weight are rotated."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        parts: NVFP4,
-        seed: int | None,
-    ) -> torch.Tensor:
-        (x4, x_scale), (w4, w_scale) = (
-            _nvfp4(*parts.operand(which, "fprop", value, None)) for which, value in ((0, x), (1, weight))
-        )
-        ctx.save_for_backward(x, *((w4, w_scale) if parts.square else (weight,)))
-        ctx.rest = parts, seed, weight.dtype, bias.dtype if bias is not None else None
-        out = scaling.product(x4, w4.t(), x_scale, w_scale, x.dtype)
-        return output(out if bias is None else out.add_(bias.to(out.dtype)))
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_a_derivative()
-        x, *weight = ctx.saved_tensors
-        parts, seed, weight_dtype, bias_dtype = ctx.rest
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            w4, w_scale = weight if parts.square else _nvfp4(*parts.operand(1, "dgrad", weight[0], None))
-            g4, g_scale = _nvfp4(*parts.operand(2, "dgrad", grad, seed))
-            dx = scaling.product(g4, w4, g_scale, w_scale, grad.dtype)
-        if ctx.needs_input_grad[1]:
-            x4, x_scale = _nvfp4(*parts.operand(0, "wgrad", x, None))
-            g4, g_scale = _nvfp4(*parts.operand(2, "wgrad", grad, seed))
-            dw = scaling.product(g4.t(), x4, g_scale, x_scale, grad.dtype, pad_inner=True).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = grad.sum(0).to(bias_dtype)
-        return dx, dw, db, None, None
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The product of operands. None: the codes are the values."""
+    if a_scale is not None and b_scale is not None:
+        return scaling.product(a, b, a_scale, b_scale, dtype, pad_inner=True)
     operand = torch.float32 if dtype == torch.float32 else torch.bfloat16
     with torch.autocast(a.device.type, enabled=False):
         return (a.to(operand) @ b.to(operand)).to(dtype)

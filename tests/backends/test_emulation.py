@@ -154,9 +154,11 @@ def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
 
 def test_tiny_tensors_are_scaled_as_torchao_scales_them():
     x = torch.full((16, 16), 1e-14)
-    codes, scale = emulation._codes(x, E4M3, 1e-12, None, None, 0)
+    codes, scale = emulation.Tensorwise((E4M3,) * 3, 1e-12).operand(0, "fprop", x)
     assert scale.item() == torch.tensor(448 / 1e-12).item() and codes[0, 0] == torch.tensor(4.48).to(E4M3).float()
-    assert emulation._codes(x, E4M3, 0.0, None, None, 0)[0][0, 0] == 448  # TransformerEngine has no such limit
+    assert (
+        emulation.Tensorwise((E4M3,) * 3, 0.0).operand(0, "fprop", x)[0][0, 0] == 448
+    )  # TransformerEngine has no such limit
     assert (
         emulation._rounded(x, E4M3, (1, None), 1e-12)[0, 0] == torch.tensor(1e-14 * 2.0**48).to(E4M3).float() * 2.0**-48
     )
