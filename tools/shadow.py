@@ -61,7 +61,9 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
         x, tile, seed = layer.nvfp4.operand(which, for_gemm, x, layer.seed())
         codes, scale = emulation._nvfp4(x, tile, seed)
         return codes.float() / scale, nvfp4_scale(x, tile), scaling.E2M1
-    dtype = layer.grad_dtype if which == 2 else dtype
+    dtype = layer.grad_dtype if which == 2 else layer.dtype
+    if which == 1 and layer.casts_weight:
+        x = x.to(torch.bfloat16)  # the dtype of its input in any run
     tiny = 1e-12 if layer.recipe in emulation.TORCHAO else 0.0
     if layer.recipe in emulation.TILES:
         tiles = emulation.TILES[layer.recipe]
@@ -70,12 +72,14 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
             "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
             "wgrad": (tiles.grad_weight, None, tiles.grad_weight),
         }[for_gemm][which]
-        return (x.float() if tile is None else emulation._rounded(x, dtype, tile, tiny).float()), None, dtype
+        low = x if tile is None else emulation._rounded(x, dtype, tile, tiny, layer.floor)
+        return low.float(), None, dtype
     if layer.recipe == "delayed":
         scale = layer.fp8_scale[which].clone()
     else:
         scale = (scaling.dtype_max(dtype) / scaling.amax(x).clamp(min=tiny)).clamp(max=scaling.FP32_MAX)
-    return scaling.round_codes(x, scale, dtype).float() / scale, scale, dtype
+    # pyrefly: ignore[bad-argument-type]
+    return scaling.round_codes(x, scale, dtype).float() / scale, scale, dtype  # FP4 is in tiles
 
 
 def nvfp4_scale(x: torch.Tensor, tile: emulation.Tile) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The numerics of torchao's Float8Linear and of TransformerEngine's te.Linear in software, written from their
-definitions, for a rehearsal on a CPU.
+"""The numerics of torchao's Float8Linear and MXFP8Linear and of TransformerEngine's te.Linear in software, written from
+their definitions, for a rehearsal on a CPU.
 
 Every operand of every product is rounded to exactly the values that FP8 has under its scale; only the speed differs.
 bf16 can hold each of these values, so one bf16 product does the arithmetic. FP4 has three parts, described at NVFP4.
@@ -11,12 +11,14 @@ rowwise_with_gw_hp   the same; weight gradient in bf16       e4m3               
 delayed (TE)         one, from a history of amaxes           HYBRID or E4M3             no
 current (TE)         one, from its own amax                  HYBRID or E4M3             no
 block (TE)           1 x 128 values, 128 x 128 values        E4M3 (TE's own) or HYBRID  yes
-mxfp8 (TE)           1 x 32 values along each product's sum  E4M3                       yes, E8M0
+mxfp8 (TE, torchao)  1 x 32 values along each product's sum  E4M3                       yes, E8M0
+mxfp8_with_gw_hp     the same; weight gradient in bf16       E4M3                       yes, E8M0
+mxfp4 (torchao)      as mxfp8                                E2M1                       yes, E8M0
 nvfp4 (TE)           1 x 16 values, and one; weight 16 x 16  E2M1                       no, E4M3 and fp32
 
-Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling,
-MXFP8BlockScaling and its kernel in common/CuTeDSL/cast/mxfp8, NVFP4BlockScaling and pytorch/custom_recipes/
-reference_nvfp4.py).
+Sources: torchao 0.18 (float8, prototype/moe_training/mxfp8_linear.py, prototype/mx_formats), TransformerEngine 2.20
+(DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and its kernel in
+common/CuTeDSL/cast/mxfp8, NVFP4BlockScaling and pytorch/custom_recipes/reference_nvfp4.py).
 The FP8 numbers themselves are amp8's.
 """
 
@@ -33,7 +35,8 @@ from amp8.coded import refuse_a_derivative, refuse_transformed
 from amp8.compiled import output
 from amp8.scaling import E2M1, E4M3, E5M2
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, without
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, unlike_default
+from faithful.config import fp8
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -58,12 +61,18 @@ TILES = {
     "rowwise_with_gw_hp": Tiles((1, None), (1, None), (None, None), None),
     "block": Tiles((1, 128), (128, 128), (128, 128), (128, 1)),
     "mxfp8": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
+    "mxfp8_with_gw_hp": Tiles((1, MX), (1, MX), (MX, 1), None),
+    "mxfp4": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
 }
 NV = 16  # the values of a block whose scale is E4M3
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of torchao.float8
 TRANSFORMER_ENGINE = ("delayed", "current", "block", "mxfp8", "nvfp4")
+RECIPES = tuple(dict.fromkeys((*TORCHAO, *TRANSFORMER_ENGINE, *fp8.MX)))
 FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
-GRAD_DTYPES = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3}  # where none is chosen
+GRAD_DTYPES: dict[str, scaling.Number] = {  # where none is chosen
+    "tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3, "mxfp8_with_gw_hp": E4M3,
+    "mxfp4": E2M1,
+}  # fmt: skip
 PACKAGES: dict[str | None, str] = {"ao": "torchao", "te": "TransformerEngine"}
 
 
@@ -93,7 +102,7 @@ class Emulated(Backend):
 
     @property
     def name(self) -> str:
-        return f"{PACKAGES[self.plan.backend]} {self.plan.level}{without(self.plan.fp8_options)}"
+        return f"{PACKAGES[self.plan.backend]} {self.plan.level}{unlike_default(self.plan.fp8_options)}"
 
     @property
     def eager_in_eval(self) -> bool:  # pyrefly: ignore[bad-override]
@@ -109,7 +118,7 @@ class Emulated(Backend):
         skipped = skipped_linears(model, plan.skip, size_multiple(plan.level))
         names = linears_to_convert(model, skipped)
         if names:
-            options = plan.fp8_options if plan.backend == "te" else {}
+            options = {} if plan.level in TORCHAO else plan.fp8_options
             convert(model, str(plan.level), lambda module, name: name in names, **options)
             # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
             # pyrefly: ignore[bad-argument-type]
@@ -133,16 +142,23 @@ def convert(
     disable_rht: bool = False,
     disable_stochastic_rounding: bool = False,
     disable_2d_quantization: bool = False,
+    scale_calculation_mode: str | None = None,
 ) -> list[tuple[str, str]]:
     """Turns the model's nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same
     Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
 
     recipe: a name from the table above. module_filter(module, name) -> bool chooses layers. `fp8_format` is for TE's
-    recipes but mxfp8 and nvfp4; the next three for "delayed", the last three for "nvfp4". Returns [(name, reason)] for
-    every Linear left as it was.
+    recipes but mxfp8 and nvfp4; the next three for "delayed", and three for "nvfp4". scale_calculation_mode: torchao's,
+    for MX recipes: "rceil" or "floor", which is OCP's rule; None is TE's mxfp8, which rounds a weight from its own
+    values, where torchao rounds it from those of the input's dtype. Returns [(name, reason)] for every Linear left as
+    it was.
     """
-    if recipe not in TORCHAO + TRANSFORMER_ENGINE:
-        raise ValueError(f"recipe must be one of {', '.join(TORCHAO + TRANSFORMER_ENGINE)}, got {recipe!r}")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    if scale_calculation_mode not in (None, *fp8.MX_SCALES):
+        raise ValueError(
+            f"scale_calculation_mode must be one of {', '.join(fp8.MX_SCALES)}, got {scale_calculation_mode!r}"
+        )
     if fp8_format not in FORMATS:
         raise ValueError(f"fp8_format must be HYBRID or E4M3, got {fp8_format!r}")
     if amax_compute_algo not in ("max", "most_recent"):
@@ -158,6 +174,8 @@ def convert(
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
         module = cast(EmulatedLinear, module)
         module.recipe, module.grad_dtype, module.fp8 = recipe, grad_dtype, True
+        module.dtype = E2M1 if recipe == "mxfp4" else E4M3
+        module.casts_weight, module.floor = scale_calculation_mode is not None, scale_calculation_mode == "floor"
         if recipe == "nvfp4":
             module.nvfp4 = NVFP4(not disable_rht, not disable_stochastic_rounding, not disable_2d_quantization)
             module.number = zlib.crc32(name.encode())
@@ -194,8 +212,11 @@ class EmulatedLinear(nn.Linear):
     """
 
     recipe: str
-    grad_dtype: torch.dtype
+    dtype: scaling.Number  # of input and weight
+    grad_dtype: scaling.Number
     fp8: bool
+    casts_weight: bool  # to the input's dtype, before it is rounded
+    floor: bool  # of MX scales
     nvfp4: NVFP4
     number: int  # a hash of the layer's name
     fp8_backwards: torch.Tensor
@@ -215,7 +236,9 @@ class EmulatedLinear(nn.Linear):
         if self.recipe == "nvfp4":
             out = _NVFP4.apply(tokens, self.weight, self.bias, self.nvfp4, self.seed())
         elif self.recipe in TILES:
-            out = _Tiled.apply(tokens, self.weight, self.bias, TILES[self.recipe], self.grad_dtype, tiny)
+            weight = self.weight.to(tokens.dtype) if self.casts_weight else self.weight
+            round_to = Rounding(self.dtype, self.grad_dtype, tiny, self.floor)
+            out = _Tiled.apply(tokens, weight, self.bias, TILES[self.recipe], round_to)
         else:
             state = (self.fp8_amax_history, self.fp8_scale) if self.recipe == "delayed" else (None, None)
             out = _Tensorwise.apply(tokens, self.weight, self.bias, self.grad_dtype, tiny, *state)
@@ -335,6 +358,15 @@ def _codes(
     return scaling.round_codes(x, scale, dtype), scale
 
 
+class Rounding(NamedTuple):
+    """How the values of a tile are rounded."""
+
+    dtype: scaling.Number  # of input and weight
+    grad_dtype: scaling.Number
+    tiny: float  # the smallest amax that a scale is of
+    floor: bool  # whether MX scales are rounded by OCP's rule
+
+
 class _Tiled(torch.autograd.Function):
     """One power-of-two scale per tile. Then dequantised values are bf16 values too, and the product needs no scale."""
 
@@ -345,14 +377,13 @@ class _Tiled(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tiles: Tiles,
-        grad_dtype: torch.dtype,
-        tiny: float,
+        rule: Rounding,
     ) -> torch.Tensor:
-        w8 = _rounded(weight, E4M3, tiles.weight, tiny)
+        w8 = _rounded(weight, rule.dtype, tiles.weight, rule.tiny, rule.floor)
         ctx.same_weight = tiles.weight == tiles.weight_for_grad_input
         ctx.save_for_backward(x, w8 if ctx.same_weight else weight)
-        ctx.rest = tiles, grad_dtype, tiny, weight.dtype, bias.dtype if bias is not None else None
-        out = _multiply(_rounded(x, E4M3, tiles.input, tiny), w8.t(), x.dtype)
+        ctx.rest = tiles, rule, weight.dtype, bias.dtype if bias is not None else None
+        out = _multiply(_rounded(x, rule.dtype, tiles.input, rule.tiny, rule.floor), w8.t(), x.dtype)
         return output(out if bias is None else out.add_(bias.to(out.dtype)))
 
     @staticmethod
@@ -360,34 +391,34 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
         x, weight = ctx.saved_tensors
-        tiles, grad_dtype, tiny, weight_dtype, bias_dtype = ctx.rest
+        tiles, (dtype, grad_dtype, *how), weight_dtype, bias_dtype = ctx.rest
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            w8 = weight if ctx.same_weight else _rounded(weight, E4M3, tiles.weight_for_grad_input, tiny)
-            dx = _multiply(_rounded(grad, grad_dtype, tiles.input, tiny), w8, grad.dtype)
+            w8 = weight if ctx.same_weight else _rounded(weight, dtype, tiles.weight_for_grad_input, *how)
+            dx = _multiply(_rounded(grad, grad_dtype, tiles.input, *how), w8, grad.dtype)
         if ctx.needs_input_grad[1]:
             g8, x8 = grad, x
             if tiles.grad_weight is not None:
-                g8 = _rounded(grad, grad_dtype, tiles.grad_weight, tiny)
-                x8 = _rounded(x, E4M3, tiles.grad_weight, tiny)
+                g8 = _rounded(grad, grad_dtype, tiles.grad_weight, *how)
+                x8 = _rounded(x, dtype, tiles.grad_weight, *how)
             dw = _multiply(g8.t(), x8, grad.dtype).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0).to(bias_dtype)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None
 
 
-def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float) -> torch.Tensor:
+def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, floor: bool = False) -> torch.Tensor:
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16)
     blocks = _blocks(x, tile)
     amax, info, mx = scaling.amax(blocks, (1, 3)), scaling.info(dtype), MX in tile
-    scale = scaling.e8m0_scale(amax, dtype) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
+    scale = scaling.e8m0_scale(amax, dtype, floor) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         y = piece.to(torch.float32, copy=True).mul_(scale)
         if mx:
-            y.clamp_(-info.max, info.max)  # an infinity; nothing else saturates under a scale from its own amax
+            y.clamp_(-info.max, info.max)  # an infinity; but for OCP's rule nothing else saturates
         return scaling.round_to_grid(y, info.smallest_normal, dtype).mul_(inverse)
 
     return _piece_by_piece(rounded, x, blocks, scale, scale.reciprocal())
