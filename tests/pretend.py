@@ -90,7 +90,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data._utils import pin_memory as data_pinning  # noqa: E402
 
-CPU, FP8 = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2)
+CPU, FP8, E8M0 = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2), torch.float8_e8m0fnu
 CUDA = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # a process has one GPU, as under the launcher
 
 
@@ -331,8 +331,20 @@ def done(out, leaf):
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
     """The exact product in fp32, rounded once."""
-    out = (a.float() @ b.float()) * (scale_a * scale_b)
+    if scale_a.dtype == E8M0:
+        out = of_blocks(a, scale_a) @ of_blocks(b.t(), scale_b).t()
+    else:
+        out = (a.float() @ b.float()) * (scale_a * scale_b)
     return (out if bias is None else out + bias.float()).to(out_dtype or a.dtype)
+
+
+def of_blocks(codes, scales):
+    """The values of MX codes [rows, columns]: their scales lie as cuBLAS documents it under "1D block scaling factors
+    layout", in tiles of 128 rows and 4 blocks."""
+    (rows, columns), blocks = codes.shape, -(-codes.shape[1] // 128) * 4
+    tiles = scales.view(torch.uint8).view(-1, blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    exponents = tiles.reshape(-1, blocks)[:rows, : columns // 32].float() - 127
+    return codes.float() * exponents.exp2().repeat_interleave(32, 1)
 
 
 # ------------------------------------------------------------------------------------------------ what a GPU would refuse
@@ -402,6 +414,9 @@ def refuse(func, name, args, kwargs, leaves):
         given = dict(zip(names, args[2:], strict=False)) | kwargs
         rowwise = max(given[name].numel() for name in ("scale_a", "scale_b")) > 1
         need(not rowwise or given.get("out_dtype") == torch.bfloat16, "scales per row give bf16 only")
+        blocks = given["scale_a"].dtype == E8M0
+        need(not blocks or torch.cuda.get_device_capability() >= (10, 0), "MX scales need compute capability 10.0")
+        need(not blocks or not args[0].shape[1] % 32, "MX scales need columns in multiples of 32")
     elif name not in COPIES and mine:
         if name in INDEXED:  # indices may stay on the CPU. aten/src/ATen/native/TensorAdvancedIndexing.cpp
             host = [tensor for tensor in host if not any(tensor is index for index in args[1])]

@@ -310,7 +310,7 @@ def trace(
         skip=list(skip),
         rehearsal=True,
         emulated=bool(backend),
-        implementation="emulated" if rules.in_software(STRATEGIES["single"]) else rules.implementation,
+        implementation="emulated" if rules.in_software(STRATEGIES["single"], level) else rules.implementation,
     )
     traced = Trace(module, plan, **options)
     reset()

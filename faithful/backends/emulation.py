@@ -1,5 +1,5 @@
-"""The numerics of torchao's Float8Linear and of TransformerEngine's te.Linear in software, written from their
-definitions, for a rehearsal on a CPU.
+"""The numerics of torchao's Float8Linear and MXFP8Linear and of TransformerEngine's te.Linear in software, written from
+their definitions, for a rehearsal on a CPU.
 
 Every operand of every product is rounded to exactly the values that FP8 has under its scale; only the speed differs.
 bf16 can hold each of these values, so one bf16 product does the arithmetic. FP4 has three parts, described at NVFP4.
@@ -11,12 +11,14 @@ rowwise_with_gw_hp   the same; weight gradient in bf16       e4m3               
 delayed (TE)         one, from a history of amaxes           HYBRID or E4M3             no
 current (TE)         one, from its own amax                  HYBRID or E4M3             no
 block (TE)           1 x 128 values, 128 x 128 values        E4M3 (TE's own) or HYBRID  yes
-mxfp8 (TE)           1 x 32 values along each product's sum  E4M3                       yes, E8M0
+mxfp8 (TE, torchao)  1 x 32 values along each product's sum  E4M3                       yes, E8M0
+mxfp8_with_gw_hp     the same; weight gradient in bf16       E4M3                       yes, E8M0
+mxfp4 (torchao)      as mxfp8                                E2M1                       yes, E8M0
 nvfp4 (TE)           1 x 16 values, and one; weight 16 x 16  E2M1                       no, E4M3 and fp32
 
-Sources: torchao.float8 0.18, TransformerEngine 2.20 (DelayedScaling, Float8CurrentScaling, Float8BlockScaling,
-MXFP8BlockScaling and its kernel in common/CuTeDSL/cast/mxfp8, NVFP4BlockScaling and pytorch/custom_recipes/
-reference_nvfp4.py).
+Sources: torchao 0.18 (float8, prototype/moe_training/mxfp8_linear.py, prototype/mx_formats), TransformerEngine 2.20
+(DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and its kernel in
+common/CuTeDSL/cast/mxfp8, NVFP4BlockScaling and pytorch/custom_recipes/reference_nvfp4.py).
 The FP8 numbers themselves are amp8's.
 """
 
@@ -34,7 +36,8 @@ from amp8.coded import refuse_a_derivative, refuse_transformed
 from amp8.compiled import output
 from amp8.scaling import E2M1, E4M3, E5M2
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, without
+from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, unlike_default
+from faithful.config import fp8
 
 if TYPE_CHECKING:
     from faithful.accelerator import Accelerator
@@ -66,19 +69,25 @@ TILES = {
     "rowwise_with_gw_hp": Tiles((1, None), (1, None), (None, None), None),
     "block": Tiles((1, 128), (128, 128), (128, 128), (128, 1)),
     "mxfp8": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
+    "mxfp8_with_gw_hp": Tiles((1, MX), (1, MX), (MX, 1), None),
+    "mxfp4": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
 }
 NV = 16  # the values of a block whose scale is E4M3
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of torchao.float8
 TRANSFORMER_ENGINE = ("delayed", "current", "block", "mxfp8", "nvfp4")
+RECIPES = tuple(dict.fromkeys((*TORCHAO, *TRANSFORMER_ENGINE, *fp8.MX)))
 FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
-GRAD_DTYPES = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3}  # where none is chosen
+GRAD_DTYPES: dict[str, scaling.Number] = {  # where none is chosen
+    "tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3, "mxfp8_with_gw_hp": E4M3,
+    "mxfp4": E2M1,
+}  # fmt: skip
 PACKAGES: dict[str | None, str] = {"ao": "torchao", "te": "TransformerEngine"}
 
 
 Formats = tuple[scaling.Number, scaling.Number, scaling.Number]  # of input, weight and grad_output
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rounding:
     """How a layer rounds the operands of its products: `which` is 0 for the input, 1 for the weight, 2 for grad_output;
     product: fprop, dgrad or wgrad. Each operand is in two of them."""
@@ -95,7 +104,7 @@ class Rounding:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tensorwise(Rounding):
     """One scale per tensor: from the history if there is one (delayed), else from the tensor itself."""
 
@@ -116,23 +125,26 @@ class Tensorwise(Rounding):
         return scaling.round_codes(x, scale, dtype), scale
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tiled(Rounding):
     """One power-of-two scale per tile. Then dequantised values are bf16 values too, and the product needs no scale."""
 
     tiny: float
     tiles: Tiles
+    floor: bool = False  # MX scales by OCP's rule
+    weight_in_bf16: bool = False  # rounded from its bf16 values, as torchao's MX layers do
 
     def once(self, which: int) -> bool:
         return which == 1 and self.tiles.weight == self.tiles.weight_for_grad_input
 
     def operand(self, which: int, product: str, x: torch.Tensor, *state: Any) -> Codes:
-        if tile := self.tiles.of(which, product):
-            x = _rounded(x, self.formats[which], tile, self.tiny)
-        return x, None
+        if self.weight_in_bf16 and which == 1:
+            x = x.to(torch.bfloat16)
+        tile = self.tiles.of(which, product)
+        return (_rounded(x, self.formats[which], tile, self.tiny, self.floor) if tile else x), None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NVFP4(Rounding):
     """TransformerEngine's NVFP4BlockScaling. Only grad_output is rounded stochastically, and only the operands of wgrad
     are rotated."""
@@ -166,7 +178,7 @@ class Emulated(Backend):
 
     @property
     def name(self) -> str:
-        return f"{PACKAGES[self.plan.backend]} {self.plan.level}{without(self.plan.fp8_options)}"
+        return f"{PACKAGES[self.plan.backend]} {self.plan.level}{unlike_default(self.plan.fp8_options)}"
 
     @property
     def eager_in_eval(self) -> bool:  # pyrefly: ignore[bad-override]
@@ -182,7 +194,7 @@ class Emulated(Backend):
         skipped = skipped_linears(model, plan.skip, size_multiple(plan.level))
         names = linears_to_convert(model, skipped)
         if names:
-            options = plan.fp8_options if plan.backend == "te" else {}
+            options = {} if plan.level in TORCHAO else plan.fp8_options
             convert(model, str(plan.level), lambda module, name: name in names, **options)
             # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
             # pyrefly: ignore[bad-argument-type]
@@ -206,25 +218,34 @@ def convert(
     disable_rht: bool = False,
     disable_stochastic_rounding: bool = False,
     disable_2d_quantization: bool = False,
+    scale_calculation_mode: str | None = None,
 ) -> list[tuple[str, str]]:
     """Turns the model's nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same
     Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
 
     recipe: a name from the table above. module_filter(module, name) -> bool chooses layers. `fp8_format` is for TE's
-    recipes but mxfp8 and nvfp4; the next three for "delayed", the last three for "nvfp4". Returns [(name, reason)] for
-    every Linear left as it was.
+    recipes but mxfp8 and nvfp4; the next three for "delayed", and three for "nvfp4". scale_calculation_mode: torchao's,
+    for MX recipes: "rceil" or "floor", which is OCP's rule; None is TE's mxfp8, which rounds a weight from its own
+    values, where torchao rounds it from those of the input's dtype. Returns [(name, reason)] for every Linear left as
+    it was.
     """
-    if recipe not in TORCHAO + TRANSFORMER_ENGINE:
-        raise ValueError(f"recipe must be one of {', '.join(TORCHAO + TRANSFORMER_ENGINE)}, got {recipe!r}")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    if scale_calculation_mode not in (None, *fp8.MX_SCALES):
+        raise ValueError(
+            f"scale_calculation_mode must be one of {', '.join(fp8.MX_SCALES)}, got {scale_calculation_mode!r}"
+        )
     if fp8_format not in FORMATS:
         raise ValueError(f"fp8_format must be HYBRID or E4M3, got {fp8_format!r}")
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
-    formats = (E4M3, E4M3, GRAD_DTYPES.get(recipe, FORMATS[fp8_format]))
+    dtype = E2M1 if recipe == "mxfp4" else E4M3
+    formats = (dtype, dtype, GRAD_DTYPES.get(recipe, FORMATS[fp8_format]))
     tiny = 1e-12 if recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
-    how: Rounding = Tensorwise(formats, tiny)
+    how: Rounding = Tensorwise(formats=formats, tiny=tiny)
     if recipe in TILES:
-        how = Tiled(formats, tiny, TILES[recipe])
+        floor, of_torchao = scale_calculation_mode == "floor", scale_calculation_mode is not None
+        how = Tiled(formats=formats, tiny=tiny, tiles=TILES[recipe], floor=floor, weight_in_bf16=of_torchao)
     elif recipe == "nvfp4":
         how = NVFP4(
             hadamard=not disable_rht, stochastic=not disable_stochastic_rounding, square=not disable_2d_quantization
@@ -393,18 +414,18 @@ class _Products(torch.autograd.Function):
         return dx, dw, db, None, *(None for _ in ctx.state)
 
 
-def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float) -> torch.Tensor:
+def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, floor: bool = False) -> torch.Tensor:
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16)
     blocks = _blocks(x, tile)
     amax, info, mx = scaling.amax(blocks, (1, 3)), scaling.info(dtype), MX in tile
-    scale = scaling.e8m0_scale(amax, dtype) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
+    scale = scaling.e8m0_scale(amax, dtype, floor) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         y = piece.to(torch.float32, copy=True).mul_(scale)
         if mx:
-            y.clamp_(-info.max, info.max)  # an infinity; nothing else saturates under a scale from its own amax
+            y.clamp_(-info.max, info.max)  # an infinity; but for OCP's rule nothing else saturates
         return scaling.round_to_grid(y, info.smallest_normal, dtype).mul_(inverse)
 
     return _piece_by_piece(rounded, x, blocks, scale, scale.reciprocal())

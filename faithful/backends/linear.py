@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from faithful import patches
+from faithful.config.fp8 import MX, MX_SCALES
 from faithful.errors import Refused
 from faithful.models.layers import is_linear, linear_names
 
@@ -70,9 +71,12 @@ def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
         raise Refused("\n".join(lines))
 
 
-def without(options: Mapping[str, Any]) -> str:
-    """The parts of NVFP4's recipe that a config leaves out, for the summary line."""
-    return "".join(f", {key}" for key in options if key.startswith("disable_"))
+def unlike_default(options: Mapping[str, Any]) -> str:
+    """The parts of NVFP4's recipe that a config leaves out, and another rule for MX's scales, for the summary line."""
+    rule = options.get("scale_calculation_mode", MX_SCALES[0])
+    words = [key for key in options if key.startswith("disable_")]
+    words += [f"scale_calculation_mode {rule}"] if rule != MX_SCALES[0] else []
+    return "".join(f", {word}" for word in words)
 
 
 def in_fp8(module: nn.Module, *inputs: object) -> bool:
@@ -105,9 +109,9 @@ def refuse_a_derivative(gradient: torch.Tensor) -> None:
 
 
 def size_multiple(level: str | None) -> int:
-    """The sizes of a Linear must be multiples of this. MXFP8 has one scale per 32 values, along both dimensions, and
-    products of FP4 read 16 bytes at a time."""
-    return 32 if level in ("mxfp8", "nvfp4") else 16
+    """The sizes of a Linear must be multiples of this. MX formats have one scale per 32 values, along both dimensions,
+    and products of FP4 read 16 bytes at a time."""
+    return 32 if level in (*MX, "nvfp4") else 16
 
 
 def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 16) -> list[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""torchao's Float8Linear: dynamic scales, e4m3 forward, e5m2 gradients (tensorwise) or e4m3 (rowwise)."""
+"""torchao's Float8Linear: dynamic scales, e4m3 forward, e5m2 gradients (tensorwise) or e4m3 (rowwise). And its
+MXFP8Linear: a scale for each 32 values, e4m3."""
 
 import functools
 from dataclasses import replace
@@ -10,7 +11,16 @@ from accelerate.utils import AORecipeKwargs
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, once_differentiable, skipped_linears
+from faithful.backends.linear import (
+    in_bf16,
+    in_fp8,
+    linears_to_convert,
+    once_differentiable,
+    size_multiple,
+    skipped_linears,
+    unlike_default,
+)
+from faithful.config.fp8 import MX
 from faithful.errors import Refused
 from faithful.models.layers import kind
 from faithful.strategies import STRATEGIES
@@ -24,20 +34,21 @@ if TYPE_CHECKING:
 
 
 class TorchAO(Backend):
-    """Under FSDP2 Accelerate converts the model. Its conversion is correct there only, so elsewhere we do."""
+    """Under FSDP2 Accelerate converts the model to Float8Linear. Its conversion is correct there only, so elsewhere we
+    do, and to MXFP8Linear, which it does not know."""
 
-    kinds = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0)}
+    kinds = {"torchao.Float8Linear": (1, 0), "faithful.Float8Linear": (1, 0), "faithful.MXFP8Linear": (1, 0)}
     eager_in_eval = True
     any_number_of_processes = True
 
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
-        self.by_accelerate = STRATEGIES[plan.strategy].fully_shards
+        self.by_accelerate = STRATEGIES[plan.strategy].fully_shards and plan.level not in MX
         self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 
     @property
     def name(self) -> str:
-        return f"torchao {self.plan.level}"
+        return f"torchao {self.plan.level}{unlike_default(self.plan.fp8_options)}"
 
     @property
     def eval_precision(self) -> str:
@@ -50,7 +61,7 @@ class TorchAO(Backend):
     def convert(
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
-        skipped = skipped_linears(model, self.plan.skip)
+        skipped = skipped_linears(model, self.plan.skip, size_multiple(self.plan.level))
         names = linears_to_convert(model, skipped)
         if self.gathered_in_fp8:
             refuse_uneven(model, sorted(names), self.plan.num_processes // self.plan.replicas)
@@ -60,6 +71,9 @@ class TorchAO(Backend):
 
         if self.by_accelerate:
             accelerator.ao_recipe_handler.module_filter_func = chosen  # pyrefly: ignore[missing-attribute]
+        elif self.plan.level in MX:
+            for name in names:
+                to_mx(model.get_submodule(name), self.plan)
         elif names:
             from torchao.float8 import convert_to_float8_training
 
@@ -116,6 +130,54 @@ def evaluating(cls: type[nn.Module]) -> type[nn.Module]:
         return plain_linear(self, x) if plain else once_differentiable(cls.forward(self, x))
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})
+
+
+def to_mx(layer: nn.Module, plan: "Plan") -> None:
+    """Makes torchao's MXFP8Linear of a Linear, in place."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    kernels = KernelPreference.EMULATED if plan.emulated else KernelPreference.AUTO
+    if kernels == KernelPreference.AUTO and not has_mx_kernels():
+        raise Refused(
+            "this torchao has no kernels of MXFP8, or they do not fit torch's CUDA (torchao/_C_mxfp8*.so): install a "
+            f"torchao that was built for CUDA {torch.version.cuda}, or use {plan.strategy}_fp8"
+        )
+    layer.__class__ = mx_linear()
+    vars(layer).update(
+        kernel_preference=kernels,
+        scale_calculation_mode=ScaleCalculationMode(plan.fp8_options["scale_calculation_mode"]),
+        wgrad_with_hp=str(plan.level).endswith("_with_gw_hp"),
+    )
+
+
+def has_mx_kernels() -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key("torchao::mxfp8_quantize", "CUDA")
+    except RuntimeError:  # there is no such operator
+        return False
+
+
+@functools.cache
+def mx_linear() -> type[nn.Module]:
+    """A subclass of torchao's MXFP8Linear for what its kernels do not take, as they ask for bf16, and for a number of
+    rows (samples times tokens) that is a multiple of 32: weights in fp32, and other numbers of rows, which are filled
+    up with zeros. It computes an evaluation without FP8."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, _to_mxfp8_then_scaled_mm
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not x.numel() or not in_fp8(self, x):
+            return plain_linear(self, x)
+        cast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        filled = F.pad(rows, (0, 0, 0, -len(rows) % size_multiple("mxfp8")))
+        how = self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp
+        out = _to_mxfp8_then_scaled_mm(filled, self.weight.to(torch.bfloat16), *how)
+        out = once_differentiable(out)[: len(rows)].view(*x.shape[:-1], self.out_features).to(dtype)
+        return out if self.bias is None else out + self.bias.to(dtype)
+
+    return type(MXFP8Linear.__name__, (MXFP8Linear,), {"forward": forward, "__module__": __name__})
 
 
 def plain_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:

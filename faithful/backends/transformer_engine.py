@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, once_differentiable, size_multiple, skipped_linears, without
+from faithful.backends.linear import (
+    in_bf16,
+    in_fp8,
+    once_differentiable,
+    size_multiple,
+    skipped_linears,
+    unlike_default,
+)
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.models.blocks import block_names
@@ -41,7 +48,7 @@ class TransformerEngine(Backend):
 
     @property
     def name(self) -> str:
-        return f"TransformerEngine {self.plan.level}{without(self.plan.fp8_options)}"
+        return f"TransformerEngine {self.plan.level}{unlike_default(self.plan.fp8_options)}"
 
     def arguments(self) -> dict[str, Any]:
         return in_bf16()

@@ -165,7 +165,8 @@ def keys_of_another_backend(section: Mapping[str, Any]) -> Iterator[str]:
     known = [key.removeprefix("fp8_") for key in schema.all_keys()["fp8_config"]]
     for key in section:
         if key in known and key not in reads:
-            yield f"fp8_config {key} is not read by backend {said}: remove it"
+            recipe = f" with recipe {section['recipe']}" if "recipe" in section else ""
+            yield f"fp8_config {key} is not read by backend {said}{recipe}: remove it"
 
 
 def file_notes(config: Mapping[str, Any]) -> Iterator[str]:

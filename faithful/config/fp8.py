@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from faithful.launch.machine import Machine
 
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
+AO_KEYS = "enable_fsdp_float8_all_gather pad_inner_dim"  # of torchao's Float8Linear
+MX = ("mxfp8", "mxfp8_with_gw_hp", "mxfp4")  # torchao's levels with one scale for 32 values
+MX_SCALES = ("rceil", "floor")  # torchao's names of the rules by which that scale is rounded; the first is the default
 NVFP4_KEYS = "disable_rht disable_stochastic_rounding disable_2d_quantization"  # TransformerEngine's names
 TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
 DEFAULTS = {  # what the launcher exports for keys that a file leaves out
@@ -92,7 +95,7 @@ class BackendRules:
         """Those of the options that change what a step holds."""
         return {}
 
-    def in_software(self, strategy: StrategyRules) -> bool:
+    def in_software(self, strategy: StrategyRules, level: str | None) -> bool:
         """Whether a CPU computes in high precision what the backend computes in FP8."""
         return not self.runs_on_cpu
 
@@ -120,34 +123,56 @@ class BackendRules:
 
 class TorchAORules(BackendRules):
     implementation = "torchao"
-    levels = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-    keys = "recipe enable_fsdp_float8_all_gather pad_inner_dim"
+    levels = ("tensorwise", "rowwise", "rowwise_with_gw_hp", *MX)
+    keys = "recipe"
     skip = "first, last"
 
+    def reads(self, section: Mapping[str, Any]) -> list[str]:
+        more = "scale_calculation_mode" if section.get("recipe") in MX else AO_KEYS
+        return [*super().reads(section), *more.split()]
+
     def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
+        if level in MX:  # whose weights are gathered in 16 bit
+            return {"scale_calculation_mode": get("SCALE_CALCULATION_MODE") or MX_SCALES[0]}, []
         gathers, notes = on(get("ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")), []
         if gathers and not sharded:
             notes = ["enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers"]
         pads = on(get("PAD_INNER_DIM", "1"))
         return {"enable_fsdp_float8_all_gather": gathers and sharded, "pad_inner_dim": pads}, notes
 
-    def in_software(self, strategy: StrategyRules) -> bool:
-        return strategy.replicates  # torchao's own emulation is for FSDP2 and ZeRO, and slower
+    def traced(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in options.items() if key == "scale_calculation_mode"}
+
+    def in_software(self, strategy: StrategyRules, level: str | None) -> bool:
+        return strategy.replicates or level in MX  # torchao's own emulation is for FSDP2 and ZeRO, and slower
 
     def problems(self, settings: "Settings", machine: "Machine") -> Iterator[str]:
-        level = settings.level or ""
+        level, strategy = settings.level or "", settings.strategy
+        rule, has = settings.fp8.options.get("scale_calculation_mode", MX_SCALES[0]), machine_has(machine)
+        if rule not in MX_SCALES:
+            yield f"fp8_config scale_calculation_mode {rule} is not one of {', '.join(MX_SCALES)}"
         if settings.fp8.options.get("enable_fsdp_float8_all_gather") and level.startswith("rowwise"):
             yield (
                 f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
                 "enable_fsdp_float8_all_gather to false in fp8_config"
             )
-        yield from too_old(settings, machine)
-        runs = machine.devices or not self.in_software(settings.rules)
+        if level == "mxfp4" and machine.devices:
+            yield (
+                "neither torchao nor TransformerEngine trains MXFP4 on NVIDIA's GPUs: rehearse it with "
+                f"CUDA_VISIBLE_DEVICES=, or use {strategy}_fp8_te_nvfp4, which needs compute capability 10.0"
+            )
+        elif level in MX and machine.capability and machine.capability[0] != 10:  # for which its kernels are built
+            yield f"ao {level} needs compute capability 10.x, {machine.name} has {has}: use {strategy}_fp8"
+        elif level in MX and machine.capability and numbers(machine.cuda) < (12, 8):
+            yield f"ao {level} needs CUDA 12.8, torch was built for {machine.cuda}: use {strategy}_fp8"
+        else:
+            yield from too_old(settings, machine)
+        runs = machine.devices or not self.in_software(settings.rules, level)
         if runs and "torchao" not in machine.packages:
             yield "torchao is not installed: pip install torchao"
 
     def slower(self, settings: "Settings") -> Iterator[str]:
-        if settings.compile:
+        if settings.compile or settings.level in MX:  # whose casts are kernels in any case, which nobody here has timed
             return
         if settings.deepspeed.stage is not None:
             use = f"use {settings.strategy}_bf16, as DeepSpeed compiles nothing"
@@ -164,8 +189,11 @@ class TorchAORules(BackendRules):
         cost = LinearCost(
             weight_gradient=weight_gradient,
             speed=0.8 if of_rows else 1,
-            fp8_weight_gradient=settings.level != "rowwise_with_gw_hp",
+            fp8_weight_gradient=not str(settings.level).endswith("_with_gw_hp"),
         )
+        if settings.level in MX:  # a cast for each product, by a kernel of its own; 16-bit copies of weights in fp32
+            x = (2 + 1) * (1 + cost.fp8_weight_gradient)
+            return replace(cost, input=x, output_gradient=x, weight=weight + 2 * (2 + 1), kernels=(9, 16), host=3e-4)
         columns = of_rows and cost.fp8_weight_gradient
         if not settings.compile:
             # abs 2 + 2, max 2, times scale 2 + 4, clamp 4 + 4, to FP8 4 + 1, each over a whole tensor

@@ -15,8 +15,13 @@ from amp8_helpers import run_ranks
 from test_amp8_idioms import TRANSFORMS, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from amp8 import rounding, scaling
 from amp8.coded import CodesRead
@@ -24,8 +29,9 @@ from amp8.scaling import E2M1, E4M3, E5M2
 from faithful import Refused
 from faithful.backends import emulation, get_backend
 from faithful.backends.emulation import EmulatedLinear
+from faithful.config import fp8
 
-RECIPES = emulation.TORCHAO + emulation.TRANSFORMER_ENGINE
+RECIPES = emulation.RECIPES
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -109,6 +115,7 @@ def test_convert_is_in_place_and_names_what_it_leaves():
         ({"recipe": "mxfp6"}, "recipe must be one of"),
         ({"fp8_format": "E5M2"}, "fp8_format must be HYBRID or E4M3"),
         ({"amax_compute_algo": "mean"}, "amax_compute_algo must be"),
+        ({"scale_calculation_mode": "ceil"}, "scale_calculation_mode must be one of rceil, floor"),
     ],
 )
 def test_convert_refuses_what_there_is_not(options, message):
@@ -154,10 +161,10 @@ def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
 
 def test_tiny_tensors_are_scaled_as_torchao_scales_them():
     x = torch.full((16, 16), 1e-14)
-    codes, scale = emulation.Tensorwise((E4M3,) * 3, 1e-12).operand(0, "fprop", x)
+    codes, scale = emulation.Tensorwise(formats=(E4M3,) * 3, tiny=1e-12).operand(0, "fprop", x)
     assert scale.item() == torch.tensor(448 / 1e-12).item() and codes[0, 0] == torch.tensor(4.48).to(E4M3).float()
     assert (
-        emulation.Tensorwise((E4M3,) * 3, 0.0).operand(0, "fprop", x)[0][0, 0] == 448
+        emulation.Tensorwise(formats=(E4M3,) * 3, tiny=0.0).operand(0, "fprop", x)[0][0, 0] == 448
     )  # TransformerEngine has no such limit
     assert (
         emulation._rounded(x, E4M3, (1, None), 1e-12)[0, 0] == torch.tensor(1e-14 * 2.0**48).to(E4M3).float() * 2.0**-48
@@ -221,21 +228,47 @@ def test_mxfp8_has_the_values_of_torchao(kind, dtype):
 @pytest.mark.parametrize(
     "kind", ["every bf16", "every finite bf16 beside others", "one outlier", "not finite", "zeros", "a million"]
 )
-def test_mxfp4_and_ocps_rule_have_the_values_of_torchao(kind, element, rule, dtype, monkeypatch):
+def test_mxfp4_and_ocps_rule_have_the_values_of_torchao(kind, element, rule, dtype):
     """A block below E8M0's smallest scale is lost in torchao, and FP4 has no NaN there: compared are the others. Of a
     block with an infinity OCP's rule says nothing."""
-    monkeypatch.setattr(scaling, "e8m0_scale", functools.partial(scaling.e8m0_scale, floor=rule == "FLOOR"))
-    x = mx_values(kind).to(dtype)
+    x, how = mx_values(kind).to(dtype), (0.0, rule == "FLOOR")
     name = E4M3 if element == E4M3 else torch.float4_e2m1fn_x2
     mx = MXTensor.to_mx(x.contiguous(), name, 32, ScaleCalculationMode[rule])
     blocks = x.float().view(-1, 32)
     compared = (mx.scale.view(torch.uint8).view(-1) > 0) & blocks.isfinite().all(1)
     expected = mx.dequantize(torch.float32).view(-1, 32)[compared].bfloat16()
-    for ours in (emulation._rounded(x, element, (1, 32), 0.0), emulation._rounded(x.t(), element, (32, 1), 0.0).t()):
+    for ours in (emulation._rounded(x, element, (1, 32), *how), emulation._rounded(x.t(), element, (32, 1), *how).t()):
         ours = ours.reshape(-1, 32)
         assert torch.equal(ours[compared], expected)
         assert ours[blocks.isnan().any(1)].isnan().all()
         assert not ours[(blocks == 0).all(1)].count_nonzero()
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("recipe", fp8.MX)
+def test_mx_training_computes_what_torchaos_emulation_does(recipe, rule):
+    """Output and all gradients of torchao's mx_mm, bit for bit, in bf16 under weights and a bias in fp32."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+
+    element = torch.float4_e2m1fn_x2 if recipe == "mxfp4" else E4M3
+    casts = MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH
+    how = (*[element] * 3, 32, KernelPreference.EMULATED, *casts, ScaleCalculationMode(rule))
+
+    def theirs(linear, x):
+        out = mx_mm.apply(x.bfloat16(), linear.weight.bfloat16(), *how, recipe.endswith("_with_gw_hp"))
+        return out + linear.bias.to(out.dtype)
+
+    torch.manual_seed(0)
+    plain, ours = nn.Linear(160, 192), layer(recipe, 160, 192, scale_calculation_mode=rule)
+    sizes = torch.logspace(-4, 3, 96).view(3, 32, 1)
+    x, grad = seeded(3, 32, 160) * sizes, (seeded(3, 32, 192, seed=1) * sizes.flip(0)).bfloat16()
+    plain.forward = functools.partial(theirs, plain)
+    expected = run(plain, x, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(ours, x, grad)
+    assert [value.dtype for value in found] == [torch.bfloat16] + [torch.float32] * 3
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 300.0])
@@ -481,7 +514,7 @@ def test_autocast_decides_the_dtype(recipe):
     expected = F.linear(x, linear.weight, linear.bias)
     emulation.update_scales(linear)  # delayed: the first step's scale of 1 loses what is small
     with torch.autocast("cpu", torch.bfloat16):
-        low, high = (0.05, 0.2) if recipe == "nvfp4" else (0.005, 0.05)
+        low, high = (0.05, 0.2) if recipe.endswith("fp4") else (0.005, 0.05)
         assert low < relative(linear(x), expected) < high
     assert linear(x).dtype == torch.float32
 

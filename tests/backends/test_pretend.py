@@ -61,6 +61,9 @@ MORE = {
     "fsdp_fp8_msamp_o2_compile": f"fsdp x2 nccl, sharded by Block | fp8 MS-AMP O2 {MSAMP}",
     "hsdp_bf16": "hsdp x4 nccl, sharded by Block | bf16 compute |",
     "hsdp_fp8_msamp_o2": f"hsdp x4 nccl, sharded by Block | fp8 MS-AMP O2 {MSAMP}",
+    "single_fp8_ao_mxfp8": "single | fp8 torchao mxfp8 | 15 of 17 Linear in FP8",
+    "ddp_fp8_ao_mxfp8": "ddp x2 nccl | fp8 torchao mxfp8 | 15 of 17 Linear in FP8",
+    "fsdp_fp8_ao_mxfp8": "fsdp x2 nccl, sharded by Block | fp8 torchao mxfp8 | 15 of 17 Linear in FP8",
     "fsdp_fp8_ao_rowwise": "fsdp x2 nccl, sharded by Block | fp8 torchao rowwise | 15 of 17 Linear in FP8",
     "zero1_bf16": "zero1 x2 nccl, 50% of the optimizer state each | bf16 compute |",
     "zero2_bf16": "zero2 x2 nccl, 50% of the optimizer state each | bf16 compute |",
@@ -87,6 +90,16 @@ def processes(config):
     return {} if config.startswith("single") else {"processes": 4 if config.startswith("hsdp") else 2}
 
 
+B200_HERE = {"capability": (10, 0), "name": "NVIDIA B200 (pretended)"}
+
+
+def card(config):
+    """Of a config of torchao's: what else a job says, and the card's name."""
+    if not config.endswith("ao_mxfp8"):
+        return {}, "NVIDIA H100 (pretended)"
+    return {"wear": B200_HERE, "imports": ["fake_mx"]}, B200_HERE["name"]
+
+
 def waits(run, rank=0):
     """Where the host waited for the device from the third optimizer step, which is neither logged nor saved, to the fourth."""
     found = json.loads(Path(f"{run}.rank{rank}.json").read_text())[3]["waits"]
@@ -106,9 +119,10 @@ def resumed(gpu, config, folder, *argv, **job):
 
 @pytest.mark.parametrize("config", [*TRUTH, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_vit(gpu, config, tmp_path):
-    run = resumed(gpu, config, tmp_path, **processes(config))
+    job, name = card(config)
+    run = resumed(gpu, config, tmp_path, **processes(config), **job)
     made = record(run)
-    assert made["status"] == "finished" and made["device_name"] == "NVIDIA H100 (pretended)"
+    assert made["status"] == "finished" and made["device_name"] == name
     assert made["plan"]["device"] == "cuda" and not made["plan"]["rehearsal"] and not made["plan"]["emulated"]
     assert made["evidence"]["measured"].startswith((TRUTH | MORE)[config])
     assert made["final"]["metrics"]["eval_loss"] < 2.29  # ten classes by chance: 2.303
@@ -121,9 +135,9 @@ GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1"
 
 
 def test_every_config_is_run_here():
-    """Those of TransformerEngine are in TE_FILES."""
+    """Those of TransformerEngine are in TE_FILES, and no card trains MXFP4."""
     configs = {path.stem for path in CONFIGS.glob("*.yml") if "_fp8_te" not in path.stem}
-    assert configs == {*TRUTH, *MORE, *GPT_CONFIGS}
+    assert configs == {*TRUTH, *MORE, *GPT_CONFIGS, "single_fp8_ao_mxfp4"}
 
 
 @pytest.mark.slow
@@ -272,7 +286,6 @@ def test_bf16_trains_on_a_card_that_is_not_of_nvidia(gpu, tmp_path):
 TE_CASES = [
     pytest.param(path.stem, marks=() if path.stem == "single_fp8_te" else pytest.mark.slow) for path in TE_FILES
 ]
-B200_HERE = {"capability": (10, 0), "name": "NVIDIA B200 (pretended)"}
 
 
 @needs_te
@@ -373,6 +386,22 @@ def test_the_rehearsal_does_as_the_card(gpu, tmp_path):
     theirs, mine = torch.cat(amaxes, 1), mine[f"0:buffer/{layer}.fp8_amax_history"]
     assert (theirs != 0).sum(0).tolist() == (mine != 0).sum(0).tolist() == [4, 4, 2]  # of input, weight, gradient
     assert torch.equal(theirs[-4:-2, 1], mine[-4:-2, 1])  # of the first weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+def test_an_mx_rehearsal_does_as_the_card(gpu, tmp_path, rule):
+    """By the kernels' own layout of scales, for a number of rows (10 images of 5 tokens) that is no multiple of 32."""
+    file = tmp_path / "mine.yml"
+    file.write_text((CONFIGS / "single_fp8_ao_mxfp8.yml").read_text() + f"  scale_calculation_mode: {rule}\n")
+    argv = ("--model", "vit_tiny", "--per_device_train_batch_size", 10, "--max_steps", 2, "--warmup_steps", 0,
+            "--eval_steps", 0, "--save_steps", 0, "--logging_steps", 1)  # fmt: skip
+    card_s = gpu.train(str(file), tmp_path / "card", *argv, wear=B200_HERE, imports=["fake_mx"])
+    rehearsal = train(str(file), tmp_path / "rehearsal", *argv)
+    assert record(card_s)["evidence"]["linear_converted"] == record(rehearsal)["evidence"]["linear_converted"] == 47
+    theirs, mine = metrics(card_s)[:2], metrics(rehearsal)[:2]
+    for key, order_of_a_sum in (("loss", 1e-5), ("grad_norm", 1e-3)):  # the other rule's: 1e-3 and more
+        assert [row[key] for row in theirs] == pytest.approx([row[key] for row in mine], rel=order_of_a_sum)
 
 
 def test_zero_s_own_scale_takes_no_other_factor(gpu, tmp_path):

@@ -16,7 +16,7 @@ import yaml
 from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU, exported_by_accelerate
 
-from faithful.config import config_file, rules
+from faithful.config import config_file, fp8, rules
 from faithful.config.settings import read_env, to_env
 from faithful.plan import made_of
 from shared import vision
@@ -112,6 +112,9 @@ NO_TE = replace(GPU, packages=["torchao"])
         (config(DELAYED), replace(GPU, name="NVIDIA L4", capability=(8, 9))),
         (config(DELAYED), CPU),
         (config(TENSORWISE), NO_TE),
+        *((config("backend: AO, recipe: mxfp8, scale_calculation_mode: floor"), card) for card in (B200, CPU)),
+        (config("backend: AO, recipe: mxfp8_with_gw_hp"), replace(B200, name="NVIDIA GB300", capability=(10, 3))),
+        (config("backend: AO, recipe: mxfp4"), CPU),
         (config("backend: MSAMP, opt_level: O2"), A100),  # amp8's savings need no FP8 hardware
     ],
 )
@@ -128,6 +131,9 @@ def test_what_can_be_is_not_refused(mapping, machine):
         ("backend: MSAMP, opt_level: O2, format: HYBRID", ("format",)),
         ("backend: MSAMP, opt_level: O2, enable_fsdp_float8_all_gather: false", ("enable_fsdp_float8_all_gather",)),
         ("backend: MSAMP, opt_level: O2, recipe: te_delayed, margin: 1", ()),
+        ("backend: AO, scale_calculation_mode: floor", ("scale_calculation_mode",)),
+        ("backend: TE, recipe: mxfp8, scale_calculation_mode: floor", ("scale_calculation_mode",)),
+        *((f"backend: AO, recipe: {level}, scale_calculation_mode: floor", ()) for level in fp8.MX),
         (DELAYED, ()),
         (TENSORWISE, ()),
     ],
@@ -135,8 +141,9 @@ def test_what_can_be_is_not_refused(mapping, machine):
 def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
     path = tmp_path / "mine.yml"
     path.write_text(yaml.dump(config(text)))
-    backend = section(text)["backend"]
-    expected = {f"fp8_config {key} is not read by backend {backend}: remove it" for key in foreign}
+    backend, recipe = (section(text).get(key) for key in ("backend", "recipe"))
+    asked = f"{backend} with recipe {recipe}" if recipe else backend
+    expected = {f"fp8_config {key} is not read by backend {asked}: remove it" for key in foreign}
     assert set(config_file.file_problems(path)[0]) == expected
 
 

@@ -84,6 +84,7 @@ def test_the_keys_are_those_of_the_installed_launcher():
 def test_every_file_is_sound(path):
     assert config_file.file_problems(path)[0] == []
     card = replace(GPU, capability=(10, 0)) if path.stem.endswith(("mxfp8", "nvfp4")) else GPU
+    card = CPU if path.stem.endswith("ao_mxfp4") else card  # which no GPU trains
     assert rules.problems(read_env(to_env(yaml.safe_load(path.read_text()))), card) == []
 
 

@@ -137,6 +137,7 @@ RECIPES = [  # (config, options of recipes/vit.py, the exit code of each process
 ANYWHERE, H200 = None, GPU
 T4 = replace(H200, name="Tesla T4", capability=(7, 5))
 A100 = replace(H200, name="NVIDIA A100", capability=(8, 0))
+B200 = replace(H200, name="NVIDIA B200", capability=(10, 0))
 RTX5090 = replace(H200, name="NVIDIA RTX 5090", capability=(12, 0))
 BARE = replace(H200, packages=[])
 MI300 = replace(H200, name="AMD Instinct MI300X", capability=None, nvidia=False)
@@ -225,6 +226,14 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("single_fp8_te_nvfp4", {}, A100, "nvfp4 needs compute capability 10.0, NVIDIA A100 has 8.0"),
     ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean fp8_disable_rht?"),
     ("single_fp8_te", {"fp8_config": {"disable_rht": "sometimes"}}, ANYWHERE, "disable_rht is sometimes: write true or false"),
+    *((f"{strategy}_fp8_ao_mxfp8", {}, card, f"ao mxfp8 needs compute capability 10.x, {card.name} has {has}: use {strategy}_fp8")
+      for strategy, card, has in (("single", H200, "9.0"), ("ddp", RTX5090, "12.0"), ("fsdp", A100, "8.0"))),
+    ("single_fp8_ao_mxfp8", {}, replace(B200, cuda="12.6"), "ao mxfp8 needs CUDA 12.8, torch was built for 12.6: use single_fp8"),
+    *(("single_fp8_ao_mxfp4", {}, card, "neither torchao nor TransformerEngine trains MXFP4 on NVIDIA's GPUs: rehearse it with CUDA_VISIBLE_DEVICES=, or use single_fp8_te_nvfp4")
+      for card in (H200, B200)),
+    ("single_fp8_ao_mxfp8", {"fp8_config": {"scale_calculation_mode": "even"}}, ANYWHERE, "fp8_config scale_calculation_mode even is not one of rceil, floor"),
+    ("single_fp8", {"fp8_config": {"scale_calculation_mode": "floor"}}, ANYWHERE, "scale_calculation_mode is not read by backend AO with recipe tensorwise: remove it"),
+    ("fsdp_fp8_ao_mxfp8", {"fp8_config": {"enable_fsdp_float8_all_gather": True}}, ANYWHERE, "enable_fsdp_float8_all_gather is not read by backend AO with recipe mxfp8: remove it"),
     ("single_fp8_te_block", {}, replace(H200, cuda="12.8"), "te block needs CUDA 12.9, torch was built for 12.8: use single_fp8_te"),
     ("single_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
     ("ddp_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use ddp_bf16"),
@@ -332,7 +341,7 @@ def written(folder, what, change):
 
 def found(path, where, options=()):
     """What `./launch.sh check` finds wrong with a file anywhere, or else on this machine alone. Fails if both are."""
-    anywhere, here, _, _ = check.check(path, where or H200, dict(options))
+    anywhere, here, _, _ = check.check(path, where or B200, dict(options))
     assert not (here if where is ANYWHERE else anywhere)
     return anywhere + here
 

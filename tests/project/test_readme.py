@@ -250,7 +250,7 @@ def test_the_table_of_strategies_and_precisions_says_what_the_rules_say():
                 if ":" in cell:
                     assert re.findall(r"`(o\d)`", cell) == sorted(runs["gpu"]), (strategy, cell)
                 elif cell == "runs":
-                    assert len(runs["gpu"]) == len(levels), (strategy, precision, backend)
+                    assert len(runs["gpu"]) == len([level for level in levels if level != "mxfp4"]), (strategy, backend)
     assert strategies == list(STRATEGIES)
 
 
@@ -264,8 +264,8 @@ def test_what_a_gpu_needs_is_what_the_rules_say():
 
     def least(*way):
         steps = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
-        found = next(step for step in steps if not rules.problems(of("single", *way), gpus(step)))
-        return "any" if found == (7, 5) else "{}.{}".format(*found)
+        found = next((step for step in steps if not rules.problems(of("single", *way), gpus(step))), None)
+        return {(7, 5): "any", None: "none"}.get(found) or "{}.{}".format(*found)
 
     for precision in ("fp32", "fp16", "bf16"):
         assert said[precision,] == least(precision)
@@ -274,7 +274,7 @@ def test_what_a_gpu_needs_is_what_the_rules_say():
         assert first == least("fp8", backend, levels[0])
         for level in levels[1:]:
             own = [part for part in others if f"`{level}`" in part]
-            assert least("fp8", backend, level) == (re.match(r"[\d.]+", own[0])[0] if own else first), level
+            assert least("fp8", backend, level) == (re.match(r"[\d.]+|none", own[0])[0] if own else first), level
 
 
 def test_grammar_is_the_codes():

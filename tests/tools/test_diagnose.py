@@ -40,13 +40,12 @@ def sides(layer, x):
     return y.detach(), low[0] @ low[1].t(), g8.t() @ x8
 
 
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block", "mxfp8", "nvfp4"]
-)
-def test_the_shadow_rounds_as_an_emulated_layer_does(recipe):
+@pytest.mark.parametrize("rule", [None, "floor"])
+@pytest.mark.parametrize("recipe", emulation.RECIPES)
+def test_the_shadow_rounds_as_an_emulated_layer_does(recipe, rule):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False))
-    emulation.convert(model, recipe)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False).bfloat16().float())
+    emulation.convert(model, recipe, scale_calculation_mode=rule)
     y, product, gradient = sides(model[0], torch.randn(32, 64))
     torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-5)
