@@ -133,3 +133,10 @@ def test_four_bits_are_asked_in_pairs_and_the_planted_fault_is_found():
     for row in figures["rows"]:
         assert ("TransformerEngine nvfp4" in row["summary"]) == row["config"].endswith("nvfp4")
         assert row["config"] == "single_bf16" or "emulated: no FP8 hardware" in row["summary"]
+
+
+def test_compare_finds_the_planted_fault():
+    found = result("planted/report")["rows"][-1]
+    assert found["config"] == "single_fp8_te_nvfp4" and found["measures"]["eval_loss"]["kind"] == "higher"
+    page = (ROOT / "docs" / "four_bits.md").read_text()
+    assert f"[{found['measures']['eval_loss']['verdict']}](../results/planted/report.md)" in page
