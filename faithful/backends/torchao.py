@@ -160,9 +160,9 @@ def has_mx_kernels() -> bool:
 
 @functools.cache
 def mx_linear() -> type[nn.Module]:
-    """A subclass of torchao's MXFP8Linear for what its kernels do not take, as they ask for bf16, and for a number of
-    rows (samples times tokens) that is a multiple of 32: weights in fp32, and other numbers of rows, which are filled
-    up with zeros. It computes an evaluation without FP8."""
+    """A subclass of torchao's MXFP8Linear for what its kernels do not take, as they ask for contiguous bf16 and for a
+    number of rows (samples times tokens) that is a multiple of 32: weights in fp32, slices, and other numbers of rows,
+    which are filled up with zeros. It computes an evaluation without FP8."""
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, _to_mxfp8_then_scaled_mm
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,8 @@ def mx_linear() -> type[nn.Module]:
         cast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
         rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        filled = F.pad(rows, (0, 0, 0, -len(rows) % size_multiple("mxfp8")))
+        missing = -len(rows) % size_multiple("mxfp8")
+        filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()
         how = self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp
         out = _to_mxfp8_then_scaled_mm(filled, self.weight.to(torch.bfloat16), *how)
         out = once_differentiable(out)[: len(rows)].view(*x.shape[:-1], self.out_features).to(dtype)

@@ -205,11 +205,13 @@ def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name)
         assert (emulated - real).norm() <= (0 if "rowwise" in name else 1e-6) * real.norm() and real.norm() > 0
 
 
+@pytest.mark.parametrize("rows", [10, 32])
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
 @pytest.mark.parametrize("level", ["mxfp8", "mxfp8_with_gw_hp"])
-def test_the_mx_layer_of_a_card_is_the_emulation(level, rule):
-    """Bit for bit, by torchao's own emulation of its kernels: for weights in fp32, with a bias, and for 50 rows, where
-    a kernel takes multiples of 32. The layer stays the same object with the same keys, and evaluates in bf16."""
+def test_the_mx_layer_of_a_card_is_the_emulation(level, rule, rows):
+    """Bit for bit, by torchao's own emulation of its kernels: for weights in fp32, with a bias, for a slice, and for 50
+    rows, where a kernel takes multiples of 32. The layer stays the same object with the same keys, and evaluates in
+    bf16."""
     rehearsal, sides = resolved("single_fp8_ao_mxfp8"), []
     options = {"level": level, "fp8_options": {"scale_calculation_mode": rule}, "skip": []}
     for implementation in ("emulated", "torchao"):
@@ -219,18 +221,19 @@ def test_the_mx_layer_of_a_card_is_the_emulation(level, rule):
         layer, keys = model[0], list(model.state_dict())
         assert backends.get_backend(planned).convert(None, model, None) == [("1", "48 is not a multiple of 32")]
         assert model[0] is layer and list(model.state_dict()) == keys
-        x = torch.randn(5, 10, 64, requires_grad=True)
+        whole = torch.randn(5, rows, 128).bfloat16().requires_grad_()
+        x = whole[..., :64]
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
             assert y.dtype == torch.bfloat16
-            (y * torch.randn(5, 10, 96)).sum().backward()
+            (y * torch.randn(5, rows, 96)).sum().backward()
             with torch.no_grad():
                 evaluated = layer.eval()(x)
                 assert torch.equal(evaluated, torch.nn.functional.linear(x, layer.weight, layer.bias))
                 assert not torch.equal(evaluated, y)
             with pytest.raises((Refused, CodesRead), match="has no derivative"):
                 torch.autograd.grad(layer.train()(x).sum(), x, create_graph=True)
-        sides.append((y, x.grad, layer.weight.grad, layer.bias.grad))
+        sides.append((y, whole.grad, layer.weight.grad, layer.bias.grad))
     assert type(layer).__name__ == "MXFP8Linear" and layer.scale_calculation_mode.value == rule
     for emulated, torchaos in zip(*sides, strict=True):
         assert torch.equal(emulated, torchaos) and torchaos.any()

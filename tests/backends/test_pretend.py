@@ -452,7 +452,7 @@ pretend.wear(**card)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 torch.manual_seed(0)
 here = dict(device="cuda")
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 one = torch.ones((), **here)
 def fp8(rows, columns, dtype=E4M3):
     return torch.randn(rows, columns, **here).to(dtype)
@@ -525,7 +525,16 @@ torch.cuda.synchronize()
 assert host.equal(torch.ones(4))
 """
 IN_FP8 = "product(fp8(16, 32), fp8(16, 32).t())"
-CARDS = (([*BAD, *GOOD, LATE], {}), ([IN_FP8], {"capability": (8, 0)}))  # (programs, arguments of `wear`)
+IN_MX = "product(fp8(32, 64), fp8(32, 64).t(), *[torch.full((512,), 127, dtype=torch.uint8, **here).view(E8M0)] * 2)"
+BAD_MX = {  # on a card that has such products
+    IN_MX.replace("512", "64"): "scale_a should have 512 elements, got 64",
+    IN_MX.replace("64)", "48)"): "MX scales need columns in multiples of 32",
+}
+CARDS = (  # (programs, arguments of `wear`)
+    ([*BAD, *GOOD, LATE, IN_MX], {}),
+    ([IN_FP8], {"capability": (8, 0)}),
+    ([IN_MX, *BAD_MX], {"capability": (10, 0)}),
+)
 
 
 def said_on(*cards):
@@ -544,11 +553,13 @@ def outcomes(gpu):
 
 
 def test_what_a_gpu_refuses_is_refused(outcomes):
-    found, without = outcomes
+    found, without, with_mx = outcomes
     for program, part in BAD.items():
         assert part in found[program], (program, found[program])
     assert {found[program] for program in GOOD} == {"ran"}, found
     assert "compute capability 8.9" in without[IN_FP8]
+    assert "compute capability 10.0" in found[IN_MX] and with_mx[IN_MX] == "ran"
+    assert all(part in with_mx[program] for program, part in BAD_MX.items()), with_mx
 
 
 def test_a_copy_that_nobody_waits_for_holds_no_values(outcomes):

@@ -245,6 +245,7 @@ def test_no_pickle_is_ever_loaded():
         ("zero2_fp8", "use zero2_bf16"),
         ("single_fp8_compile", None),
         ("single_fp8_te", None),
+        ("single_fp8_ao_mxfp8", None),
         ("single_fp8_msamp_o2", None),
         ("single_bf16", None),
     ],

@@ -48,6 +48,8 @@ LARGE, TINY = [(16384, 4096, 14336)] * 4, [(256, 192, 768)] * 4
         ("single_fp8_msamp_o2", LARGE, False, True),
         ("single_fp8_msamp_o2", TINY, False, False),
         ("single_fp8_ao_rowwise", [(65536, 1664, 6656)], False, False),
+        ("single_fp8_ao_mxfp8", LARGE, False, True),
+        ("single_fp8_ao_mxfp8", TINY, False, False),
     ],
 )
 @pytest.mark.parametrize("card", ["H100", "H200", "B200"])
@@ -105,6 +107,8 @@ def test_a_card_that_is_not_known():
         ("single_fp8_msamp_o2", A100, "A100 multiplies no FP8: use single_bf16"),
         ("fsdp_bf16_offload", H100, "offloads to the host"),
         ("single_fp8_te_mxfp8", H100, "mxfp8 needs compute capability 10.0 to 11.x, H100 has 9.0"),
+        ("single_fp8_ao_mxfp8", H100, "ao mxfp8 needs compute capability 10.x, H100 has 9.0"),
+        ("single_fp8_ao_mxfp4", step_time.find_card("B200"), "neither torchao nor TransformerEngine trains MXFP4"),
         ("single_fp8_te_block", RTX, "te block needs compute capability 9.0"),
     ],
 )
