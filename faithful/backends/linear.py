@@ -71,7 +71,7 @@ def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
 
 
 def without(options: Mapping[str, Any]) -> str:
-    """The parts of NVFP4's recipe that a config leaves out, for the summary line."""
+    """The parts of an FP4 recipe that a config leaves out, for the summary line."""
     return "".join(f", {key}" for key in options if key.startswith("disable_"))
 
 

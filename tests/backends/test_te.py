@@ -113,6 +113,7 @@ NO_TE = replace(GPU, packages=["torchao"])
         (config(DELAYED), CPU),
         (config(TENSORWISE), NO_TE),
         (config("backend: MSAMP, opt_level: O2"), A100),  # amp8's savings need no FP8 hardware
+        (config("backend: MSAMP, opt_level: O3, recipe: fp4, disable_gradient_estimator: true"), A100),
     ],
 )
 def test_what_can_be_is_not_refused(mapping, machine):
@@ -128,6 +129,8 @@ def test_what_can_be_is_not_refused(mapping, machine):
         ("backend: MSAMP, opt_level: O2, format: HYBRID", ("format",)),
         ("backend: MSAMP, opt_level: O2, enable_fsdp_float8_all_gather: false", ("enable_fsdp_float8_all_gather",)),
         ("backend: MSAMP, opt_level: O2, recipe: te_delayed, margin: 1", ()),
+        ("backend: MSAMP, opt_level: O2, recipe: fp4, disable_outlier_clamping: true, margin: 1", ("margin",)),
+        ("backend: MSAMP, opt_level: O2, disable_gradient_estimator: true", ("disable_gradient_estimator",)),
         (DELAYED, ()),
         (TENSORWISE, ()),
     ],
