@@ -20,21 +20,13 @@ from .compiled import compiled_on_cuda
 from .gradients import WeightGradient
 from .linear import FP8Conv1D, FP8Linear, InputCast
 from .optimizer import Adam
+from .recipes import TEDelayed, recipe_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from .fsdp import Place
-
-WINDOW = 16  # FP8-LM's history of amaxes
-TE_DEFAULTS: dict[str, Any] = {
-    "amax_history_len": 1024,
-    "amax_compute_algo": "max",
-    "margin": 0,
-    "fp8_format": "HYBRID",
-    "reduce_amax": True,
-}
 
 
 def initialize(
@@ -63,9 +55,9 @@ def initialize(
     accumulate: "high" keeps gradients in fp32 between micro-batches, 4 bytes per parameter; "fp8" rounds each sum.
     stochastic_rounding: of weights, masters and moments. False rounds to nearest, as MS-AMP does: then moments stop
     decaying, so that weights without gradient drift, and updates below half of a weight's last bit are lost.
-    recipe: scaling of activations and output gradients: "msamp", a window of 16 with in-time warm-up, or "te_delayed",
-    TransformerEngine's DelayedScaling with `recipe_options`: amax_history_len, amax_compute_algo, margin, fp8_format
-    ("HYBRID" or "E4M3"), reduce_amax.
+    recipe: how the layers compute, with `recipe_options` (amp8/recipes.py): "msamp", FP8 whose scales of activations
+    and output gradients come from a window of 16 with in-time warm-up; "te_delayed", the same with TransformerEngine's
+    DelayedScaling; "fp4", MS-AMP's FP4 in the forward product.
     process_group: whose ranks average gradients; None means all ranks, or fully_shard's mesh.
     exact: products in fp32 on dequantised values, for comparisons bit for bit. bucket_bytes: gradients sent at once.
 
@@ -219,23 +211,7 @@ class State:
         recipe_options: dict[str, Any] | None,
     ) -> None:
         self.level, self.accumulate, self.stochastic_rounding = level, accumulate, stochastic_rounding
-        self.recipe, self.options = recipe, dict(recipe_options or {})
-        if recipe == "msamp":
-            if self.options:
-                raise ValueError(f"the recipe 'msamp' has no options, got {', '.join(self.options)}")
-            self.window, self.history, self.gradient_format = WINDOW, WINDOW, scaling.E5M2
-        elif recipe == "te_delayed":
-            unknown = self.options.keys() - TE_DEFAULTS.keys()
-            if unknown:
-                raise ValueError(f"the recipe 'te_delayed' knows {', '.join(TE_DEFAULTS)}, not {', '.join(unknown)}")
-            self.options = TE_DEFAULTS | self.options
-            formats = {"HYBRID": scaling.E5M2, "E4M3": scaling.E4M3}
-            if self.options["fp8_format"] not in formats:
-                raise ValueError(f"fp8_format is HYBRID or E4M3, not {self.options['fp8_format']!r}")
-            self.gradient_format = formats[self.options["fp8_format"]]
-            self.window, self.history = 0, self.options["amax_history_len"]
-        else:
-            raise ValueError(f"recipe is 'msamp' or 'te_delayed', not {recipe!r}")
+        self.recipe = recipe_of(recipe, recipe_options or {})
         self.layers: dict[str, FP8Linear] = {}
         self.skipped: list[tuple[str, str]] = []
         self.gradients: list[WeightGradient] = []
@@ -370,27 +346,29 @@ class State:
         history = torch.stack([layer.amax_history for layer in layers])
         scale = torch.stack([layer.scale for layer in layers])
         updates = torch.stack([layer.updates for layer in layers])
-        dtypes = scaling.E4M3, self.gradient_format
-        if self.window:
-            history, scale, updates = updated(history, scale, updates, dtypes)
+        dtypes = scaling.E4M3, self.recipe.gradient_format
+        if isinstance(self.recipe, TEDelayed):
+            self.update_delayed(history, scale, dtypes, self.recipe.options)
         else:
-            self.update_delayed(history, scale, dtypes)
+            history, scale, updates = updated(history, scale, updates, dtypes)
         torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind()))
         torch._foreach_copy_([layer.scale for layer in layers], list(scale.unbind()))
         torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
 
-    def update_delayed(self, history: torch.Tensor, scale: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    def update_delayed(
+        self, history: torch.Tensor, scale: torch.Tensor, dtypes: Sequence[torch.dtype], options: dict[str, Any]
+    ) -> None:
         """Updates history [layers, length, slots] and scale [layers, slots] by TransformerEngine's rule, in place. Not
         compiled: its division must round as TransformerEngine's does, and Triton's does not."""
         for slot, dtype in enumerate(dtypes):
-            if self.comm is not None and self.options["reduce_amax"]:
+            if self.comm is not None and options["reduce_amax"]:
                 last = history[:, 0, slot].contiguous()
                 dist.all_reduce(last, dist.ReduceOp.MAX, group=self.group)
                 if self.replica_group is not None:
                     dist.all_reduce(last, dist.ReduceOp.MAX, group=self.replica_group)
                 self.comm.sent += 2 * (self.world - 1) * last.nbytes // self.world
                 history[:, 0, slot] = last
-            margin, algo = self.options["margin"], self.options["amax_compute_algo"]
+            margin, algo = options["margin"], options["amax_compute_algo"]
             scaling.update_delayed_(history[:, :, slot].T, scale[:, slot], scaling.dtype_max(dtype), margin, algo)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .convert import State
     from .fsdp import Sharding
     from .gradients import WeightGradient
+    from .recipes import Recipe
 
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 
@@ -44,10 +45,11 @@ class InputCast(NamedTuple):
     new_casts: int | tuple[float, ...] | None  # and after it
     how: tuple[bool, ...]  # recording, transposed
     history: torch.Tensor  # of that layer
-    made: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    made: tuple[torch.Tensor | None, ...]
 
 
 CAST_NUMBERS = itertools.count(1)
+Operands = set[tuple[scaling.Number, scaling.Number]]
 
 
 class FP8Linear(nn.Linear):
@@ -60,10 +62,11 @@ class FP8Linear(nn.Linear):
     transposed = False  # the weight is [out, in]
     sharding: "Sharding | None" = None  # under fully_shard: where the weight's rows are
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
-    FP8_ATTRS = ("name", "plain_class", "window", "gradient_format", "exact", "high_precision", "gradient", "operands",
+    FP8_ATTRS = ("name", "plain_class", "recipe", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "replaced", "ports", "held", "trained", "own",
             "plain_dtype", "cast", "casts")  # fmt: skip
     name: str
+    recipe: "Recipe"
     plain_class: type[nn.Module]
     gradient: "WeightGradient"  # soon after `start`
     master: torch.Tensor | None
@@ -79,16 +82,17 @@ class FP8Linear(nn.Linear):
         changed."""
         plain = type(self.weight) is nn.Parameter and type(self.weight.data) is torch.Tensor  # estimates have fakes
         device = self.weight.device
-        self.window, self.gradient_format, self.exact = state.window, state.gradient_format, exact
+        self.recipe, self.exact = state.recipe, exact
         self.high_precision = False
         self.gradient = None  # pyrefly: ignore[bad-assignment]
-        self.operands: set[tuple[torch.dtype, torch.dtype]] = set()  # formats of the operands its products had
+        self.operands: Operands = set()  # formats of the operands its products had
         self.keeps_master = keeps_master
         # O3, on the rank that owns the weight: fp16 codes and their scale
         self.master = self.master_scale = None  # pyrefly: ignore[bad-assignment]
         # Not buffers: a model has exactly the buffers of the unconverted one, for whoever pairs them with another's.
         self.weight_scale, self.weight_amax = torch.ones((), device=device), torch.zeros((), device=device)
-        self.amax_history, self.scale = torch.zeros(state.history, 2, device=device), torch.ones(2, device=device)
+        history = state.recipe.history
+        self.amax_history, self.scale = torch.zeros(history, 2, device=device), torch.ones(2, device=device)
         self.updates = torch.zeros(2, dtype=torch.int32, device=device)
         self.plain_dtype, self.cast = self.weight.dtype, None
         # Stands for all inputs that the layer has cast: equal for layers that have cast the same. None: compiled code
@@ -254,7 +258,7 @@ class FP8Linear(nn.Linear):
         rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():
             x8 = self.cast_input(input, rows.detach(), recording, port is not None)
-        y = _Products.apply(
+        y = self.recipe.products.apply(
             rows,
             port,
             self.bias,
@@ -262,18 +266,17 @@ class FP8Linear(nn.Linear):
             weight_scale,
             *x8,
             self.delayed,
-            (self.window, self.gradient_format, self.transposed, self.exact, dtype),
+            (*self.recipe.settings, self.transposed, self.exact, dtype),
             self.operands,
         )
         return y.view(*input.shape[:-1], y.shape[-1])
 
-    def cast_input(
-        self, input: torch.Tensor, rows: torch.Tensor, *how: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """`cast` of the input, whose rows are `rows`, or what it was for another layer. how: recording, transposed."""
+    def cast_input(self, input: torch.Tensor, rows: torch.Tensor, *how: bool) -> tuple[torch.Tensor | None, ...]:
+        """The recipe's cast of the input, whose rows are `rows`, or what it was for another layer. how: recording,
+        transposed."""
         if torch.compiler.is_compiling():  # the compiler makes one kernel of the casts of one input
             self.casts = None
-            return cast(rows, self.delayed, INPUT, scaling.E4M3, self.window, *how)
+            return self.recipe.cast(rows, self.delayed, *how)
         state, recording = self.gradient.state, how[0]
         last = state.last_cast
         if last is not None and last.input() is input and self.casts is not None:
@@ -282,7 +285,7 @@ class FP8Linear(nn.Linear):
                     self.casts = last.new_casts
                     self.amax_history[0, INPUT].copy_(last.history[0, INPUT])
                 return last.made
-        made, before = cast(rows, self.delayed, INPUT, scaling.E4M3, self.window, *how), self.casts
+        made, before = self.recipe.cast(rows, self.delayed, *how), self.casts
         if recording and before is not None:
             self.casts = next(CAST_NUMBERS)
         if not input.is_inference():  # which has no version
@@ -440,13 +443,13 @@ def fp16_to_e4m3(codes: torch.Tensor) -> torch.Tensor:
     return (codes.float() * FP16_TO_E4M3).to(scaling.E4M3)
 
 
-def note(operands: set[tuple[torch.dtype, torch.dtype]], a: torch.dtype, b: torch.dtype) -> None:
+def note(operands: Operands, a: scaling.Number, b: scaling.Number) -> None:
     """Records the formats of a product for the report. Not in compiled code, where it would be a side effect."""
     if not torch.compiler.is_compiling():
         operands.add((a, b))
 
 
-class _Products(torch.autograd.Function):
+class Products(torch.autograd.Function):
     """x [M, in], its operand x8 and that transposed, codes of w [out, in] (or [in, out]), bias [out] -> y [M, out]. The
     gradient of w leaves through `port`, in the dtype of y."""
 
@@ -463,7 +466,7 @@ class _Products(torch.autograd.Function):
         x_scale: torch.Tensor,
         delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         settings: tuple[int, torch.dtype, bool, bool, torch.dtype],
-        operands: set[tuple[torch.dtype, torch.dtype]],
+        operands: Operands,
     ) -> torch.Tensor:
         _, _, transposed, exact, dtype = settings
         w8, w_scale = fp8_weight(weight, weight_scale, transposed), scale_of_operand(weight, weight_scale)
@@ -495,12 +498,17 @@ class _Products(torch.autograd.Function):
             dx = scaling.product(dy8, w8.t(), dy_scale, w_scale, dy.dtype, exact=exact, reciprocals=factors)
             dx = dx.to(ctx.x_dtype)
         if of_weight:
-            # a [n, M] b [M, k]: this product sums over the rows, so their number is padded with zeros.
             pair = (dy8_turned, dy_scale, dy_factor), (x8_turned, x_scale, x_factor)
-            (a, a_scale, a_factor), (b, b_scale, b_factor) = reversed(pair) if transposed else pair
-            factors = a_factor, b_factor
-            note(ctx.operands, *((scaling.E4M3, gradient_format) if transposed else (gradient_format, scaling.E4M3)))
-            # pyrefly: ignore[bad-argument-type, missing-attribute]
-            dw = scaling.product(a, b.t(), a_scale, b_scale, dy.dtype, exact=exact, pad_inner=True, reciprocals=factors)
+            dw = weight_gradient(ctx, *pair, dy.dtype)
         db = dy.sum(0).to(ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None, None, None, None, None, None, None
+
+
+def weight_gradient(ctx: Any, gradient: tuple[Any, ...], input: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+    """dy^T x [out, in] or x^T dy [in, out], of (operand transposed, its scale, the scale's reciprocal) of each."""
+    gradient_format, transposed, exact, _ = ctx.settings[-4:]
+    # a [n, M] b [M, k]: this product sums over the rows, so their number is padded with zeros.
+    (a, a_scale, a_factor), (b, b_scale, b_factor) = (input, gradient) if transposed else (gradient, input)
+    note(ctx.operands, *((scaling.E4M3, gradient_format) if transposed else (gradient_format, scaling.E4M3)))
+    factors = a_factor, b_factor
+    return scaling.product(a, b.t(), a_scale, b_scale, dtype, exact=exact, pad_inner=True, reciprocals=factors)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .convert import State, state_of
+from .scaling import E2M1, Number
 from .state import at_rest, root_of
 from .tensors import local
 
@@ -60,7 +61,7 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         seen[key] = {values[key].dtype for values in states}
     return {
         "level": state.level,
-        "recipe": state.recipe,
+        "recipe": state.recipe.name,
         "world": state.world * state.replicas,
         "shards": 1 if state.fsdp_group is None else state.world,
         "replicas": state.world if state.fsdp_group is None else state.replicas,
@@ -80,6 +81,8 @@ def notes(state: State, root: nn.Module, hardware: bool, in_fp32: float) -> list
     found = []
     if not hardware:
         found.append("no FP8 tensor cores: products run on dequantised values; memory and wire are as on FP8 hardware")
+    if state.recipe.name == "fp4":
+        found.append("FP4 is emulated: the forward product runs in bf16 on its values, no faster than bf16")
     if state.level == "O3" and state.world == 1:
         found.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
     if in_fp32:
@@ -102,9 +105,12 @@ def moments(optimizer: torch.optim.Optimizer | None, parameters: Iterable[torch.
     return sum(value.nbytes for values in states for key, value in values.items() if key != "step")
 
 
-def name_of(dtype: torch.dtype | tuple[torch.dtype, ...]) -> str:
+def name_of(dtype: Number | tuple[Number, Number]) -> str:
     """float8_e4m3fn -> e4m3; a pair of operands -> e5m2 x e4m3."""
+    if dtype == E2M1:
+        return "e2m1"
     if isinstance(dtype, tuple):
+        # pyrefly: ignore[bad-argument-type]
         return " x ".join(name_of(one) for one in dtype)
     names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float16: "fp16"}
     return names.get(dtype) or {"float32": "fp32", "bfloat16": "bf16"}.get(str(dtype)[6:], str(dtype)[6:])

@@ -174,16 +174,23 @@ def round_codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
     return in_pieces(rounded, x)
 
 
-def in_pieces(rounded: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """rounded(x), elementwise, as bf16. In pieces that stay in the cache: each of the half dozen passes over a whole
-    tensor would go through memory."""
+def in_pieces(
+    rounded: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    *others: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """rounded(x, *others), elementwise, as `dtype`. In pieces that stay in the cache: each of the half dozen passes
+    over a whole tensor would go through memory. others: broadcastable to `x`, which then is a matrix."""
     if torch.compiler.is_compiling():
-        return rounded(x).to(torch.bfloat16)  # one fused loop
-    if x.numel() <= PIECE:
-        return rounded(x.contiguous()).to(torch.bfloat16)
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    for piece, codes in zip(x.reshape(-1).split(PIECE), out.view(-1).split(PIECE), strict=True):
-        codes.copy_(rounded(piece))
+        return rounded(x, *others).to(dtype)  # one fused loop
+    if x.is_cuda or x.numel() <= PIECE:
+        return rounded(x.contiguous(), *others).to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    whole = [t.expand(x.shape) for t in (x, *others, out)] if others else [x.reshape(-1), out.view(-1)]
+    rows = max(1, PIECE * len(whole[0]) // x.numel())
+    for *piece, codes in zip(*(t.split(rows) for t in whole), strict=True):
+        codes.copy_(rounded(*piece))
     return out
 
 

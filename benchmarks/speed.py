@@ -128,7 +128,7 @@ def generated(level, rows=8192, width=4096):
         with torch.no_grad():
             x8 = linear.cast(x.detach(), delayed, linear.INPUT, scaling.E4M3, 16)
         settings = 16, scaling.E5M2, False, False, torch.bfloat16
-        return linear._Products.apply(x, port, bias, codes, scale, *x8, delayed, settings, set())
+        return linear.Products.apply(x, port, bias, codes, scale, *x8, delayed, settings, set())
 
     def compiler(name):
         def compile(graph, inputs):

@@ -146,7 +146,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(scaling, "amax", amax),
         mock.patch.object(scaling, "round_codes", rounded),
         mock.patch.object(scaling, "operand", operand),
-        mock.patch.object(scaling, "in_pieces", lambda function, x: operand(x, None, scaling.E4M3)),
+        mock.patch.object(scaling, "in_pieces", lambda function, x, *_, dtype=scaling.E4M3: operand(x, None, dtype)),
         mock.patch.object(emulation, "_rounded", rounded),
         mock.patch.object(emulation, "_nvfp4", lambda x, *_: (rounded(x), x.new_ones((), dtype=torch.float32))),
         mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from amp8 import fp4, recipes, scaling
 from amp8 import linear as levels
 from amp8 import optimizer as adam
-from amp8 import scaling
 from faithful.backends import emulation
 from faithful.models.layers import kind
 from faithful.strategies.base import torch_optimizer
@@ -47,14 +47,16 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
     """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, of NVFP4 one for each
     value, or None if there are several. which: 0 input, 1 weight, 2 output gradient."""
     if isinstance(layer, levels.FP8Linear):
+        if of_fp4(layer) and (which, for_gemm) != (0, "wgrad"):
+            return rounded_to_fp4(layer, which, x)
         if which == 1:
             codes = levels.fp8_weight(layer.codes, layer.weight_scale, False)
             scale = levels.scale_of_operand(layer.codes, layer.weight_scale)
             value = scaling.dequantize(codes, scale)
             return value.t() if layer.transposed else value, scale, scaling.E4M3
         slot = which // 2
-        dtype = (scaling.E4M3, layer.gradient_format)[slot]
-        scale = levels.cast_scale(scaling.amax(x), layer.scale[slot], layer.updates[slot], dtype, layer.window)
+        dtype = (scaling.E4M3, layer.recipe.gradient_format)[slot]
+        scale = levels.cast_scale(scaling.amax(x), layer.scale[slot], layer.updates[slot], dtype, layer.recipe.window)
         return scaling.dequantize(scaling.quantize(x, scale, dtype), scale), scale, dtype
     how, state = layer.rounding, layer.state()
     dtype = how.formats[which]
@@ -67,6 +69,26 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
     if isinstance(how, emulation.NVFP4):
         scale = nvfp4_scale(*how.block(which, for_gemm, x, *state)[:2])
     return values, scale, dtype
+
+
+def of_fp4(layer: Layer) -> bool:
+    return isinstance(layer, levels.FP8Linear) and isinstance(layer.recipe, recipes.FP4)
+
+
+def rounded_to_fp4(layer: levels.FP8Linear, which: int, x: torch.Tensor) -> Rounded:
+    """`rounded` of a layer whose recipe is MS-AMP's FP4. Its output gradient is divided by the weight's scales before
+    it is rounded to FP8."""
+    w4, w_scale, *_ = fp4.of_weight(layer.codes, layer.weight_scale, layer.transposed)
+    if which == 1:
+        value = w4.float() / w_scale
+        return value.t() if layer.transposed else value, None, scaling.E2M1
+    if which == 0:
+        a, scale = fp4.of_input(x, layer.recipe.clamped)  # pyrefly: ignore[missing-attribute]
+        return a.float() / scale, None, scaling.E2M1
+    columns, dtype, window = w_scale.view(1, -1), layer.recipe.gradient_format, layer.recipe.window
+    x = x / columns
+    scale = levels.cast_scale(scaling.amax(x), layer.scale[1], layer.updates[1], dtype, window)
+    return scaling.dequantize(scaling.quantize(x, scale, dtype), scale) * columns, None, dtype
 
 
 def nvfp4_scale(x: torch.Tensor, tile: emulation.Tile) -> torch.Tensor:
@@ -100,7 +122,7 @@ class Looking:
             self.tensor(name, "input", x, *parts[0])
             self.tensor(name, "weight", weight, *parts[1])
             self.product(name, "fprop", parts[0][0] @ parts[1][0].t(), x.float() @ weight.t())
-            tiled = isinstance(layer, emulation.EmulatedLinear) and not layer.rounding.once(0)
+            tiled = of_fp4(layer) or isinstance(layer, emulation.EmulatedLinear) and not layer.rounding.once(0)
             output.register_hook(lambda g: self.backward(name, layer, g, x, weight, None if tiled else parts))
 
         return hook

@@ -126,13 +126,13 @@ def products(linear: Linear, step: Step, card: Card) -> tuple[float, float]:
     m, k, n = linear.rows, linear.inputs, linear.outputs
     high = getattr(card, step.rate) * REACHED[step.rate]
     fast = precise = third = high
-    size = 2 if step.rate == "bf16" else 4
+    size = plain = 2 if step.rate == "bf16" else 4
     if linear.name in step.fp8:
         fast, precise = (card.fp8 * REACHED[name] * step.cost.speed for name in ("fp8", "fp8_precise"))
         third, size = precise if step.cost.fp8_weight_gradient else high, 1
-    forward = product(m, k, n, fast, card, size)
+    first = product(m, k, n, fast, card, size) if step.cost.fp8_forward else product(m, k, n, high, card, plain)
     backward = linear.input_grad * product(m, n, k, precise, card, size)
-    return forward, backward + linear.weight_grad * product(n, m, k, third, card, size)
+    return first, backward + linear.weight_grad * product(n, m, k, third, card, size)
 
 
 def casts(linear: Linear, step: Step, card: Card) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from faithful.backends.base import Backend
-from faithful.backends.linear import import_amp8, in_bf16, in_fp8, skipped_by_config
+from faithful.backends.linear import import_amp8, in_bf16, in_fp8, skipped_by_config, unlike_default
 from faithful.errors import Refused
 from faithful.strategies import STRATEGIES
 from faithful.strategies.base import GradientsElsewhere, Saved, Strategy, parameter_ids, torch_optimizer
@@ -35,8 +35,10 @@ class MSAMP(GradientsElsewhere, Backend):
 
     @property
     def name(self) -> str:
-        scaling = " with TE's delayed scaling" if self.plan.fp8_options.get("recipe") else ""
-        return f"MS-AMP {str(self.plan.level).upper()} (amp8, not Microsoft's package){scaling}"
+        options = self.plan.fp8_options
+        more = {"te_delayed": " with TE's delayed scaling", "fp4": " with FP4 forward products emulated in bf16"}
+        recipe = more.get(str(options.get("recipe")), "") + unlike_default(options)
+        return f"MS-AMP {str(self.plan.level).upper()} (amp8, not Microsoft's package){recipe}"
 
     def arguments(self) -> dict[str, Any]:
         return in_bf16()
@@ -50,8 +52,8 @@ class MSAMP(GradientsElsewhere, Backend):
     def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the model. Returns [(name, reason)] of the Linear layers not converted. optimizer: read only."""
         amp8, plan = import_amp8("amp8"), self.plan
-        options = {key: value for key, value in plan.fp8_options.items() if key != "recipe"}
-        recipe = {"recipe": "te_delayed", "recipe_options": options} if options else {}
+        options = dict(plan.fp8_options)
+        recipe = {"recipe": options.pop("recipe", "msamp"), "recipe_options": options}
         listed = skipped_by_config(model, plan.skip)
 
         def skip(name: str, module: nn.Module) -> bool:

@@ -72,7 +72,7 @@ def refuse_unknown(skip: Sequence[str], names: list[str]) -> None:
 
 
 def unlike_default(options: Mapping[str, Any]) -> str:
-    """The parts of NVFP4's recipe that a config leaves out, and another rule for MX's scales, for the summary line."""
+    """The parts of an FP4 recipe that a config leaves out, and another rule for MX's scales, for the summary line."""
     rule = options.get("scale_calculation_mode", MX_SCALES[0])
     words = [key for key in options if key.startswith("disable_")]
     words += [f"scale_calculation_mode {rule}"] if rule != MX_SCALES[0] else []

@@ -6,6 +6,7 @@ BACKENDS names it. What a backend does is in faithful/backends. This module impo
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from faithful.config.schema import digits, on
@@ -20,6 +21,7 @@ AO_KEYS = "enable_fsdp_float8_all_gather pad_inner_dim"  # of torchao's Float8Li
 MX = ("mxfp8", "mxfp8_with_gw_hp", "mxfp4")  # torchao's levels with one scale for 32 values
 MX_SCALES = ("rceil", "floor")  # torchao's names of the rules by which that scale is rounded; the first is the default
 NVFP4_KEYS = "disable_rht disable_stochastic_rounding disable_2d_quantization"  # TransformerEngine's names
+FP4_KEYS = "disable_gradient_estimator disable_outlier_clamping"  # the parts of MS-AMP's FP4
 TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
 DEFAULTS = {  # what the launcher exports for keys that a file leaves out
     "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 1024, "fp8_enable_fsdp_float8_all_gather": True,
@@ -60,7 +62,8 @@ class LinearCost:
     host: float = 0  # seconds of Python beside the launches of kernels
     shares_casts: bool = False  # whether layers that have the same input cast it once
     speed: float = 1  # of FP8 products, relative to those with one scale for each tensor
-    fp8_weight_gradient: bool = True  # whether this product is in FP8, too
+    fp8_forward: bool = True  # whether this product is in FP8, too
+    fp8_weight_gradient: bool = True  # and this one
 
 
 class BackendRules:
@@ -229,7 +232,7 @@ class TransformerEngineRules(BackendRules):
         if level == "delayed":
             return of_delayed_scaling(get), []
         if level == "nvfp4":
-            return {name: True for name in NVFP4_KEYS.split() if on(get(name.upper()))}, []
+            return turned_on(NVFP4_KEYS, get), []
         chosen = {"fp8_format": get("FORMAT") or "HYBRID"} if level in ("current", "block") else {}
         return chosen, []
 
@@ -271,23 +274,23 @@ class MSAMPRules(BackendRules):
     implementation = "amp8"
     levels = ("o2", "o1", "o3")
     level_key = "opt_level"
-    recipes = {"te": "te_delayed"}  # a level whose layers scale as TransformerEngine's
+    recipes = {"te": "te_delayed", "fp4": "fp4"}  # a level whose layers compute in another way
     keys = "opt_level recipe"
     compiles = "MS-AMP's level"
     autocasts = True
     sends_ordinary_gradients = False  # but in FP8, with scales
 
     def reads(self, section: Mapping[str, Any]) -> list[str]:
-        return [*super().reads(section), *(TE_KEYS.split() if section.get("recipe") else [])]
+        more = {"te_delayed": TE_KEYS, "fp4": FP4_KEYS}.get(str(section.get("recipe")), "")
+        return [*super().reads(section), *more.split()]
 
     def level(self, get: Get) -> str:
         return get("OPT_LEVEL", "O2").lower()
 
     def options(self, get: Get, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
         recipe = get("RECIPE")
-        # MS-AMP's own scaling has none of delayed scaling's options
-        delayed = of_delayed_scaling(get) if recipe in self.recipes.values() else {}
-        return {"recipe": recipe} | delayed if recipe else {}, []
+        options = {"te_delayed": of_delayed_scaling, "fp4": partial(turned_on, FP4_KEYS)}.get(recipe, lambda _: {})(get)
+        return {"recipe": recipe} | options if recipe else {}, []
 
     def traced(self, options: dict[str, Any]) -> dict[str, Any]:
         return options
@@ -296,7 +299,7 @@ class MSAMPRules(BackendRules):
         strategy, recipe = settings.strategy, settings.fp8.options.get("recipe", "te_delayed")
         yield from of_options(settings.fp8.options)
         if recipe not in self.recipes.values():
-            yield f"fp8_config recipe {recipe}: MSAMP combines with te_delayed only"
+            yield f"fp8_config recipe {recipe}: MSAMP combines with {' and '.join(self.recipes.values())} only"
         if settings.fsdp.ignored_modules:
             names = settings.fsdp.ignored_modules
             yield f"fsdp_ignored_modules {names}: MS-AMP's levels shard all weights: leave it out"
@@ -325,6 +328,9 @@ class MSAMPRules(BackendRules):
         held = 1 if settings.level == "o3" or settings.sharded else 2
         x = 2 + 1 + 1
         cost = LinearCost(x, x, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=(9, 15), host=1e-3)
+        if settings.fp8.options.get("recipe") == "fp4":  # beside these amp8/fp4.py, counted there and not measured:
+            # each of torch's operators reads and writes whole tensors, mostly in fp32
+            cost = LinearCost(x + 118, x + 8, 2 * 86 + 5, 5 + 154, kernels=(55, 56), host=1e-3, fp8_forward=False)
         return replace(cost, shares_casts=not settings.compile)
 
     def bytes_sent(self, settings: "Settings", fp8: float, rest: float) -> float | None:
@@ -399,6 +405,11 @@ def parse(env: Mapping[str, str], precision: str, sharded: bool) -> FP8:
     without_effect = [f"{key}: {reason}" for key, (turned, reason) in reasons.items() if turned]
     skip = get("SKIP", rules.skip if rules else "").split(",")
     return FP8(backend, level, options, [pattern.strip() for pattern in skip if pattern.strip()], without_effect, notes)
+
+
+def turned_on(keys: str, get: Get) -> dict[str, Any]:
+    """Those of the keys that are true."""
+    return {name: True for name in keys.split() if on(get(name.upper()))}
 
 
 def of_delayed_scaling(get: Get) -> dict[str, Any]:

@@ -22,11 +22,13 @@ SECTIONS = ("fsdp_config", "fp8_config", "dynamo_config", "deepspeed_config", "p
             "megatron_lm_config", "mpirun_config")  # fmt: skip
 PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # their keys may omit `fsdp_`, `fp8_`, `dynamo_`
 # The launcher hands on any key of fp8_config: two are ours, TERecipeKwargs reads another without an option, three are
-# those of TransformerEngine's NVFP4BlockScaling, and one is that of torchao's MXFP8Linear.
+# those of TransformerEngine's NVFP4BlockScaling, one is that of torchao's MXFP8Linear, and two leave out a part of
+# MS-AMP's FP4.
 FP8 = {
     "fp8_recipe": "any", "fp8_skip": "any", "fp8_use_mxfp8_block_scaling": "any", "fp8_disable_rht": "bool",
     "fp8_disable_stochastic_rounding": "bool", "fp8_disable_2d_quantization": "bool",
-    "fp8_scale_calculation_mode": "any",
+    "fp8_scale_calculation_mode": "any", "fp8_disable_gradient_estimator": "bool",
+    "fp8_disable_outlier_clamping": "bool",
 }  # fmt: skip
 OLD = ("fp16", "dynamo_backend")  # keys of earlier versions that Accelerate converts
 # Keys of earlier versions, or that `accelerate config` itself writes, which nothing reads any more.

@@ -274,7 +274,10 @@ class Evidence:
         record = self.record
         fp8 = f"fp8 {self.backend.name}"
         fp8 += ", emulated: no FP8 hardware" if self.plan.emulated else ""
-        bits = "FP4" if str(self.plan.level).endswith("fp4") else "FP8"
+        # What ran. Of the emulation, and of compiled code, which notes nothing: what was converted.
+        gemm = record["dtypes"].get("levels", {}).get("gemm")
+        planned = str(self.plan.level).endswith("fp4") or self.plan.fp8_options.get("recipe") == "fp4"
+        bits = "FP4" if ("e2m1 x e2m1" in gemm if gemm else planned) else "FP8"
         text = f"{record['linear_converted']} of {record['linear_total']} Linear in {bits}"
         text += f", {record['layernorm_converted']} LayerNorm" if record["layernorm_converted"] else ""
         if record["share_converted"] < 0.5:  # convolutions and embeddings stay in high precision

@@ -545,14 +545,14 @@ def test_te_recipe_shares_amaxes_between_ranks():
     assert first[0] == 448 / (2 * data(32)[0][:16].abs().max())
 
 
-def masters_of_a_resumed_run(rank, world, level, folder):
+def masters_of_a_resumed_run(rank, world, level, folder, recipe):
     """Resumes, and compares with the run that goes on. Returns how many tensors of masters the rank saves."""
     from safetensors.torch import load_file, save_file
 
     def loss(model, step):
         return loss_of(model, *batch_of(rank, seed=step))
 
-    model, optimizer = start_net(level)
+    model, optimizer = start_net(level, recipe=recipe)
     train(model, optimizer, loss, range(20), max_norm=1.0)
     state = amp8.exact_state(model, optimizer)
     saved = {key: value for key, value in state.items() if rank == 0 or key.startswith("rank/")}
@@ -560,15 +560,15 @@ def masters_of_a_resumed_run(rank, world, level, folder):
     going_on = train(model, optimizer, loss, range(20, 25), max_norm=1.0)
     dist.barrier()
     common = {k: v for k, v in load_file(f"{folder}/0.safetensors").items() if k.startswith("all/")}
-    model, optimizer = start_net(level, seed=9)
+    model, optimizer = start_net(level, seed=9, recipe=recipe)
     amp8.load_exact_state(model, optimizer, {**common, **load_file(f"{folder}/{rank}.safetensors")})
     assert train(model, optimizer, loss, range(20, 25), max_norm=1.0) == going_on
     return sum(key.startswith("rank/master/") for key in saved)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_two_ranks_resume_bit_for_bit(level, tmp_path):
-    masters = run_ranks(2, masters_of_a_resumed_run, level, str(tmp_path))
+@pytest.mark.parametrize("level, recipe", [("O1", "msamp"), ("O2", "msamp"), ("O3", "msamp"), ("O2", "fp4")])
+def test_two_ranks_resume_bit_for_bit(level, recipe, tmp_path):
+    masters = run_ranks(2, masters_of_a_resumed_run, level, str(tmp_path), recipe)
     assert masters == ([2, 2] if level == "O3" else [0, 0])  # one layer each: codes and scale
 
 

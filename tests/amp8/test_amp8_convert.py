@@ -87,7 +87,7 @@ def test_refusals():
         (net(), {"level": "O4"}, "opt_level is one of O1, O2, O3, not 'O4'"),
         (net(), {"accumulate": "fp32"}, "accumulate is"),
         (net(), delayed | {"recipe_options": {"interval": 1}}, "the recipe 'te_delayed' knows .* not interval"),
-        (net(), {"recipe": "te"}, "recipe is"),
+        (net(), {"recipe": "te"}, "recipe is one of msamp, te_delayed, fp4, not 'te'"),
         (net(), {"recipe_options": {"margin": 1}}, "has no options"),
         (net(), delayed | {"recipe_options": {"fp8_format": "E5M2"}}, "fp8_format"),
         (nn.Sequential(nn.LayerNorm(16)), {}, "model has none"),
@@ -184,7 +184,7 @@ def test_loading_weights_into_o3_sets_its_masters():
     assert 1e-4 < (amp8.master_state_dict(model)["1.weight"] - before).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": False}, {"recipe": "te_delayed"}])
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": False}, {"recipe": "te_delayed"}, {"recipe": "fp4"}])
 @pytest.mark.parametrize("level", LEVELS)
 def test_resumes_bit_for_bit(level, options, tmp_path):
     from safetensors.torch import load_file, save_file

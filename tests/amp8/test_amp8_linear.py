@@ -14,8 +14,10 @@ import amp8
 from amp8 import scaling
 from amp8.coded import CodesRead, codes_of
 from amp8.linear import FP8Conv1D, FP8Linear, fp8_weight
+from amp8.recipes import RECIPES
 
 E4M3, E5M2 = scaling.E4M3, scaling.E5M2
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def layer(level="O2", bias=True, **options):
@@ -84,8 +86,9 @@ def test_saves_one_byte_per_input_element_and_no_copy_of_the_weight(level, monke
     assert sum(t.nbytes for t in saved if t.data_ptr() not in expected) <= 64  # scales
 
 
-def test_a_frozen_weight_saves_no_input_and_gets_no_gradient():
-    linear, optimizer = layer()
+@every_recipe
+def test_a_frozen_weight_saves_no_input_and_gets_no_gradient(recipe):
+    linear, optimizer = layer(recipe=recipe)
     linear.weight.requires_grad_(False)
     saved = []
     x = seeded(128, 64).requires_grad_()
@@ -163,8 +166,9 @@ def test_an_overflow_sends_its_slot_back_to_warm_up():
     assert linear.updates.tolist() == [4, 0]
 
 
-def test_evaluation_leaves_no_trace():
-    linear, _ = layer()
+@every_recipe
+def test_evaluation_leaves_no_trace(recipe):
+    linear, _ = layer(recipe=recipe)
     linear(seeded(32, 64)).sum().backward()
     before = {name: getattr(linear, name).clone() for name in linear.SCALING}
     with torch.no_grad():
@@ -174,8 +178,9 @@ def test_evaluation_leaves_no_trace():
         assert torch.equal(getattr(linear, name), value), name
 
 
-def test_autocast_decides_the_output_dtype():
-    linear, _ = layer()
+@every_recipe
+def test_autocast_decides_the_output_dtype(recipe):
+    linear, _ = layer(recipe=recipe)
     x = seeded(32, 64)
     assert linear(x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
@@ -188,8 +193,9 @@ def test_autocast_decides_the_output_dtype():
     assert linear(x16).dtype == torch.bfloat16 and x16.grad.dtype == torch.bfloat16
 
 
-def test_high_precision_is_the_product_of_true_weights_and_ends():
-    linear, _ = layer()
+@every_recipe
+def test_high_precision_is_the_product_of_true_weights_and_ends(recipe):
+    linear, _ = layer(recipe=recipe)
     x = seeded(32, 64)
     with amp8.high_precision(linear), torch.no_grad():
         inside = linear(x)
@@ -210,8 +216,9 @@ def test_a_layer_called_twice_gets_the_sum():
     assert relative_error(linear.gradient.value(), total) < 0.04
 
 
-def test_rows_and_batches_of_any_number():
-    linear, _ = layer()
+@every_recipe
+def test_rows_and_batches_of_any_number(recipe):
+    linear, _ = layer(recipe=recipe)
     for shape in ((64,), (1, 64), (7, 3, 64), (0, 64)):
         y = linear(seeded(*shape))
         assert y.shape == (*shape[:-1], 48)
@@ -220,7 +227,8 @@ def test_rows_and_batches_of_any_number():
         linear.gradient.clear()
 
 
-def test_conv1d_of_transformers():
+@every_recipe
+def test_conv1d_of_transformers(recipe):
     pytest.importorskip("transformers")
     from transformers.pytorch_utils import Conv1D
 
@@ -228,8 +236,8 @@ def test_conv1d_of_transformers():
     with torch.no_grad():
         linear.weight.copy_(conv.weight.t())
         linear.bias.copy_(conv.bias)
-    a, _ = start(nn.Sequential(conv), exact=True)
-    b, _ = start(nn.Sequential(linear), exact=True)
+    a, _ = start(nn.Sequential(conv), exact=True, recipe=recipe)
+    b, _ = start(nn.Sequential(linear), exact=True, recipe=recipe)
     assert type(a[0]) is FP8Conv1D and type(b[0]) is FP8Linear
     x, y = seeded(32, 64).requires_grad_(), seeded(32, 64).requires_grad_()
     out, other = a(x), b(y)
@@ -245,11 +253,12 @@ def test_conv1d_of_transformers():
     assert torch.equal(fresh[0].weight, a[0].true_weight())
 
 
-def start_block(level="O2"):
+def start_block(level="O2", recipe="msamp"):
     return start(
         seeded_model(lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))),
         level,
         lr=1e-3,
+        recipe=recipe,
     )
 
 
@@ -263,9 +272,9 @@ def losses_of(model, optimizer, run=None):
     return train(model, optimizer, loss_of, range(3))[0]
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_compiles_in_one_graph_with_the_same_results(level, monkeypatch):
-    eager, compiled = start_block(level), start_block(level)
+@pytest.mark.parametrize("level, recipe", [("O2", "msamp"), ("O3", "msamp"), ("O2", "fp4"), ("O3", "fp4")])
+def test_compiles_in_one_graph_with_the_same_results(level, recipe, monkeypatch):
+    eager, compiled = start_block(level, recipe), start_block(level, recipe)
     received = {1: [], 3: []}  # dtypes of weight gradients
     for i, model in itertools.product(received, (eager[0], compiled[0])):
         monkeypatch.setattr(
@@ -285,14 +294,16 @@ def test_compiles_in_one_graph_with_the_same_results(level, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiles_with_inductor():
-    eager, compiled = start_block(), start_block()
+@pytest.mark.parametrize("recipe", ["msamp", "fp4"])
+def test_compiles_with_inductor(recipe):
+    eager, compiled = start_block(recipe=recipe), start_block(recipe=recipe)
     run = torch.compile(compiled[0], fullgraph=True)
     assert losses_of(*eager) == pytest.approx(losses_of(*compiled, run), rel=5e-3)  # fused bf16 rounds elsewhere
 
 
-def test_checkpointing_gives_the_same_run_and_records_once():
-    plain, recomputed = start_block(), start_block()
+@every_recipe
+def test_checkpointing_gives_the_same_run_and_records_once(recipe):
+    plain, recomputed = start_block(recipe=recipe), start_block(recipe=recipe)
     assert losses_of(*plain) == losses_of(*recomputed, lambda x: checkpoint(recomputed[0], x, use_reentrant=False))
     for i in (1, 3):
         assert torch.equal(plain[0][i].amax_history, recomputed[0][i].amax_history)
@@ -320,7 +331,7 @@ SHARED = {  # what a training pass gives the model -> casts of inputs in ten of 
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("recipe", ["msamp", "te_delayed"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("given", SHARED)
 def test_layers_of_one_input_cast_it_once_and_train_as_if_each_did(monkeypatch, given, recipe, resumed):
     arguments, casts = SHARED[given]

@@ -78,7 +78,7 @@ def test_rehearses(trained, bf16, name):
     assert reasons.keys() == {"head"} | more
     assert re.search(f"not (a multiple|multiples) of {32 if fp4 or level == 'mxfp8' else 16}", reasons["head"])
     assert made["plan"]["emulated"] == (not torch.cuda.is_available()) and evidence["eval_precision"].startswith("bf16")
-    bits = "FP4" if fp4 else "FP8"
+    bits = "FP4" if name.endswith("fp4") else "FP8"
     assert f"{evidence['linear_converted']} of 17 Linear in {bits}" in run.with_suffix(".log").read_text()
     before, after = initial_weights(), weights(run)
     assert before.keys() == after.keys()
@@ -136,7 +136,7 @@ def told_to_stop_at(step):
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("single_fp8_te", "single_fp8_te_mxfp8", "fsdp_fp8_te_mxfp8", "single_fp8_te_nvfp4",
                          "ddp_fp8_te_nvfp4", "fsdp_fp8_te_nvfp4", "ddp_fp8_te", "fsdp_fp8", "single_fp8_msamp_o1",
-                         "ddp_fp8_msamp_o2_te", "ddp_fp8_msamp_o3")
+                         "ddp_fp8_msamp_o2_te", "ddp_fp8_msamp_o2_fp4", "ddp_fp8_msamp_o3")
         ),
     ],
 )  # fmt: skip
@@ -493,7 +493,8 @@ def test_a_second_derivative_is_refused(name):
 
 
 EXPERTS = [*FP8, "single_fp8_ao_rowwise", "single_fp8_ao_rowwise_with_gw_hp", "single_fp8_te_block",
-           "single_fp8_te_mxfp8", "single_fp8_te_nvfp4", "single_fp8_ao_mxfp8", "single_fp8_ao_mxfp4"]  # fmt: skip
+           "single_fp8_te_mxfp8", "single_fp8_te_nvfp4", "single_fp8_ao_mxfp8", "single_fp8_ao_mxfp4",
+           "single_fp8_msamp_o2_fp4"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -21,6 +21,7 @@ from shared import vision
 SHORT = ("--max_steps", 4, "--logging_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--warmup_steps", 2,
          "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 360, "--save_total_limit", 9)  # fmt: skip
 MSAMP = "(amp8, not Microsoft's package) | 16 of 17 Linear in FP8"
+FP4 = "(amp8, not Microsoft's package) with FP4 forward products emulated in bf16 | 16 of 17 Linear in FP4"
 TRUTH = {  # config -> how its summary line begins
     "single_bf16": "single | bf16 compute |",
     "single_fp8": "single | fp8 torchao tensorwise | 15 of 17 Linear in FP8",
@@ -50,6 +51,9 @@ MORE = {
     "ddp_fp8_msamp_o2": f"ddp x2 nccl | fp8 MS-AMP O2 {MSAMP}",
     "ddp_fp8_msamp_o2_compile": f"ddp x2 nccl | fp8 MS-AMP O2 {MSAMP}",
     "ddp_fp8_msamp_o2_te": "ddp x2 nccl | fp8 MS-AMP O2 (amp8, not Microsoft's package) with TE's delayed scaling | 16 of",
+    "single_fp8_msamp_o2_fp4": f"single | fp8 MS-AMP O2 {FP4}",
+    "ddp_fp8_msamp_o2_fp4": f"ddp x2 nccl | fp8 MS-AMP O2 {FP4}",
+    "fsdp_fp8_msamp_o2_fp4": f"fsdp x2 nccl, sharded by Block | fp8 MS-AMP O2 {FP4}",
     "fsdp_fp32": "fsdp x2 nccl, sharded by Block | fp32 (IEEE, no TF32) |",
     "fsdp_bf16": "fsdp x2 nccl, sharded by Block | bf16 compute |",
     "fsdp_fp16": "fsdp x2 nccl, sharded by Block | fp16 compute, gradient scaler |",
@@ -643,7 +647,7 @@ UPDATED = (
 )
 UPDATES = [
     (level, recipe, what)
-    for level, recipe in (("O1", "msamp"), ("O2", "msamp"), ("O3", "msamp"), ("O2", "te_delayed"))
+    for level, recipe in (("O1", "msamp"), ("O2", "msamp"), ("O3", "msamp"), ("O2", "te_delayed"), ("O2", "fp4"))
     for what in ("state.update_scales()", "optimizer.step()")
 ]
 

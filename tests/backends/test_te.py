@@ -116,6 +116,7 @@ NO_TE = replace(GPU, packages=["torchao"])
         (config("backend: AO, recipe: mxfp8_with_gw_hp"), replace(B200, name="NVIDIA GB300", capability=(10, 3))),
         (config("backend: AO, recipe: mxfp4"), CPU),
         (config("backend: MSAMP, opt_level: O2"), A100),  # amp8's savings need no FP8 hardware
+        (config("backend: MSAMP, opt_level: O3, recipe: fp4, disable_gradient_estimator: true"), A100),
     ],
 )
 def test_what_can_be_is_not_refused(mapping, machine):
@@ -134,6 +135,8 @@ def test_what_can_be_is_not_refused(mapping, machine):
         ("backend: AO, scale_calculation_mode: floor", ("scale_calculation_mode",)),
         ("backend: TE, recipe: mxfp8, scale_calculation_mode: floor", ("scale_calculation_mode",)),
         *((f"backend: AO, recipe: {level}, scale_calculation_mode: floor", ()) for level in fp8.MX),
+        ("backend: MSAMP, opt_level: O2, recipe: fp4, disable_outlier_clamping: true, margin: 1", ("margin",)),
+        ("backend: MSAMP, opt_level: O2, disable_gradient_estimator: true", ("disable_gradient_estimator",)),
         (DELAYED, ()),
         (TENSORWISE, ()),
     ],

@@ -170,6 +170,7 @@ def test_the_grammar_of_names():
         promised = config_file.grammar(f"single_{name}_compile")
         assert (promised["backend"], promised["level"], promised["compile"]) == (backend, level, True)
     assert config_file.grammar("ddp_fp8_msamp_o2_te")["recipe"] == "te_delayed"
+    assert config_file.grammar("ddp_fp8_msamp_o2_fp4_compile")["recipe"] == "fp4"
 
 
 def merged(planned, **script):

@@ -51,11 +51,14 @@ def test_the_shadow_rounds_as_an_emulated_layer_does(recipe, rule):
     torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_the_shadow_rounds_as_a_layer_of_a_level_does(level):
+STRAIGHT_THROUGH = {"recipe": "fp4", "recipe_options": {"disable_gradient_estimator": True}}
+
+
+@pytest.mark.parametrize("level, recipe", [("O1", {}), ("O2", {}), ("O3", {}), ("O2", STRAIGHT_THROUGH)])
+def test_the_shadow_rounds_as_a_layer_of_a_level_does(level, recipe):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
-    model, optimizer = amp8.initialize(model, torch.optim.AdamW(model.parameters()), level)
+    model, optimizer = amp8.initialize(model, torch.optim.AdamW(model.parameters()), level, **recipe)
     kept = []
     model[0].ports[torch.float32].register_hook(lambda gradient: kept.append(gradient.clone()))
     y, product, gradient = sides(model[0], torch.randn(32, 64))
