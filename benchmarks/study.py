@@ -304,14 +304,15 @@ def of_one_machine(row):
 
 
 def missing(rows, device, code, **chosen):
-    """What `wanted` has and no machine has as a pair with its baseline. A way that this machine refuses is refused for
-    every task and seed."""
+    """What `wanted` has and no machine has as a pair with its baseline. A way that this machine refuses with this code
+    is refused for every task and seed; another machine's refusal, or earlier code's, does not count."""
     kind = kind_of(device)
     rows = [row for row in rows if kind_of(row["device"]) == kind]
     bases = {(row["task"], row["seed"], *of_one_machine(row)) for row in rows if row["way"] == BASELINE}
-    pairs = {run_of(row) for row in rows if (row["task"], row["seed"], *of_one_machine(row)) in bases}
+    ended = [row for row in rows if row["status"] != "refused"]
+    pairs = {run_of(row) for row in ended if (row["task"], row["seed"], *of_one_machine(row)) in bases}
     mine = {run_of(row) for row in rows if of_one_machine(row) == (device, code)}
-    refused = {row["way"] for row in rows if row["status"] == "refused" and row["device"] == device}
+    refused = {row["way"] for row in rows if row["status"] == "refused" and of_one_machine(row) == (device, code)}
     runs = [run for run in wanted(**chosen) if run not in pairs | mine and run[1] not in refused]
     needed = dict.fromkeys((task, BASELINE, seed) for task, _, seed in runs)
     runs = [*needed, *(run for run in runs if run not in needed)]
@@ -435,8 +436,8 @@ def judged(found, measure, margin):
 def result_of(rows, kind, task, way):
     """All that is known of one way in one task on one kind of machine, or None if it never ran."""
     own = [row for row in rows if row["task"] == task and row["way"] == way]
-    failed = [row for row in own if row["status"] != "finished"]
     found = pairs(rows, task, way)
+    failed = [row for row in own if row["status"] == "failed" or (row["status"] == "refused" and not found)]
     if not found and not failed:
         return None
     runs = [run for run, _ in found.values()]

@@ -130,6 +130,7 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
         refuse_plain(source.stem, yml.name, wanted)
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
+    destination.mkdir(parents=True, exist_ok=True)
     files, packages = needed(source, plain)
     ours = {path for path in files if path.is_relative_to(BESIDE / "faithful")}
     if vendored:

@@ -91,6 +91,17 @@ def test_what_a_machine_refuses_is_not_tried_again():
     assert {way for _, way, _ in left} == set(WAYS) - {"te_mxfp8"}
 
 
+def test_what_another_machine_or_earlier_code_refuses_is_tried():
+    refusal = row("words", "te_mxfp8", 0, None, status="refused", error="refused: mxfp8 needs ...", measures={})
+    rows = [row("words", "bf16", 0, 2.0), refusal]
+    chosen = {"tasks": ["words"], "ways": ["bf16", "te_mxfp8"], "seeds": 1}
+    for device, code in (("CPU: b", "1"), ("CPU: a", "2")):
+        assert ("words", "te_mxfp8", 0) in study.missing(rows, device, code, **chosen), (device, code)
+    later = [row("words", way, 0, 2.0, code="2") for way in ("bf16", "te_mxfp8")]
+    found, refused = (study.result_of(some, "CPU", "words", "te_mxfp8") for some in ([*rows, *later], rows))
+    assert found["seeds"] == [0] and not found["failed"] and refused["failed"], "it ran elsewhere"
+
+
 def test_a_pair_has_one_machine_one_code_and_one_start():
     pair = [row("words", "bf16", 0, 2.0), row("words", "o2", 0, 2.1)]
     assert list(study.pairs(pair, "words", "o2")) == [0]
