@@ -44,8 +44,8 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded:
-    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, of NVFP4 one for each
-    value, or None if there are several. which: 0 input, 1 weight, 2 output gradient."""
+    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32, the scale, of blocks one for each
+    value, or None of what is not rounded, and the format. which: 0 input, 1 weight, 2 output gradient."""
     dtype = scaling.E4M3
     if isinstance(layer, levels.FP8Linear):
         if which == 1:
@@ -60,7 +60,9 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
     if layer.recipe == "nvfp4":
         x, tile, seed = layer.nvfp4.operand(which, for_gemm, x, layer.seed())
         codes, scale = emulation._nvfp4(x, tile, seed)
-        return codes.float() / scale, nvfp4_scale(x, tile), scaling.E2M1
+        blocks = emulation._blocks(x, tile)
+        scales = emulation._nvfp4_scales(scaling.amax(blocks, (1, 3)))[2]
+        return codes.float() / scale, of_each(x, blocks, scales), scaling.E2M1
     dtype = layer.grad_dtype if which == 2 else layer.dtype
     if which == 1 and layer.casts_weight:
         x = x.to(torch.bfloat16)  # the dtype of its input in any run
@@ -72,8 +74,10 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
             "dgrad": (None, tiles.weight_for_grad_input, tiles.input),
             "wgrad": (tiles.grad_weight, None, tiles.grad_weight),
         }[for_gemm][which]
-        low = x if tile is None else emulation._rounded(x, dtype, tile, tiny, layer.floor)
-        return low.float(), None, dtype
+        if tile is None:
+            return x.float(), None, dtype
+        how, blocks = (dtype, tile, tiny, layer.floor), emulation._blocks(x, tile)
+        return emulation._rounded(x, *how).float(), of_each(x, blocks, emulation._scales(blocks, *how)), dtype
     if layer.recipe == "delayed":
         scale = layer.fp8_scale[which].clone()
     else:
@@ -82,11 +86,9 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
     return scaling.round_codes(x, scale, dtype).float() / scale, scale, dtype  # FP4 is in tiles
 
 
-def nvfp4_scale(x: torch.Tensor, tile: emulation.Tile) -> torch.Tensor:
-    """What each value of `x` is multiplied by before it is rounded to FP4."""
-    blocks = emulation._blocks(x, tile)
-    scale = emulation._nvfp4_scales(scaling.amax(blocks, (1, 3)))[2].expand(blocks.shape)
-    return scale.reshape(-1, blocks.shape[2] * blocks.shape[3])[: x.shape[0], : x.shape[1]]
+def of_each(x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What each value of `x` is multiplied by before it is rounded, of the scales of its blocks."""
+    return scales.expand(blocks.shape).reshape(-1, blocks.shape[2] * blocks.shape[3])[: x.shape[0], : x.shape[1]]
 
 
 class Looking:

@@ -411,9 +411,8 @@ def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, fl
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16)
-    blocks = _blocks(x, tile)
-    amax, info, mx = scaling.amax(blocks, (1, 3)), scaling.info(dtype), MX in tile
-    scale = scaling.e8m0_scale(amax, dtype, floor) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
+    blocks, info, mx = _blocks(x, tile), scaling.info(dtype), MX in tile
+    scale = _scales(blocks, dtype, tile, tiny, floor)
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         y = piece.to(torch.float32, copy=True).mul_(scale)
@@ -422,6 +421,14 @@ def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, fl
         return scaling.round_to_grid(y, info.smallest_normal, dtype).mul_(inverse)
 
     return _piece_by_piece(rounded, x, blocks, scale, scale.reciprocal())
+
+
+def _scales(blocks: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, floor: bool) -> torch.Tensor:
+    """What the values of each tile are multiplied by."""
+    amax = scaling.amax(blocks, (1, 3))
+    if MX in tile:
+        return scaling.e8m0_scale(amax, dtype, floor)
+    return scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
 
 
 def _blocks(x: torch.Tensor, tile: Tile) -> torch.Tensor:
