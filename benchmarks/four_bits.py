@@ -5,7 +5,7 @@
 
 Each run is recipes/gpt.py under a config in a process forked from this one, which has imported everything. All runs of
 a seed have the same weights, samples and order, so two of them are a pair (tools/paired.py). The file is written after
-each run, and a run that is there with the same steps is not run again.
+each run, and a run that is there with the same steps and config is not run again.
 """
 
 import functools
@@ -23,8 +23,6 @@ from harness import ROOT, arguments, command, made, save
 from planted.neighbours import gpt as neighbours
 from study import RUNS, written_data
 
-from amp8 import scaling
-from faithful.backends import emulation
 from faithful.config.settings import to_env
 from recipes import gpt
 from shared import text
@@ -42,17 +40,6 @@ TASKS = {  # {name: (options, steps)}; of the text that benchmarks/study.py call
 }
 
 
-def floored():
-    """MXFP8's scales by OCP's own rule, under which the largest values of a block saturate."""
-    scaling.e8m0_scale = functools.partial(scaling.e8m0_scale, floor=True)
-
-
-def in_four_bits():
-    """MXFP8's blocks with FP4's numbers: MXFP4, which no training recipe of TransformerEngine has."""
-    sound = emulation._rounded
-    emulation._rounded = lambda x, dtype, tile, tiny: sound(x, scaling.E2M1, tile, tiny)
-
-
 WAYS = {  # {name: (config, keys of fp8_config in place of its own, what is changed in the emulation, in words)}
     "bf16": ("single_bf16", {}, None, "the baseline"),
     "control": ("single_bf16", {}, None, "bf16 from weights one rounding apart: chance alone"),
@@ -65,8 +52,9 @@ WAYS = {  # {name: (config, keys of fp8_config in place of its own, what is chan
     "no_skip": ("single_fp8_te_nvfp4", {"skip": ""}, None, "NVFP4 in the last 15% of the layers too"),
     "planted": ("single_fp8_te_nvfp4", {}, neighbours.plant,
                 "a planted fault: NVFP4 under the neighbouring block's scales"),
-    "mxfp4": ("single_fp8_te_mxfp8", {"skip": "last 15%"}, in_four_bits, "MXFP4, rounded to nearest, last 15% in bf16"),
-    "mxfp8_floor": ("single_fp8_te_mxfp8", {}, floored, "MXFP8, scales rounded down (OCP)"),
+    "mxfp4": ("single_fp8_ao_mxfp4", {}, None, "MXFP4, rounded to nearest, last 15% in bf16"),
+    "mxfp8_floor": ("single_fp8_ao_mxfp8", {"skip": "", "scale_calculation_mode": "floor"}, None,
+                    "MXFP8, scales rounded down (OCP)"),
 }  # fmt: skip
 
 AGAINST_WHOLE = ("no_hadamard", "no_stochastic", "no_square", "no_skip", "planted")
@@ -164,7 +152,11 @@ def main():
     os.chdir(ROOT)
     text.texts = functools.cache(text.texts)
     rows, end, running = made(FILE, rows=[])["rows"], time.monotonic() + 60 * args.minutes, {}
-    there = {(row["task"], row["way"], row["seed"]) for row in rows if row["steps"] == TASKS[row["task"]][1]}
+    there = {
+        (row["task"], row["way"], row["seed"])
+        for row in rows
+        if (row["steps"], row["config"], row["fp8_config"]) == (TASKS[row["task"]][1], *WAYS[row["way"]][:2])
+    }
     wanted = [run for run in itertools.product(args.tasks, range(args.seeds), args.ways)]
     left = [(task, way, seed) for task, seed, way in wanted if (task, way, seed) not in there]
     while running or (left and time.monotonic() < end):

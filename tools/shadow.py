@@ -5,6 +5,7 @@ become 0, overflows% the share of values clipped to the format's largest value.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -44,8 +45,8 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded:
-    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32 and the scale, of NVFP4 one for each
-    value, or None if there are several. which: 0 input, 1 weight, 2 output gradient."""
+    """Rounds `x` [rows, columns] like the layer does. Returns the values in fp32, the scale, of blocks one for each
+    value, or None of what is not rounded, and the format. which: 0 input, 1 weight, 2 output gradient."""
     if isinstance(layer, levels.FP8Linear):
         if of_fp4(layer) and (which, for_gemm) != (0, "wgrad"):
             return rounded_to_fp4(layer, which, x)
@@ -66,8 +67,9 @@ def rounded(layer: Layer, which: int, x: torch.Tensor, for_gemm: str) -> Rounded
         return codes.float() / scale, scale, dtype
     codes, scale = how.operand(which, for_gemm, x, *state)
     values = codes.float() if scale is None else codes.float() / scale
-    if isinstance(how, emulation.NVFP4):
-        scale = nvfp4_scale(*how.block(which, for_gemm, x, *state)[:2])
+    if isinstance(how, emulation.Tiled | emulation.NVFP4):
+        x, tile, *_ = how.block(which, for_gemm, x, *state)
+        scale = None if tile is None else of_each(x, tile, functools.partial(how.scales, which))
     return values, scale, dtype
 
 
@@ -91,11 +93,14 @@ def rounded_to_fp4(layer: levels.FP8Linear, which: int, x: torch.Tensor) -> Roun
     return scaling.dequantize(scaling.quantize(x, scale, dtype), scale) * columns, None, dtype
 
 
-def nvfp4_scale(x: torch.Tensor, tile: emulation.Tile) -> torch.Tensor:
-    """What each value of `x` is multiplied by before it is rounded to FP4."""
+def of_each(x: torch.Tensor, tile: emulation.Tile, scales: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """What each value of `x` is multiplied by before it is rounded."""
     blocks = emulation._blocks(x, tile)
-    scale = emulation._nvfp4_scales(scaling.amax(blocks, (1, 3)))[2].expand(blocks.shape)
-    return scale.reshape(-1, blocks.shape[2] * blocks.shape[3])[: x.shape[0], : x.shape[1]]
+    return (
+        scales(tile, scaling.amax(blocks, (1, 3)))
+        .expand(blocks.shape)
+        .reshape(-1, blocks.shape[2] * blocks.shape[3])[: x.shape[0], : x.shape[1]]
+    )
 
 
 class Looking:

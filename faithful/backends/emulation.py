@@ -138,10 +138,18 @@ class Tiled(Rounding):
         return which == 1 and self.tiles.weight == self.tiles.weight_for_grad_input
 
     def operand(self, which: int, product: str, x: torch.Tensor, *state: Any) -> Codes:
+        x, tile = self.block(which, product, x)
+        return (_rounded(x, self.formats[which], tile, self.tiny, self.floor) if tile else x), None
+
+    def block(self, which: int, product: str, x: torch.Tensor) -> tuple[torch.Tensor, Tile | None]:
+        """(what is rounded, its tile) of an operand."""
         if self.weight_in_bf16 and which == 1:
             x = x.to(torch.bfloat16)
-        tile = self.tiles.of(which, product)
-        return (_rounded(x, self.formats[which], tile, self.tiny, self.floor) if tile else x), None
+        return x, self.tiles.of(which, product)
+
+    def scales(self, which: int, tile: Tile, amax: torch.Tensor) -> torch.Tensor:
+        """What values are multiplied by, for the amaxes of their tiles."""
+        return _scales(amax, self.formats[which], tile, self.tiny, self.floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +178,10 @@ class NVFP4(Rounding):
         if product != "wgrad":
             return x, (1, NV), seed
         return _hadamard(x) if self.hadamard else x, (NV, 1), None if seed is None else rounding.mixed(seed)
+
+    def scales(self, which: int, tile: Tile, amax: torch.Tensor) -> torch.Tensor:
+        """What values are multiplied by, for the amaxes of their tiles."""
+        return _nvfp4_scales(amax)[2]
 
 
 class Emulated(Backend):
@@ -418,9 +430,8 @@ def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, fl
     """Rounds `x` [rows, columns] to the values of `dtype` under one scale per tile. Returns bf16."""
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16)
-    blocks = _blocks(x, tile)
-    amax, info, mx = scaling.amax(blocks, (1, 3)), scaling.info(dtype), MX in tile
-    scale = scaling.e8m0_scale(amax, dtype, floor) if mx else scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
+    blocks, info, mx = _blocks(x, tile), scaling.info(dtype), MX in tile
+    scale = _scales(scaling.amax(blocks, (1, 3)), dtype, tile, tiny, floor)
 
     def rounded(piece: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         y = piece.to(torch.float32, copy=True).mul_(scale)
@@ -429,6 +440,13 @@ def _rounded(x: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, fl
         return scaling.round_to_grid(y, info.smallest_normal, dtype).mul_(inverse)
 
     return _piece_by_piece(rounded, x, blocks, scale, scale.reciprocal())
+
+
+def _scales(amax: torch.Tensor, dtype: scaling.Number, tile: Tile, tiny: float, floor: bool) -> torch.Tensor:
+    """What the values of each tile are multiplied by, for its amax."""
+    if MX in tile:
+        return scaling.e8m0_scale(amax, dtype, floor)
+    return scaling.power_of_two_scale(amax.clamp(min=tiny), dtype)
 
 
 def _blocks(x: torch.Tensor, tile: Tile) -> torch.Tensor:

@@ -133,6 +133,8 @@ def test_four_bits_are_asked_in_pairs_and_the_planted_fault_is_found():
     for row in figures["rows"]:
         assert ("TransformerEngine nvfp4" in row["summary"]) == row["config"].endswith("nvfp4")
         assert row["config"] == "single_bf16" or "emulated: no FP8 hardware" in row["summary"]
+        assert ("torchao mxfp4" in row["summary"]) == (row["way"] == "mxfp4")
+        assert ("torchao mxfp8, scale_calculation_mode floor" in row["summary"]) == (row["way"] == "mxfp8_floor")
 
 
 def test_compare_finds_the_planted_fault():

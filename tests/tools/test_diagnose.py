@@ -1,6 +1,7 @@
 """tools/diagnose.py: its measurements match the layers, pairs start from one state, and it names planted faults."""
 
 import json
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import yaml
 from conftest import CONFIGS, ROOT, Ranks, launched
 
 import amp8
+from amp8 import scaling
 from faithful.backends import emulation
 from tools import diagnose, shadow
 
@@ -49,6 +51,22 @@ def test_the_shadow_rounds_as_an_emulated_layer_does(recipe, rule):
     y, product, gradient = sides(model[0], torch.randn(32, 64))
     torch.testing.assert_close(product, y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize("recipe", emulation.RECIPES)
+def test_values_that_are_clipped_are_counted(recipe, rule):
+    """Only OCP's rule for MX scales clips what its own block has; delayed scaling begins with a scale of 1."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96))
+    emulation.convert(model, recipe, scale_calculation_mode=rule)
+    counted, x = SimpleNamespace(now={"0": {}}), torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    shadow.Looking.tensor(counted, "0", "input", x, *shadow.rounded(model[0], 0, x, "fprop"))
+    clipped, top = counted.now["0"]["input_overflows"], scaling.dtype_max(model[0].rounding.formats[0])
+    if rule == "floor" and "mxfp" in recipe:
+        codes = x.view(-1, 32) * 2 ** (math.log2(top) // 1 - x.view(-1, 32).abs().amax(1, keepdim=True).log2().floor())
+        assert clipped == (codes.abs() > (7 if recipe == "mxfp4" else top)).sum() > 0
+    else:
+        assert clipped == 0
 
 
 STRAIGHT_THROUGH = {"recipe": "fp4", "recipe_options": {"disable_gradient_estimator": True}}
