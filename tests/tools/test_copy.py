@@ -154,7 +154,8 @@ def test_its_requirements_are_enough(tmp_path):
 def test_there_is_little_to_read(tmp_path, name, capsys):
     assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
     files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
-    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1540}.get(name, 1485)
+    # data.py checks what a checkpoint says of the run's place, and a file of any size takes its place in one step
+    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1545}.get(name, 1490)
 
 
 def test_under_accelerate_with_its_own_config(tmp_path):
