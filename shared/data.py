@@ -65,7 +65,7 @@ class Progress:
         return {"same": self.same, "step": self.step, "batch": self.batch, "best": self.best}
 
     def load_state_dict(self, state: Any) -> None:
-        was, step, batch = (isinstance(state, dict) and state.get(key) for key in ("same", "step", "batch"))
+        was, step, batch = (state.get(key) if isinstance(state, dict) else None for key in ("same", "step", "batch"))
         right = isinstance(was, dict) and isinstance(step, int) and isinstance(batch, int)
         if not right or not 0 <= step <= batch < 1 << 40:
             raise Refused(f"the checkpoint holds step {step!r:.60} and batch {batch!r:.60}: take another checkpoint")
