@@ -1,5 +1,5 @@
-"""Python values as JSON and tensors, for checkpoints, which hold no pickle; and whether what is loaded has the type, the
-shape and the length of what is there."""
+"""Python values as JSON and tensors, for checkpoints, which hold no pickle; and whether what is loaded has the type,
+the shape and the length of what is there."""
 
 import math
 from collections import deque
