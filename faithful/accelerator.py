@@ -436,6 +436,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         """Writes the weights as `model.safetensors`, with the model's config where its library is known; `end_training`
         adds the card. A shared tensor is saved once, under its first name."""
+        weight_files.check_shard_size(max_shard_size)
         self.run.settle()
         self.run.peak = self.run.peak or self.run.memory.peak()  # training's: saving gathers and copies the weights
         folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node

@@ -9,7 +9,8 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +64,14 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         return {"same": self.same, "step": self.step, "batch": self.batch, "best": self.best}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        was = state["same"]
-        differs = [f"{key} {was.get(key)} -> {value}" for key, value in self.same.items() if was.get(key) != value]
-        if differs:
+    def load_state_dict(self, state: Any) -> None:
+        was, step, batch = (state.get(key) if isinstance(state, dict) else None for key in ("same", "step", "batch"))
+        right = isinstance(was, dict) and isinstance(step, int) and isinstance(batch, int)
+        if not right or not 0 <= step <= batch < 1 << 40:
+            raise Refused(f"the checkpoint holds step {step!r:.60} and batch {batch!r:.60}: take another checkpoint")
+        if differs := [f"{key} {was.get(key)} -> {value}" for key, value in self.same.items() if was.get(key) != value]:
             raise Refused(f"the checkpoint is of another run: {', '.join(differs)}. Resume as it was, or start anew")
-        self.step, self.batch = state["step"], state["batch"]
+        self.step, self.batch = step, batch
         if self.args and self.args.load_best_model_at_end:
             best = state.get("best")  # of no use if it is of another metric, in another folder, or damaged
             numbers = isinstance(best, dict) and [type(best.get(key)) for key in ("step", "value")] == [int, float]
@@ -189,16 +192,22 @@ def describe(accelerator: Accelerator, dataset: Any) -> Path:
     return folder
 
 
-def write(path: Path, content: bytes) -> None:
-    """Puts a file of these bytes in the place of another, or of nothing, in one step. A symlink goes, not the file that
-    it leads to. Raises OSError, also if the place is that of a folder, a pipe or a device."""
+def write(path: Path, content: bytes | Callable[[Path], object]) -> None:
+    """Puts a file of these bytes, or one that a function writes, in the place of another, or of nothing, in one step. A
+    symlink goes, not the file that it leads to. Raises OSError, also if there is a folder, a pipe or a device."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no file")
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:
-        file.write(content)
-    temporary.replace(path)
+    try:
+        with temporary.open("xb") as file:
+            content(temporary) if callable(content) else file.write(content)
+            temporary.chmod(os.fstat(file.fileno()).st_mode)  # safetensors makes another file, for the user alone
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":

@@ -3,15 +3,18 @@
 Every model lists the class names of its blocks in `_no_split_modules`: FSDP2 shards the model by them.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from shared.args import Refused
+from shared.args import Refused, short
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 GPT_SIZES = {  # shape, width, depth, heads; GPT-2's shape in GPT-3's sizes, Llama's in those of Llama 3.2
@@ -31,6 +34,8 @@ BERT_SIZES = {
     "bert_small": ("bert", 512, 4, 8),
     "bert_base": ("bert", 768, 12, 12),
 }
+
+MOST = {"layer": 1000, "block": 1000, "head": 10**4, "expert": 10**4, "label": 10**5, "position": 10**8}  # in a config
 
 
 def ready(model: Model, blocks: Iterable[torch.nn.Module], dropout: float) -> Model:
@@ -105,14 +110,65 @@ def sized(
 
 def published(kind: Any, name: str, sequence_length: int, **options: Any) -> "transformers.PreTrainedModel":
     """A model with the weights of the Hub's `name`, or of the run in that folder, for this sequence length."""
+    folder = model_folder(name)
+    config = config_of(folder)
+    refuse_other_sizes(kind, folder, config)
     try:
-        model = kind.from_pretrained(model_folder(name), dtype=torch.float32, **options)
-    except (OSError, ValueError) as error:
-        raise Refused(f"--model {name}: no pretrained weights ({str(error).splitlines()[0]})") from None
+        model = kind.from_pretrained(folder, dtype=torch.float32, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise Refused(f"--model {name}: no pretrained weights ({str(error).strip().splitlines()[0]})") from None
     longest = getattr(model.config, "max_position_embeddings", sequence_length)
     if longest < sequence_length:
         raise Refused(f"--model {name} was made for {longest} tokens: lower --sequence_length {sequence_length}")
     return model
+
+
+def config_of(folder: str | Path) -> "transformers.PreTrainedConfig":
+    """The config.json of a folder or of the Hub's model. Anyone may have written it: numbers that no model has are
+    refused before transformers makes lists of them."""
+    try:
+        refuse_counts(transformers.PreTrainedConfig.get_config_dict(folder)[0], f"{folder}/config.json")
+        return transformers.AutoConfig.from_pretrained(folder)
+    except Refused:
+        raise
+    except Exception as error:  # those of huggingface_hub have no kind in common, and say why in their second line
+        said = [line.strip() for line in str(error).splitlines() if not line.endswith(":")] or [type(error).__name__]
+        raise Refused(f"{folder}: no pretrained model ({short(said[0], 200)})") from None
+
+
+def refuse_counts(values: object, where: str) -> None:
+    """Raises Refused if a config, or one inside it, asks for more layers, heads, ... than MOST."""
+    pairs = values.items() if isinstance(values, Mapping) else enumerate(values if isinstance(values, list) else ())
+    for key, value in pairs:
+        most = next((MOST[word] for word in MOST if word in str(key)), None)
+        if most and isinstance(value, int) and value > most:
+            raise Refused(f"{where}: {short(str(key))} is {short(str(value))}, and no model has more than {most:,}")
+        refuse_counts(value, where)
+
+
+def refuse_other_sizes(kind: Any, folder: str, config: "transformers.PreTrainedConfig") -> None:
+    """Raises Refused if the config in a folder asks for other sizes than the weights beside it have, or for more
+    blocks. The model is built without memory for weights. Its head may differ: a new one is made."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files or is_deepspeed_zero3_enabled():
+        return
+    try:
+        weights = {name: file for file in (safe_open(path, "pt") for path in files) for name in file.keys()}
+        there = {name: file.get_slice(name).get_shape() for name, file in weights.items()}
+        with torch.device("meta"):
+            model = kind.from_config(config)
+    except Exception as error:  # of the model's own code, for sizes that do not fit together
+        raise Refused(f"--model {folder}: it cannot be built ({short(str(error).strip(), 200)})") from None
+    wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    inner = [name for name in wanted.keys() & there.keys() if name.startswith(f"{model.base_model_prefix}.")]
+    other = [f"{name} of {wanted[name]}, not {there[name]}" for name in sorted(inner) if wanted[name] != there[name]]
+    blocks, saved = (
+        max((int(at) for name in names for at in re.findall(r"\.(\d{1,9})\.", name)[:1]), default=-1)
+        for names in (wanted, there)
+    )
+    if other or blocks > saved:
+        asked = other[0] if other else f"{blocks + 1} blocks, not {saved + 1}"
+        raise Refused(f"--model {folder}: config.json asks for {asked} as the weights beside it have")
 
 
 def first_list(model: torch.nn.Module) -> torch.nn.ModuleList:

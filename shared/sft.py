@@ -7,7 +7,6 @@ and `logits` lets a token attend to its own conversation only.
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -247,14 +246,13 @@ def merge(folder: Path, scale: float) -> None:
     for path, names in inside.items():
         shorts = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in sorted(names)]
         index |= dict.fromkeys((short for short in shorts if short in plain), path.name)
+    listed = Path(folder, "model.safetensors.index.json")
+    listing = json.loads(listed.read_text()) | {"weight_map": index} if listed.exists() else None
+    listed.unlink(missing_ok=True)  # after a kill there is no model for a loader, not one that is merged in parts
     for path in files:
         part = {name: plain[name]().contiguous() for name, file in index.items() if file == path.name}
-        save_file(part, f"{path}.tmp", {"format": "pt"})
-    for path in files:
-        os.replace(f"{path}.tmp", path)
-    listed = Path(folder, "model.safetensors.index.json")
-    if listed.exists():
-        listing = json.loads(listed.read_text()) | {"weight_map": index}
+        data.write(path, lambda at, part=part: save_file(part, at, {"format": "pt"}))
+    if listing:
         data.write(listed, (json.dumps(listing, indent=2) + "\n").encode())
 
 

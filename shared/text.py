@@ -19,8 +19,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from shared import data
-from shared.args import Refused
+from shared import data, models
+from shared.args import Refused, short
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -252,10 +252,14 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
 def tokenizer_of(name: str) -> "Tokenizer":
     from transformers import AutoTokenizer
 
+    if Path(name, "config.json").is_file():
+        models.config_of(name)  # it is read for the tokenizer's class
     try:
         return AutoTokenizer.from_pretrained(name)  # pyrefly: ignore[bad-return]
-    except (OSError, ValueError) as error:
-        raise Refused(f"--model {name}: no tokenizer ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # of files that anyone may have written
+        raise Refused(
+            f"--model {name}: no tokenizer ({short(str(error).strip() or type(error).__name__, 200)})"
+        ) from None
 
 
 def cut(documents: list[str], tokenizer: "Tokenizer", length: int, packing: bool) -> Text:

@@ -15,7 +15,7 @@ from timm.models.resnet import ResNet
 
 from shared import args as options
 from shared.args import Refused
-from shared.models import bert, gpt, ready
+from shared.models import bert, config_of, gpt, ready
 
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
     "vit_nano": (64, 4, 4),
@@ -142,10 +142,9 @@ def as_recorded(record: dict[str, Any], folder: str | Path) -> torch.nn.Module:
     args, facts, recipe = record["args"], record["data"], record["recipe"]
     saved = Path(folder, "model", "config.json")
     if recipe in ("gpt", "sft") and saved.is_file():
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(saved.parent))
+        return transformers.AutoModelForCausalLM.from_config(config_of(saved.parent))
     if recipe == "bert" and saved.is_file():
-        config = transformers.AutoConfig.from_pretrained(saved.parent)
-        return transformers.AutoModelForSequenceClassification.from_config(config)
+        return transformers.AutoModelForSequenceClassification.from_config(config_of(saved.parent))
     if recipe in ("gpt", "sft"):
         return gpt(args["model"], facts["vocab_size"], facts["sequence_length"])
     if recipe == "bert":

@@ -260,7 +260,7 @@ def export(run: Path, output: Path | None = None, step: int | None = None, max_s
     pattern = f"{output.stem}{{suffix}}{output.suffix}"
     try:
         split = split_torch_state_dict_into_shards(shapes, filename_pattern=pattern, max_shard_size=max_shard_size)
-    except ValueError as error:
+    except (ArithmeticError, ValueError) as error:  # of infGB
         raise Refused(f"--max_shard_size {max_shard_size}: {error}") from None
     # One tensor after the other: the model may be larger than the memory.
     write = partial(weight_files.write_split, split, shapes, lambda name: tensors[name](), name=output.name)

@@ -12,7 +12,6 @@ in high precision. Training continues from the end of the first of these. The re
 import argparse
 import contextlib
 import inspect
-import json
 import os
 import runpy
 import sys
@@ -30,6 +29,7 @@ from accelerate.utils import gather_object  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from faithful import Refused, accelerator  # noqa: E402
+from faithful.disk import replacing  # noqa: E402
 from faithful.saving.state import random_state, set_random_state  # noqa: E402
 from faithful.training import steps  # noqa: E402
 from tools import progress  # noqa: E402
@@ -157,7 +157,7 @@ class Watch:
                        "skip": running.plan.skip, "plan": vars(running.plan), "look": self.args.look,
                        "after": self.args.after, "loss": self.curve, "groups": self.groups, "pairs": self.results,
                        "layers": measured(everyone)}  # fmt: skip
-            (Path(self.args.to) / "watched.json").write_text(json.dumps(watched))
+            replacing.write_json(Path(self.args.to) / "watched.json", watched)
         if dist.is_initialized():
             dist.barrier()
         raise Done(0)

@@ -48,7 +48,7 @@ PLAN = {
 } | dict.fromkeys(("strategy", "precision", "backend", "level"), readers.word)  # fmt: skip
 RANKS = {"alone": bool, "plan": PLAN}
 STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
-LOADER = {"running": bool, "epoch": readers.count(), "same_workers?": bool}
+LOADER = {"running": bool, "epoch": readers.count(0, 1 << 40), "same_workers?": bool}
 WHOLE = AGE | RANKS | {
     "steps": STEPS, "models": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
     "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)},

@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from faithful.disk import replacing, tensor_files
+from faithful.disk.names import short
 from faithful.disk.replacing import sync, write_json
-from faithful.errors import NotSaved
+from faithful.errors import NotSaved, Refused
 from faithful.launch import launcher
 from faithful.tensors.names import local
 
@@ -29,6 +30,16 @@ WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization
     True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
     False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
 }
+
+
+def check_shard_size(size: int | str) -> None:
+    """Raises Refused for a `max_shard_size` that huggingface_hub cannot read."""
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=size)
+    except (ArithmeticError, ValueError) as error:
+        raise Refused(
+            f"save_model: max_shard_size is {short(size)} ({error}): write bytes, or a number with KB, MB, GB or TB"
+        ) from None
 
 
 def write_weights(

@@ -6,9 +6,10 @@ state, its place in the data. The rest is stored once. Tensors are stored as saf
 """
 
 import collections
+import contextlib
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,10 @@ from accelerate.state import PartialState
 from accelerate.utils import gather_object
 
 from faithful.checkpoint import checkpoints, tensor_keys
-from faithful.disk import tensor_files
+from faithful.disk import names, tensor_files
 from faithful.errors import Refused
 from faithful.tensors.names import local, parameters_of
-from faithful.tensors.serialization import pack, unpack
+from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class RunState:
         keeper = state["keeper"]  # who stored, on this disk, what all processes had alike
         writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
         mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
-        names = ("registered", "groups", "schedulers", "optimizers")
-        registered, groups, schedulers, optimizers = read_values(folder, state, first, names)
+        keys = ("registered", "groups", "schedulers", "optimizers")
+        registered, groups, schedulers, optimizers = read_values(folder, state, first, keys)
         numbers = {
             "models": (len(self.models), state["models"]),
             "optimizers": (len(self.optimizers), len(groups)),
@@ -124,8 +125,12 @@ class RunState:
             note(more)
         if saved_by == plan.num_processes:
             refuse_other_moments(folder, state, mine if self.parts_differ else first)
+        inner = [strategy.torch_optimizer(optimizer) for optimizer in self.optimizers]
+        for optimizer, saved in zip(inner, groups, strict=False):
+            with loading(folder, "the optimizer"):
+                check_like(numbers_of_groups(optimizer), saved, "param_groups")
         for target, value in zip(self.registered, registered, strict=True):
-            target.load_state_dict(value)  # first, so that an error here leaves the run unchanged
+            load_into(folder, target, value)  # first, so that an error here leaves the run unchanged
         for index, prepared in enumerate(self.models):
             saved = checkpoints.tensors_of(folder, writer if self.parts_differ else keeper, tensor_keys.of_model(index))
             if saved_by != plan.num_processes:
@@ -133,24 +138,57 @@ class RunState:
                 saved = [checkpoints.tensors_of(folder, other, tensor_keys.of_model(index)) for other in others]
             for optimizer in prepared.optimizers or [None]:
                 backend.restore(strategy, prepared.model, optimizer, saved)
-        inner = [strategy.torch_optimizer(optimizer) for optimizer in self.optimizers]
         for optimizer, saved in zip(inner, optimizers, strict=False):
-            restore_rest(optimizer, saved)
+            with loading(folder, "the optimizer"):
+                restore_rest(optimizer, saved)
         for optimizer, saved in zip(inner, groups, strict=False):
             for group, values in zip(optimizer.param_groups, saved, strict=True):
                 group.update(values)
         for scheduler, saved in zip(self.schedulers, schedulers, strict=False):
-            scheduler.load_state_dict(saved)
+            load_into(folder, getattr(scheduler, "scheduler", scheduler), saved)
         if self.scaler is not None and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+            with loading(folder, "the gradient scaler"):
+                check_like(self.scaler.state_dict(), state["scaler"], "scaler")
+                self.scaler.load_state_dict(state["scaler"])
+                if not self.scaler.get_scale() > 0:  # each step would be skipped
+                    raise ValueError(f"its scale is {self.scaler.get_scale()}")
         self.steps.taken, self.steps.tried = state["steps"]["taken"], state["steps"]["tried"]
         if rank < saved_by:
-            loaders.load_state_dict(self.epochs, mine, state["loaders"])
+            with loading(folder, "a data loader"):
+                loaders.load_state_dict(self.epochs, mine, state["loaders"])
         if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
-            set_random_state(mine)
+            with loading(folder, "the random generators"):
+                set_random_state(mine)
         if name := not_finite(self.models):
             note(f"{folder}: the weight {name} holds values that are not finite, as they were saved")
         return saved_by, state["steps"]["micro"]
+
+
+@contextlib.contextmanager
+def loading(folder: Path, what: str) -> Iterator[None]:
+    """Turns an error of what a checkpoint holds for `what` into a refusal."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise Refused(
+            f"{folder} does not hold the state of {what} ({type(error).__name__}: {said}): take another checkpoint"
+        ) from None
+
+
+def load_into(folder: Path, target: Any, saved: Any) -> None:
+    """Loads what a registered object or a scheduler has saved. torch's are checked first: no step makes their states
+    longer. A class of the script's judges for itself, and its errors are the script's."""
+    if not type(target).__module__.startswith("torch."):
+        return target.load_state_dict(saved)
+    with loading(folder, f"the script's {type(target).__name__}"):
+        here = target.state_dict()
+        check_like(here, saved, "state")
+        if others := [
+            key for key in saved.keys() - here.keys() if hasattr(target, key)
+        ]:  # it takes all that it is given
+            raise ValueError(f"{names.short(others[0])} is none of its values")
+        target.load_state_dict(saved)
 
 
 def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -237,11 +275,11 @@ def refuse_other_moments(folder: Path, state: dict[str, Any], parts: tensor_file
 
 
 def read_values(
-    folder: Path, state: dict[str, Any], tensors: Mapping[str, torch.Tensor], names: Iterable[str]
+    folder: Path, state: dict[str, Any], tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
 ) -> list[Any]:
     """The values of these keys of the state, as `pack` was given them. Raises Refused if they are damaged."""
     try:
-        return [unpack(state[name], tensors) for name in names]
+        return [unpack(state[key], tensors) for key in keys]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = type(error).__name__
         raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
@@ -301,10 +339,15 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(parts: Mapping[str, torch.Tensor]) -> None:
+    """Sets what `random_state` has returned. Raises errors of Python's, numpy's and torch's for what that cannot be."""
+    here = random_state()
+    check_like(here, {name: parts[name] for name in here if name in parts or name != "random/device"}, "the tensor")
     version, *numbers = parts["random/python"].tolist()
     gauss = parts["random/python_gauss"].item()
     random.setstate((version, tuple(numbers), None if math.isnan(gauss) else gauss))
     position, has_gauss, gauss = parts["random/numpy_rest"].tolist()
+    if not 0 <= position <= len(parts["random/numpy"]):  # numpy would read memory that is not its own
+        raise ValueError(f"numpy's position is {position}")
     key = parts["random/numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
     torch.set_rng_state(parts["random/torch"])

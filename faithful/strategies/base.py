@@ -353,6 +353,8 @@ def load_state(
             for place in parts
             if place.startswith(prefix)
         }
+        for key, value in values.items():
+            refuse_other_shape(optimizer, tensor_keys.state(name, key), value, local(parameter))
         values = low_bit.put_together(values)
         if isinstance(parameter, DTensor):
             values = {key: like(parameter, value) if value.dim() else value for key, value in values.items()}
@@ -360,6 +362,20 @@ def load_state(
             state[index[id(parameter)]] = values
     before = optimizer.state_dict()
     optimizer.load_state_dict({"state": before["state"] | state, "param_groups": before["param_groups"]})
+
+
+def refuse_other_shape(
+    optimizer: torch.optim.Optimizer, place: str, value: torch.Tensor, parameter: torch.Tensor
+) -> None:
+    """Raises Refused if the state of a parameter has another shape than torch's optimizers give it: that of the
+    parameter, or none, but for Adafactor's rows and columns."""
+    kind = type(optimizer)
+    of_torch = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Adafactor
+    if of_torch and value.dim() and value.shape != parameter.shape:
+        raise Refused(
+            f"the checkpoint is of another model: {place} is {list(value.shape)} there, and the parameter here is "
+            f"{list(parameter.shape)}. Build the model as it was"
+        )
 
 
 def filled(held: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
-"""Python values as JSON and tensors, for checkpoints, which hold no pickle."""
+"""Python values as JSON and tensors, for checkpoints, which hold no pickle; and whether what is loaded has the type,
+the shape and the length of what is there."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from faithful.disk.names import short
 from faithful.errors import Refused
 
 COLLECTIONS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
@@ -68,3 +71,34 @@ def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind in COLLECTIONS:
         return COLLECTIONS[kind](unpack(inner, tensors) for inner in value["items"])
     return {unpack(key, tensors): unpack(inner, tensors) for key, inner in value["items"]}
+
+
+def check_like(here: Any, saved: Any, at: str) -> None:
+    """Raises ValueError unless `saved` has the type, the shape and the length of `here`, of which it takes the place.
+    None may take the place of what is no number, and the other way round; of two dicts the common keys count."""
+    there = f"{at} is {short(saved)} there"
+    if is_number(here):
+        if not is_number(saved) or math.isnan(saved) and not math.isnan(here):
+            raise ValueError(f"{there}, and {short(here)} here")
+    elif type(here) in (torch.Tensor, np.ndarray):
+        if type(saved) is not type(here) or (saved.shape, saved.dtype) != (here.shape, here.dtype):
+            kind = f"{list(saved.shape)} {saved.dtype}" if hasattr(saved, "dtype") else short(saved)
+            raise ValueError(f"{at} is {kind} there, and {list(here.shape)} {here.dtype} here")
+    elif here is None or saved is None:
+        return
+    elif isinstance(here, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(here):
+            raise ValueError(f"{there}, and a list of {len(here)} here")
+        for i, pair in enumerate(zip(here, saved, strict=True)):
+            check_like(*pair, f"{at}.{i}")
+    elif isinstance(here, dict):
+        if not isinstance(saved, dict):
+            raise ValueError(f"{there}, and an object here")
+        for key in here.keys() & saved.keys():
+            check_like(here[key], saved[key], f"{at}.{key}")
+    elif not isinstance(saved, type(here)):
+        raise ValueError(f"{there}, and {short(here)} here")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) or torch.is_tensor(value) and not value.dim()

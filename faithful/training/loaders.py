@@ -188,11 +188,14 @@ def load_state_dict(epochs: list[Epoch], parts: Mapping[str, torch.Tensor], stat
         if generator is not None and f"loader/{i}/now" in parts:
             generator.set_state(parts[f"loader/{i}/now"])
         epoch.forget_workers()
-        epoch.workers = parts[f"loader/{i}/workers"].clone() if f"loader/{i}/workers" in parts else None
+        needed = ["torch"] if state["running"] else []
+        names = needed + [n for n in ("torch", "own", "workers") if n not in needed and f"loader/{i}/{n}" in parts]
+        saved = {name: parts[f"loader/{i}/{name}"].clone() for name in names}
+        for name, begun in saved.items():  # they are set later, when an epoch begins: an error is due now
+            torch.Generator(generator.device if name == "own" and generator is not None else "cpu").set_state(begun)
+        epoch.workers = saved.get("workers")
         if state["running"]:
-            names = ["torch", "own", *(["workers"] if state.get("same_workers") else [])]
-            names = [name for name in names if f"loader/{i}/{name}" in parts]
-            epoch.again = {name: parts[f"loader/{i}/{name}"].clone() for name in names}
+            epoch.again = saved if state.get("same_workers") else {k: v for k, v in saved.items() if k != "workers"}
         if (loader := epoch.stateful()) is not None and f"loader/{i}/stateful" in parts:
             text = bytes(parts[f"loader/{i}/stateful"].tolist()).decode()
             loader.load_state_dict(unpack(json.loads(text), parts))

@@ -444,6 +444,11 @@ CONTENTS = [
     (("groups",), [{"!": "tensor", "at": "nowhere"}], "is damaged (KeyError"),
     (("schedulers",), [{"!": "deque", "items": 3, "maxlen": -1}], "is damaged ("),
     (("optimizers",), [{"!": "set", "items": [[]]}], "is damaged (TypeError"),
+    (("registered", 0), [], "holds step None and batch None"),
+    (("registered", 0, "step"), "2", "holds step '2' and batch 2"),
+    (("registered", 0, "batch"), -1, "holds step 2 and batch -1"),
+    (("registered", 0, "batch"), 2**62, f"holds step 2 and batch {2**62}"),
+    (("registered", 1, "last_epoch"), {}, "does not hold the state of the script's LambdaLR"),
 ]
 
 
@@ -456,7 +461,8 @@ def test_a_state_that_no_run_writes_is_refused_in_one_line(run, path, to, said):
     mend(folder)
     train("single_fp32", run, *STEPS, "--resume_from_checkpoint", folder, code=2)
     text = Path(f"{run}.log").read_text()
-    assert "Traceback" not in text and f"{folder}/trainer_state.json" in text and said in text, text
+    where = "" if "holds step" in said else folder if "state of" in said else f"{folder}/trainer_state.json"
+    assert "Traceback" not in text and str(where) in text and said in text, text
 
 
 def without(tensors, name):
@@ -503,6 +509,113 @@ def test_tensors_that_are_not_the_model_s_are_not_loaded(run, place, change, cod
     train("single_fp32", run, *STEPS, "--resume_from_checkpoint", file.parent, code=code)
     text = Path(f"{run}.log").read_text()
     assert "Traceback" not in text and said in text, text
+
+
+def torch_state(name, change):
+    return lambda held, state: held.update({name: change(held[name])})
+
+
+def numbers(name, at, to):
+    def damage(held, state):
+        held[name][at] = to
+
+    return damage
+
+
+def in_json(*path, to):
+    return lambda held, state: changed(state, *path, to=to)
+
+
+STATE_OF = "does not hold the state of "
+VALUES = [  # damage({name: tensor}, trainer_state), what is said
+    (lambda held, state: held.pop("random/torch"), f"{STATE_OF}the random generators (KeyError"),
+    (torch_state("random/torch", lambda t: t[:10].clone()), "random/torch is [10] torch.uint8 there, and [5056]"),
+    (torch_state("random/torch", lambda t: t.float()), "random/torch is [5056] torch.float32 there"),
+    (torch_state("random/torch", torch.zeros_like), "Invalid mt19937 state"),
+    (torch_state("random/python", lambda t: t[:5].clone()), "random/python is [5] torch.int64 there, and [626]"),
+    (numbers("random/python", -1, 10**6), f"{STATE_OF}the random generators (ValueError"),
+    (numbers("random/python", 5, -1), f"{STATE_OF}the random generators ("),
+    (numbers("random/numpy_rest", 0, 10**6), "numpy's position is 1000000"),  # a segmentation fault in numpy
+    (numbers("random/numpy_rest", 0, -5), "numpy's position is -5"),
+    (numbers("random/numpy_rest", 0, torch.nan), f"{STATE_OF}the random generators (ValueError"),
+    (torch_state("random/numpy", lambda t: t[:3].clone()), "random/numpy is [3] torch.int64 there, and [624]"),
+    (torch_state("loader/0/torch", torch.zeros_like), f"{STATE_OF}a data loader (RuntimeError: Invalid mt19937"),
+    (torch_state("loader/0/torch", lambda t: t[:10].clone()), f"{STATE_OF}a data loader (RuntimeError"),
+    (torch_state("loader/0/own", lambda t: t.float()), f"{STATE_OF}a data loader (TypeError"),
+    (torch_state("loader/0/now", lambda t: t[:1].clone()), f"{STATE_OF}a data loader (RuntimeError"),
+    (lambda held, state: held.pop("loader/0/torch"), f"{STATE_OF}a data loader (KeyError"),
+    (torch_state("0:optimizer/weight/exp_avg", lambda t: t[:1].clone()), "exp_avg is [1, 4] there, and the parameter"),
+    (in_json("loaders", 0, "epoch", to=-1), "loaders.0.epoch is -1"),
+    (in_json("loaders", 0, "epoch", to=2**62), f"loaders.0.epoch is {2**62}"),
+    (in_json("groups", 0, 0, "lr", to="high"), "param_groups.0.lr is 'high' there, and 0.004"),
+    (in_json("groups", 0, 0, "lr", to=None), "param_groups.0.lr is None there"),
+    (in_json("groups", 0, 0, "lr", to=float("nan")), "param_groups.0.lr is nan there"),
+    (in_json("groups", 0, 0, "lr", to=10**400), f"{STATE_OF}the optimizer (OverflowError"),
+    (in_json("groups", 0, 0, "betas", "items", to=[0.9]), "betas is (0.9,) there, and a list of 2 here"),
+    (in_json("groups", 0, to=[]), "param_groups is [] there, and a list of 1 here"),
+    (in_json("groups", 0, to=3), "param_groups is 3 there"),
+    (in_json("optimizers", 0, to={"9": {"x": 1}}), f"{STATE_OF}the optimizer (IndexError"),
+    (in_json("schedulers", 0, to=[]), f"{STATE_OF}the script's OneCycleLR"),
+    (in_json("schedulers", 0, "last_epoch", to="2"), "state.last_epoch is '2' there, and 0 here"),
+    (in_json("schedulers", 0, "last_epoch", to=None), "state.last_epoch is None there"),
+    (in_json("schedulers", 0, "base_lrs", to=[0.1, 0.1]), "state.base_lrs is [0.1, 0.1] there, and a list of 1 here"),
+    (in_json("schedulers", 0, "base_lrs", 0, to=float("nan")), "state.base_lrs.0 is nan there"),
+    (in_json("schedulers", 0, "step", to=1), "'step' is none of its values"),
+    (in_json("registered", 0, "best", to="low"), f"{STATE_OF}the script's ReduceLROnPlateau"),
+]  # fmt: skip
+
+
+def that_loads_what_is_damaged():
+    """What a rank runs: it saves step 1, and loads it once for each of VALUES. Writes what was said to a file."""
+    from torch.optim import lr_scheduler
+
+    from faithful import Accelerator
+    from faithful.errors import Refused
+
+    folder = Path(sys.argv[2])
+    accelerator = Accelerator(project_dir=folder)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    one_cycle = lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
+    loader = torch.utils.data.DataLoader(torch.ones(8, 4), 2, shuffle=True, generator=torch.Generator())
+    model, optimizer, one_cycle, loader = accelerator.prepare(model, optimizer, one_cycle, loader)
+    accelerator.register_for_checkpointing(plateau)
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        accelerator.save_state(folder / "sound")
+        break
+    accelerator.load_state(folder / "sound")  # and waits for it
+    said = []
+    for damage, _ in VALUES:
+        checkpoint = shutil.copytree(folder / "sound", folder / "damaged", dirs_exist_ok=True)
+        held, state = (load_file(checkpoint / "rank0.safetensors"), checkpoint / "trainer_state.json")
+        values = json.loads(state.read_text())
+        damage(held, values)
+        save_file(held, checkpoint / "rank0.safetensors")
+        state.write_text(json.dumps(values))
+        mend(checkpoint)
+        try:
+            accelerator.load_state(checkpoint)
+            said.append("it is loaded")
+        except Refused as error:
+            said.append(str(error))
+    (folder / "said.json").write_text(json.dumps(said))
+    accelerator.load_state(folder / "sound")
+    accelerator.end_training()
+
+
+@pytest.fixture(scope="module")
+def said_of_values(tmp_path_factory):
+    run = train("single_fp32", tmp_path_factory.mktemp("values") / "run", script=that_loads_what_is_damaged)
+    return json.loads((run / "said.json").read_text())
+
+
+@pytest.mark.parametrize("row", range(len(VALUES)))
+def test_a_value_that_no_run_writes_is_refused_in_one_line(said_of_values, row):
+    """What is loaded has the type, the shape and the length of what is there."""
+    assert VALUES[row][1] in said_of_values[row] and len(said_of_values[row].splitlines()) == 1, said_of_values[row]
 
 
 # ---- images and secrets ----

@@ -270,3 +270,30 @@ accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved", state_dict=we
 def test_ddps_no_sync_is_refused_where_deepspeed_has_none(tmp_path):
     log = run(tmp_path, "model, *_ = trained(llama())\nwith model.no_sync():\n    pass\n", "zero2_bf16", code=2)
     assert log.count("refused: the script calls model.no_sync") == 1 and "Traceback" not in log
+
+
+def in_odd_sizes():
+    """What a rank runs: each size is refused before anything is written, and one that can be read is taken."""
+    import sys
+    from pathlib import Path
+
+    from faithful import Accelerator
+    from faithful.errors import Refused
+
+    folder = Path(sys.argv[2])
+    accelerator = Accelerator(project_dir=folder)
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 64)).sum())
+    optimizer.step()
+    for size in ("300B", "abc", "", "nanGB", "infGB"):
+        with pytest.raises(Refused, match="save_model: max_shard_size is .* write bytes, or a number with KB"):
+            accelerator.save_model(model, folder / "model", max_shard_size=size)
+        assert not (folder / "model").exists()
+    accelerator.save_model(model, folder / "model", max_shard_size="10KB")
+    accelerator.end_training()
+
+
+def test_a_shard_size_that_cannot_be_read_is_one_line(tmp_path):
+    run = train("single_fp32", tmp_path / "run", script=in_odd_sizes)
+    assert len([*(run / "model").glob("model-*.safetensors")]) == 2

@@ -1,5 +1,6 @@
 """A mistake is one line that says what to do: in data and models, and in scripts of one's own under each strategy."""
 
+import json
 import shutil
 import sys
 import time
@@ -58,7 +59,10 @@ def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (lambda: vision.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
         (lambda: vision.resnet("resnet18d", 8, 3, 10), "resnet18d has a stem of several layers.*: try resnet18"),
         (lambda: models.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
-        (lambda: models.gpt("nobody/nothing", 300, 32, True), "--model nobody/nothing: no pretrained weights"),
+        (
+            lambda: models.gpt("nobody/nothing", 300, 32, True),
+            "nobody/nothing: no pretrained model",
+        ),
         (lambda: text.tokenizer_of("nobody/nothing"), "--model nobody/nothing: no tokenizer"),
     ],
 )
@@ -240,3 +244,47 @@ def test_an_error_while_the_record_is_closed_is_shown(tmp_path):
         "single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0, before=before, code=1
     )
     assert "OSError: the disk is gone" in (tmp_path / "run.log").read_text()
+
+
+CONFIGS = [  # model, key of its config.json, value that a stranger has written there, what is said
+    ("llama_nano", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, and no model has more than 1,000"),
+    ("llama_nano", "num_attention_heads", 10**9, "num_attention_heads is 1000000000, and no model has more than"),
+    ("llama_nano", "num_labels", 10**9, "num_labels is 1000000000, and no model has more than 100,000"),
+    ("llama_nano", "max_position_embeddings", 10**12, "max_position_embeddings is 1000000000000, and no model has"),
+    ("llama_nano", "text_config", {"n_layer": 10**9}, "n_layer is 1000000000, and no model has more than 1,000"),
+    ("llama_nano", "num_hidden_layers", 5, "asks for 5 blocks, not 4 as the weights beside it have"),
+    ("llama_nano", "hidden_size", 10**9, r"embed_tokens.weight of \[272, 1000000000\], not \[272, 128\] as the weights"),
+    ("llama_nano", "vocab_size", 10**12, r"embed_tokens.weight of \[1000000000000, 128\], not \[272, 128\]"),
+    ("llama_nano", "num_hidden_layers", "x", "no pretrained model .*'num_hidden_layers' expected int, got str"),
+    ("llama_nano", "hidden_size", None, "no pretrained model .*'hidden_size' expected int, got NoneType"),
+    ("llama_nano", "dtype", "evil", "no pretrained model .*no attribute 'evil'"),
+    ("bert_nano", "max_position_embeddings", 10**8, r"position_embeddings.weight of \[100000000, 128\], not \[32, 128"),
+    ("bert_nano", "hidden_size", 10**9, r"bert.embeddings.LayerNorm.bias of \[1000000000\], not \[128\] as the"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    for model in (models.gpt("llama_nano", 272, 32), models.bert("bert_nano", 272, 32, 3)):
+        model.save_pretrained(folder / f"{model.config.model_type}_nano")
+    return folder
+
+
+@pytest.mark.parametrize(("name", "key", "value", "said"), CONFIGS, ids=range(len(CONFIGS)))
+def test_a_config_asks_for_the_sizes_of_the_weights_beside_it(saved, tmp_path, name, key, value, said):
+    """Else nothing is built: ten billion layers would be built until the memory is full."""
+    folder = shutil.copytree(saved / name, tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    build = models.gpt if name == "llama_nano" else partial(models.bert, num_classes=3)
+    with pytest.raises(Refused, match=said) as error:
+        build(str(folder), vocab_size=272, sequence_length=32, pretrained=True)
+    assert str(folder) in str(error.value) and len(str(error.value).splitlines()) == 1
+    (folder / "config.json").write_text(json.dumps(config))
+    build(str(folder), vocab_size=272, sequence_length=32, pretrained=True)
+
+
+def test_a_new_head_may_have_other_sizes(saved):
+    model = models.bert(str(saved / "bert_nano"), 272, 32, 7, pretrained=True)
+    assert model.classifier.weight.shape == (7, 128)

@@ -1,6 +1,7 @@
 """recipes/sft.py: conversations, packing, labels on the answers, adapters and their merging, answers."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -167,6 +168,32 @@ def test_adapters_are_merged_file_by_file(tmp_path, transposed):
     )
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+def test_adapters_that_cannot_be_merged_leave_no_model_that_is_merged_in_parts(tmp_path, monkeypatch):
+    """A disk that is full at the second of two files; and the mode is the umask's."""
+    layer = lambda name: {f"base_model.model.{name}.base_layer.weight": torch.ones(4, 4),  # noqa: E731
+                          f"base_model.model.{name}.lora_A.default.weight": torch.ones(2, 4),
+                          f"base_model.model.{name}.lora_B.default.weight": torch.ones(4, 2)}  # fmt: skip
+    names, index = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)], tmp_path / "model.safetensors.index.json"
+    for name, tensors in zip(names, (layer("a"), layer("b")), strict=True):
+        save_file(tensors, tmp_path / name)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(layer("a"), names[0])}))
+
+    def full(tensors, path, *rest):
+        if "00002-of" in str(path):
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, *rest)
+
+    monkeypatch.setattr(sft, "save_file", full)
+    before = os.umask(0o027)
+    try:
+        with pytest.raises(OSError, match="No space"):
+            sft.merge(tmp_path, 1.0)
+    finally:
+        os.umask(before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names, "an index of a model in parts, or half a file"
+    assert (tmp_path / names[0]).stat().st_mode & 0o777 == 0o640
 
 
 LORA = ["single_bf16", "ddp_fp8", "fsdp_bf16", "zero3_bf16", "single_fp8_msamp_o2", "fsdp_fp8_msamp_o2"]

@@ -154,7 +154,9 @@ def test_its_requirements_are_enough(tmp_path):
 def test_there_is_little_to_read(tmp_path, name, capsys):
     assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
     files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
-    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1540}.get(name, 1485)
+    # Of these, 70 lines keep what strangers' files ask for from being built or written: the sizes in a config.json
+    # (models.py), the place in the data of a checkpoint and files that are replaced in one step (data.py).
+    assert int(files) <= 11 and int(lines.replace(",", "")) <= {"sft": 1605}.get(name, 1545)
 
 
 def test_under_accelerate_with_its_own_config(tmp_path):

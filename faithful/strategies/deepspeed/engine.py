@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from faithful.checkpoint import tensor_keys
-from faithful.strategies.base import filled
+from faithful.strategies.base import filled, refuse_other_shape
 
 if TYPE_CHECKING:
     from faithful.strategies.deepspeed.seen import Held
@@ -336,6 +336,7 @@ class Fragments:
                 held, state = self.optimizer.state.pop(view, {}), {}
                 for key, place in own.items():
                     value = parts[place]
+                    refuse_other_shape(self.optimizer, place, value, view)
                     where = view.device if value.dim() or fused else "cpu"
                     state[key] = filled(held.get(key), value.to(where))
                 if state:
