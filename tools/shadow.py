@@ -85,8 +85,8 @@ def of_fp4(layer: Layer) -> bool:
 
 
 def rounded_to_fp4(layer: levels.FP8Linear, which: int, x: torch.Tensor) -> Rounded:
-    """`rounded` of a layer whose recipe is MS-AMP's FP4. Its output gradient is divided by the weight's scales before it
-    is rounded to FP8."""
+    """`rounded` of a layer whose recipe is MS-AMP's FP4. Its output gradient is divided by the weight's scales before
+    it is rounded to FP8."""
     w4, w_scale, *_ = fp4.of_weight(layer.codes, layer.weight_scale, layer.transposed)
     if which == 1:
         value = w4.float() / w_scale
