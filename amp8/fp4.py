@@ -64,13 +64,16 @@ def of_input(x: torch.Tensor, clamped: bool) -> tuple[torch.Tensor, torch.Tensor
     if not x.numel():  # an expert that gets no token
         return x.to(torch.bfloat16), x.new_ones(len(x), 1, dtype=torch.float32)
     least, largest = x.amin(1, keepdim=True).float(), x.amax(1, keepdim=True).float()
-    low, high = bounds(x) if clamped else (least.amin(), largest.amax())
-    scale = scale_of(torch.maximum(least.clamp(low, high).abs(), largest.clamp(low, high).abs()))
+    if clamped:
+        low, high = bounds(x)
+        least, largest = least.clamp(low, high), largest.clamp(low, high)
+    scale = scale_of(torch.maximum(least.abs(), largest.abs()))
 
     def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        inner = x.clamp(low, high)
-        return (x - inner).mul_(scale).add_(to_e2m1(inner.mul_(scale))) if clamped else to_e2m1(inner.mul_(scale))
+        if not clamped:
+            return to_e2m1(x.float() * scale)
+        inner = x.float().clamp(low, high)
+        return (x.float() - inner).mul_(scale).add_(to_e2m1(inner.mul_(scale)))
 
     return scaling.in_pieces(rounded, x, scale, dtype=torch.bfloat16), scale
 
@@ -120,38 +123,34 @@ class Products(torch.autograd.Function):
         linear.note(operands, E2M1, E2M1)
         if clamped:  # what was cut off
             linear.note(operands, torch.bfloat16, E2M1)
-        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale, w_scale)
-        columns = w_scale.view(1, -1)
-        return output(scaling.product(a, w4 if transposed else w4.t(), a_scale, columns, dtype, bias=bias, exact=exact))
+        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale)  # what is made of the weight is made again
+        w, columns = w4 if transposed else w4.t(), w_scale.view(1, -1)
+        return output(scaling.product(a, w, a_scale, columns, dtype, bias=bias, exact=exact))
 
     @staticmethod
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
-        x8_turned, x_scale, weight, weight_scale, w_scale = ctx.saved_tensors
+        x8_turned, x_scale, weight, weight_scale = ctx.saved_tensors
         estimated, _, window, gradient_format, transposed, exact, _ = ctx.settings
-        of_x, of_weight_, of_bias = ctx.needs_input_grad[:3]
-        divided = dy * w_scale.reciprocal().view(1, -1)
-        dy8, dy8_turned, dy_scale = linear.cast(
-            divided, ctx.delayed, linear.OUTPUT_GRADIENT, gradient_format, window, True, of_weight_
-        )
-        w4, _, codes, own = of_weight(weight, weight_scale, transposed)
+        of_x, of_w, of_bias = ctx.needs_input_grad[:3]
+        w4, w_scale, codes, own = of_weight(weight, weight_scale, transposed)
+        divided, slot = dy * w_scale.reciprocal().view(1, -1), linear.OUTPUT_GRADIENT
+        dy8, dy8_turned, dy_scale = linear.cast(divided, ctx.delayed, slot, gradient_format, window, True, of_w)
         dx = dw = None
         if of_x:
             linear.note(ctx.operands, gradient_format, E2M1)
-            w = (w4.to(scaling.E4M3) if w4.is_cuda else w4).t()  # e4m3 holds e2m1 exactly
-            dx = scaling.product(
-                dy8, w if transposed else w.t(), dy_scale, torch.ones_like(dy_scale), dy.dtype, exact=exact
-            )
+            w, one = w4.to(scaling.E4M3) if w4.is_cuda else w4, torch.ones_like(dy_scale)  # e4m3 holds e2m1 exactly
+            dx = scaling.product(dy8, w.t() if transposed else w, dy_scale, one, dy.dtype, exact=exact)
             dx = dx.to(ctx.x_dtype)
-        if of_weight_:
+        if of_w:
             pair = (dy8_turned, dy_scale, dy_scale.reciprocal()), (x8_turned, x_scale, x_scale.reciprocal())
             dw = linear.weight_gradient(ctx, *pair, dy.dtype)
 
-            def corrected(dw: torch.Tensor, w_scale: torch.Tensor, *of_codes: torch.Tensor) -> torch.Tensor:
-                codes, own = of_codes
-                dw = dw * w_scale
-                return dw * slope(codes.float() * own) if estimated else dw
+            def corrected(
+                dw: torch.Tensor, w_scale: torch.Tensor, codes: torch.Tensor, own: torch.Tensor
+            ) -> torch.Tensor:
+                return dw * w_scale * slope(codes.float() * own) if estimated else dw * w_scale
 
             dw = scaling.in_pieces(corrected, dw, w_scale, codes, own, dtype=dw.dtype)
         db = dy.sum(0).to(ctx.bias_dtype) if of_bias else None

@@ -73,10 +73,11 @@ def test_products_are_as_close_as_fp8_allows():
         assert 0.01 < relative_error(model[i].gradient.value(), plain[i].weight.grad) < 0.12
 
 
+@every_recipe
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_saves_one_byte_per_input_element_and_no_copy_of_the_weight(level, monkeypatch):
+def test_saves_one_byte_per_input_element_and_no_copy_of_the_weight(level, recipe, monkeypatch):
     monkeypatch.setattr(scaling, "operand", scaling.quantize)  # as on a GPU
-    linear, _ = layer(level)
+    linear, _ = layer(level, recipe=recipe)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear(seeded(128, 64).requires_grad_())

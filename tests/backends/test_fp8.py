@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+from amp8 import recipes
 from amp8.coded import CodesRead
 from faithful import Accelerator, Refused, backends, plan
 from faithful.backends import emulation, torchao, transformer_engine
@@ -495,6 +496,16 @@ def test_a_second_derivative_is_refused(name):
 EXPERTS = [*FP8, "single_fp8_ao_rowwise", "single_fp8_ao_rowwise_with_gw_hp", "single_fp8_te_block",
            "single_fp8_te_mxfp8", "single_fp8_te_nvfp4", "single_fp8_ao_mxfp8", "single_fp8_ao_mxfp4",
            "single_fp8_msamp_o2_fp4"]  # fmt: skip
+
+
+def test_the_line_says_what_the_layers_multiplied(tmp_path):
+    """Not what was asked for: here the recipe fp4 is MS-AMP's own."""
+    steps = ("--max_steps", 1, "--save_steps", 0, "--eval_steps", 0)
+    for recipe, bits in ((recipes.FP4, "FP4"), (recipes.Recipe, "FP8")):
+        instead = functools.partial(lambda recipe, rank: recipes.RECIPES.update(fp4=recipe), recipe)
+        run = train("single_fp8_msamp_o2_fp4", tmp_path / bits, *steps, before=instead)
+        assert f"16 of 17 Linear in {bits}" in record(run)["evidence"]["measured"]
+        assert ("e2m1 x e2m1" in record(run)["evidence"]["dtypes"]["levels"]["gemm"]) == (bits == "FP4")
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -294,7 +294,8 @@ def test_grammar_is_the_codes():
     for backend, listed in levels.items():
         for level in ticked(listed):
             promised = config_file.grammar(f"single_fp8_{backend}_{level}")
-            assert promised["backend"] == backend and level in (promised["level"], f"{promised['level']}_te")
+            more = (f"{promised['level']}_{word}" for word in BACKENDS[backend].recipes)
+            assert promised["backend"] == backend and level in (promised["level"], *more)
         assert set(LEVELS[backend]) <= set(ticked(listed))
         for default in re.findall(r"`(\w+)` \(default\)", listed):
             assert default == LEVELS[backend][0] == config_file.grammar(f"single_fp8_{backend}")["level"]
