@@ -164,12 +164,12 @@ class TorchAORules(BackendRules):
                 "neither torchao nor TransformerEngine trains MXFP4 on NVIDIA's GPUs: rehearse it with "
                 f"CUDA_VISIBLE_DEVICES=, or use {strategy}_fp8_te_nvfp4, which needs compute capability 10.0"
             )
+        elif old := list(too_old(settings, machine)):
+            yield from old
         elif level in MX and machine.capability and machine.capability[0] != 10:  # for which its kernels are built
             yield f"ao {level} needs compute capability 10.x, {machine.name} has {has}: use {strategy}_fp8"
         elif level in MX and machine.capability and numbers(machine.cuda) < (12, 8):
             yield f"ao {level} needs CUDA 12.8, torch was built for {machine.cuda}: use {strategy}_fp8"
-        else:
-            yield from too_old(settings, machine)
         runs = machine.devices or not self.in_software(settings.rules, level)
         if runs and "torchao" not in machine.packages:
             yield "torchao is not installed: pip install torchao"

@@ -228,7 +228,8 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean fp8_disable_rht?"),
     ("single_fp8_te", {"fp8_config": {"disable_rht": "sometimes"}}, ANYWHERE, "disable_rht is sometimes: write true or false"),
     *((f"{strategy}_fp8_ao_mxfp8", {}, card, f"ao mxfp8 needs compute capability 10.x, {card.name} has {has}: use {strategy}_fp8")
-      for strategy, card, has in (("single", H200, "9.0"), ("ddp", RTX5090, "12.0"), ("fsdp", A100, "8.0"))),
+      for strategy, card, has in (("single", H200, "9.0"), ("ddp", RTX5090, "12.0"), ("fsdp", H200, "9.0"))),
+    ("single_fp8_ao_mxfp8", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
     ("single_fp8_ao_mxfp8", {}, replace(B200, cuda="12.6"), "ao mxfp8 needs CUDA 12.8, torch was built for 12.6: use single_fp8"),
     *(("single_fp8_ao_mxfp4", {}, card, "neither torchao nor TransformerEngine trains MXFP4 on NVIDIA's GPUs: rehearse it with CUDA_VISIBLE_DEVICES=, or use single_fp8_te_nvfp4")
       for card in (H200, B200)),
