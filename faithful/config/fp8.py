@@ -4,7 +4,8 @@ BackendRules documents the questions that are answered before anything runs; a c
 BACKENDS names it. What a backend does is in faithful/backends. This module imports no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from faithful.launch.machine import Machine
 
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
+SHARE = re.compile(r"last ([0-9]{1,3})%")  # in a skip list, for the last of the Linear layers
 NVFP4_KEYS = "disable_rht disable_stochastic_rounding disable_2d_quantization"  # TransformerEngine's names
 TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
 DEFAULTS = {  # what the launcher exports for keys that a file leaves out
@@ -390,6 +392,17 @@ def environment(section: Mapping[str, Any]) -> dict[str, str]:
     return env | {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
 
 
+def of_skip(skip: Sequence[str]) -> Iterator[str]:
+    """Yields the problems of a skip list that no model is needed for: no name of a layer has a space or a %."""
+    for entry in skip:
+        share = SHARE.fullmatch(entry)
+        if not 0 < int(share[1]) < 100 if share else re.search(r"^[^[].*[ %]", entry):
+            yield (
+                f"fp8_config skip {entry}: write names of layers with commas between them, or for the last Linear layers "
+                "their part, as last 15% (from 1% to 99%)"
+            )
+
+
 def problems(settings: "Settings", machine: "Machine") -> Iterator[str]:
     """Yields every reason why FP8 cannot run."""
     backend, level = settings.backend, settings.level
@@ -402,6 +415,7 @@ def problems(settings: "Settings", machine: "Machine") -> Iterator[str]:
         yield (f"FP8 is for NVIDIA's GPUs here, {machine.name} has other formats or none: use {settings.strategy}_bf16")
         return
     yield from (f"fp8_config {line}" for line in settings.fp8.without_effect)
+    yield from of_skip(settings.fp8.skip)
     rules = settings.fp8.rules
     if level not in rules.levels:
         yield f"fp8_config {rules.level_key} {level} is not one of {', '.join(rules.levels)}, the levels of {backend}"

@@ -223,7 +223,12 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     *((f"{strategy}_fp8_te_nvfp4", {}, H200, f"nvfp4 needs compute capability 10.0, NVIDIA H200 has 9.0: use {strategy}_fp8_te")
       for strategy in ("single", "ddp", "fsdp")),
     ("single_fp8_te_nvfp4", {}, A100, "nvfp4 needs compute capability 10.0, NVIDIA A100 has 8.0"),
-    ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean fp8_disable_rht?"),
+    ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean disable_rht?"),
+    ("single_fp8_te", {"fp8_config": {"fp8_disable_rth": True}}, ANYWHERE, "did you mean fp8_disable_rht?"),
+    ("single_fp8_te", {"fp8_config": {"recipe": "block", "margin": 3}}, ANYWHERE, "margin is not read by backend TE with recipe block"),
+    *((f"single_fp8{level}", {"fp8_config": {"skip": skip}}, ANYWHERE, f"fp8_config skip {skip.split(',')[0]}: write names of layers")
+      for level, skip in (("_te", "last 0%"), ("_te", "last 101%"), ("_te", "last abc%"), ("", "last -5%"),
+                          ("_te", "last 15.5%"), ("_msamp_o2", "last 15"), ("_te", "first 5%,head"), ("", "head first"))),
     ("single_fp8_te", {"fp8_config": {"disable_rht": "sometimes"}}, ANYWHERE, "disable_rht is sometimes: write true or false"),
     ("single_fp8_te_block", {}, replace(H200, cuda="12.8"), "te block needs CUDA 12.9, torch was built for 12.8: use single_fp8_te"),
     ("single_fp8_te", {}, A100, "FP8 needs compute capability 8.9, NVIDIA A100 has 8.0: use single_bf16"),
