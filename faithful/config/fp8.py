@@ -398,8 +398,8 @@ def of_skip(skip: Sequence[str]) -> Iterator[str]:
         share = SHARE.fullmatch(entry)
         if not 0 < int(share[1]) < 100 if share else re.search(r"^[^[].*[ %]", entry):
             yield (
-                f"fp8_config skip {entry}: write names of layers with commas between them, or for the last Linear layers "
-                "their part, as last 15% (from 1% to 99%)"
+                f"fp8_config skip {entry}: write names of layers with commas between them, or for the last of the "
+                "Linear layers their part, as last 15% (from 1% to 99%)"
             )
 
 

@@ -225,7 +225,6 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("single_fp8_te_nvfp4", {}, A100, "nvfp4 needs compute capability 10.0, NVIDIA A100 has 8.0"),
     ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean disable_rht?"),
     ("single_fp8_te", {"fp8_config": {"fp8_disable_rth": True}}, ANYWHERE, "did you mean fp8_disable_rht?"),
-    ("single_fp8_te", {"fp8_config": {"recipe": "block", "margin": 3}}, ANYWHERE, "margin is not read by backend TE with recipe block"),
     *((f"single_fp8{level}", {"fp8_config": {"skip": skip}}, ANYWHERE, f"fp8_config skip {skip.split(',')[0]}: write names of layers")
       for level, skip in (("_te", "last 0%"), ("_te", "last 101%"), ("_te", "last abc%"), ("", "last -5%"),
                           ("_te", "last 15.5%"), ("_msamp_o2", "last 15"), ("_te", "first 5%,head"), ("", "head first"))),
