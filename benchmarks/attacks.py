@@ -4,6 +4,7 @@ found in an earlier version, each tried again on two checkouts.
     git worktree add ../before 0150a8e
     python benchmarks/attacks.py --before ../before --output results/faults.json
     python benchmarks/attacks.py --checkout ../before --only 3 8        prints what these faults do there
+    python benchmarks/attacks.py --families pages --output results/faults.json       runs one family's tests again
 
 families      cases that were tried, and those that did no harm: nothing lost, nothing touched outside the folder, one
               line that names the file. tests/faulty_io.py makes those of file operations, the tests that a row names
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
-from harness import ROOT, arguments, save
+from harness import ROOT, arguments, command, made, origin, save
 
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
@@ -375,14 +376,30 @@ def family(name, words):
     return row
 
 
+def again(names, output):
+    """Runs the tests of these families, and writes their rows in the place of those in the output file."""
+    here = {key: value for key, value in origin().items() if key in ("date", "versions", "device")}
+    rows = {name: family(name, FAMILIES[name]) | here for name in names}
+    if output:
+        before = made(output)
+        families = [rows.get(row["family"], row) for row in before["families"]]
+        figures = before | {"command": command(before["command"]), "families": families}
+        output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="of the code that is attacked; default: this one")
     parser.add_argument("--before", type=Path, help="checkout of the earlier version")
     parser.add_argument("--only", type=int, nargs="+", choices=NUMBERS, default=NUMBERS, help="of the thirteen")
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, help="only their rows; the rest is in the output file"
+    )
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
     args = parser.parse_args()
+    if args.families:
+        return again(args.families, args.output)
     now = thirteen(args.checkout.resolve(), args.only)
     if not args.output:
         return

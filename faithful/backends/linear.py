@@ -4,7 +4,6 @@ import difflib
 import fnmatch
 import importlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from torch import nn
 
 from faithful import patches
-from faithful.config.fp8 import MX, MX_SCALES
+from faithful.config.fp8 import MX, MX_SCALES, SHARE
 from faithful.errors import Refused
 from faithful.models.layers import is_linear, linear_names
 
-# In a skip list: the first and the last Linear in the order of model.modules(), and the last few.
-ENDS, SHARE = ("first", "last"), re.compile(r"last (\d+)%")
+ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
 
 
 def in_bf16() -> dict[str, Any]:
@@ -37,7 +35,7 @@ def skipped_by_config(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:
     ends = (names[:1] if "first" in skip else []) + (names[-1:] if "last" in skip else [])
     lasts = {}
     for share in filter(None, map(SHARE.fullmatch, skip)):
-        few = math.ceil(len(names) * min(int(share[1]), 100) / 100)
+        few = math.ceil(len(names) * int(share[1]) / 100)
         lasts |= dict.fromkeys(names[len(names) - few :], f"the {share[0]} of the Linear layers")
     adapters = [name for name in names if ".lora_A." in name or ".lora_B." in name]
     return (

@@ -163,10 +163,10 @@ def keys_of_another_backend(section: Mapping[str, Any]) -> Iterator[str]:
     said = section.get("backend", next(iter(backends)))
     reads = backends[said].reads(section) if said in backends else section
     known = [key.removeprefix("fp8_") for key in schema.all_keys()["fp8_config"]]
+    which = f"{said} with recipe {section['recipe']}" if section.get("recipe") else said
     for key in section:
         if key in known and key not in reads:
-            recipe = f" with recipe {section['recipe']}" if "recipe" in section else ""
-            yield f"fp8_config {key} is not read by backend {said}{recipe}: remove it"
+            yield f"fp8_config {key} is not read by backend {which}: remove it"
 
 
 def file_notes(config: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,8 @@ BackendRules documents the questions that are answered before anything runs; a c
 BACKENDS names it. What a backend does is in faithful/backends. This module imports no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
 AO_KEYS = "enable_fsdp_float8_all_gather pad_inner_dim"  # of torchao's Float8Linear
 MX = ("mxfp8", "mxfp8_with_gw_hp", "mxfp4")  # torchao's levels with one scale for 32 values
 MX_SCALES = ("rceil", "floor")  # torchao's names of the rules by which that scale is rounded; the first is the default
+SHARE = re.compile(r"last ([0-9]{1,3})%")  # in a skip list, for the last of the Linear layers
 NVFP4_KEYS = "disable_rht disable_stochastic_rounding disable_2d_quantization"  # TransformerEngine's names
 FP4_KEYS = "disable_gradient_estimator disable_outlier_clamping"  # the parts of MS-AMP's FP4
 TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
@@ -429,6 +431,17 @@ def environment(section: Mapping[str, Any]) -> dict[str, str]:
     return env | {f"ACCELERATE_FP8_OVERRIDE_{gemm}": str(value) for gemm, value in gemms}
 
 
+def of_skip(skip: Sequence[str]) -> Iterator[str]:
+    """Yields the problems of a skip list that no model is needed for: no name of a layer has a space or a %."""
+    for entry in skip:
+        share = SHARE.fullmatch(entry)
+        if not 0 < int(share[1]) < 100 if share else re.search(r"^[^[].*[ %]", entry):
+            yield (
+                f"fp8_config skip {entry}: write names of layers with commas between them, or for the last of the "
+                "Linear layers their part, as last 15% (from 1% to 99%)"
+            )
+
+
 def problems(settings: "Settings", machine: "Machine") -> Iterator[str]:
     """Yields every reason why FP8 cannot run."""
     backend, level = settings.backend, settings.level
@@ -441,6 +454,7 @@ def problems(settings: "Settings", machine: "Machine") -> Iterator[str]:
         yield (f"FP8 is for NVIDIA's GPUs here, {machine.name} has other formats or none: use {settings.strategy}_bf16")
         return
     yield from (f"fp8_config {line}" for line in settings.fp8.without_effect)
+    yield from of_skip(settings.fp8.skip)
     rules = settings.fp8.rules
     if level not in rules.levels:
         yield f"fp8_config {rules.level_key} {level} is not one of {', '.join(rules.levels)}, the levels of {backend}"

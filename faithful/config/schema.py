@@ -251,5 +251,7 @@ def meant(key: str, section: str) -> str:
         full(section, key), names, 1, 0.6
     )
     known_here = f" (known: {', '.join(names)})" if section else ""
+    prefix = section.removesuffix("config") if section in PREFIXED else ""
+    close = [name if key.startswith(prefix) else name.removeprefix(prefix) for name in close]
     hint = f"did you mean {close[0]}?" if close else f"remove it{known_here}"
     return f"is a key that Accelerate does not have: {hint}"

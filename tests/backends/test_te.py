@@ -144,9 +144,9 @@ def test_what_can_be_is_not_refused(mapping, machine):
 def test_keys_of_another_backend_are_named(tmp_path, text, foreign):
     path = tmp_path / "mine.yml"
     path.write_text(yaml.dump(config(text)))
-    backend, recipe = (section(text).get(key) for key in ("backend", "recipe"))
-    asked = f"{backend} with recipe {recipe}" if recipe else backend
-    expected = {f"fp8_config {key} is not read by backend {asked}: remove it" for key in foreign}
+    said = section(text)
+    which = f"{said['backend']} with recipe {said['recipe']}" if "recipe" in said else said["backend"]
+    expected = {f"fp8_config {key} is not read by backend {which}: remove it" for key in foreign}
     assert set(config_file.file_problems(path)[0]) == expected
 
 

@@ -225,7 +225,11 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     *((f"{strategy}_fp8_te_nvfp4", {}, H200, f"nvfp4 needs compute capability 10.0, NVIDIA H200 has 9.0: use {strategy}_fp8_te")
       for strategy in ("single", "ddp", "fsdp")),
     ("single_fp8_te_nvfp4", {}, A100, "nvfp4 needs compute capability 10.0, NVIDIA A100 has 8.0"),
-    ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean fp8_disable_rht?"),
+    ("single_fp8_te", {"fp8_config": {"disable_rth": True}}, ANYWHERE, "disable_rth is a key that Accelerate does not have: did you mean disable_rht?"),
+    ("single_fp8_te", {"fp8_config": {"fp8_disable_rth": True}}, ANYWHERE, "did you mean fp8_disable_rht?"),
+    *((f"single_fp8{level}", {"fp8_config": {"skip": skip}}, ANYWHERE, f"fp8_config skip {skip.split(',')[0]}: write names of layers")
+      for level, skip in (("_te", "last 0%"), ("_te", "last 101%"), ("_te", "last abc%"), ("", "last -5%"),
+                          ("_te", "last 15.5%"), ("_msamp_o2", "last 15"), ("_te", "first 5%,head"), ("", "head first"))),
     ("single_fp8_te", {"fp8_config": {"disable_rht": "sometimes"}}, ANYWHERE, "disable_rht is sometimes: write true or false"),
     *((f"{strategy}_fp8_ao_mxfp8", {}, card, f"ao mxfp8 needs compute capability 10.x, {card.name} has {has}: use {strategy}_fp8")
       for strategy, card, has in (("single", H200, "9.0"), ("ddp", RTX5090, "12.0"), ("fsdp", H200, "9.0"))),
