@@ -1,4 +1,4 @@
-"""What do 8 and 4 bits per value do to a loss, and which part of NVIDIA's NVFP4 recipe matters?
+"""What do 8 and 4 bits per value do to a loss, and which part of NVIDIA's NVFP4 recipe, and of MS-AMP's FP4, matters?
 
     python benchmarks/four_bits.py                     all runs that results/four_bits.json has not
     python benchmarks/four_bits.py --tasks words --seeds 5 --minutes 30
@@ -23,13 +23,14 @@ from harness import ROOT, arguments, command, made, save
 from planted.neighbours import gpt as neighbours
 from study import RUNS, written_data
 
+from amp8 import fp4
 from faithful.config.settings import to_env
 from recipes import gpt
 from shared import text
 from tools import paired
 
 FILE = ROOT / "results" / "four_bits.json"
-BASELINE, WHOLE = "bf16", "nvfp4"
+BASELINE = "bf16"
 MARGIN = 0.005  # two losses that differ by less are equal, as in benchmarks/study.py
 SMALL = ("--model", "llama_nano", "--sequence_length", "32", "--per_device_train_batch_size", "8", "--eval_steps", "0",
          "--save_steps", "0", "--logging_steps", "50")  # fmt: skip
@@ -38,6 +39,12 @@ TASKS = {  # {name: (options, steps)}; of the text that benchmarks/study.py call
     "gpt": ((), 100),
     "words": (("--vocab_size", "2048"), 100),
 }
+
+
+def of_other_weights():
+    """A control: the gradient is multiplied by the estimator's slopes, but by those of another channel's weights."""
+    sound = fp4.slope
+    fp4.slope = lambda x: sound(x).roll(1, 0)
 
 
 WAYS = {  # {name: (config, keys of fp8_config in place of its own, what is changed in the emulation, in words)}
@@ -55,9 +62,19 @@ WAYS = {  # {name: (config, keys of fp8_config in place of its own, what is chan
     "mxfp4": ("single_fp8_ao_mxfp4", {}, None, "MXFP4, rounded to nearest, last 15% in bf16"),
     "mxfp8_floor": ("single_fp8_ao_mxfp8", {"skip": "", "scale_calculation_mode": "floor"}, None,
                     "MXFP8, scales rounded down (OCP)"),
+    "msamp_o2": ("single_fp8_msamp_o2", {}, None, "MS-AMP's O2, FP8"),
+    "msamp_fp4": ("single_fp8_msamp_o2_fp4", {}, None, "MS-AMP's O2 with its FP4, both parts"),
+    "no_estimator": ("single_fp8_msamp_o2_fp4", {"disable_gradient_estimator": True}, None,
+                     "MS-AMP's FP4 with the straight-through gradient"),
+    "other_slopes": ("single_fp8_msamp_o2_fp4", {}, of_other_weights,
+                     "a control: MS-AMP's FP4 with the slopes of another channel's weights"),
+    "no_clamping": ("single_fp8_msamp_o2_fp4", {"disable_outlier_clamping": True}, None,
+                    "MS-AMP's FP4 without the clamping of outliers"),
 }  # fmt: skip
 
-AGAINST_WHOLE = ("no_hadamard", "no_stochastic", "no_square", "no_skip", "planted")
+WHOLE = dict.fromkeys(("no_hadamard", "no_stochastic", "no_square", "no_skip", "planted"), "nvfp4") | dict.fromkeys(
+    ("no_estimator", "other_slopes", "no_clamping"), "msamp_fp4"
+)  # {way: the way that has all parts}
 
 
 def options_of(task, seed):
@@ -133,9 +150,9 @@ def results(rows):
         for way in WAYS:
             if way != BASELINE and (found := against(rows, task, way, BASELINE)):
                 yield {"task": task, "way": way, "against": BASELINE} | found
-        for way in AGAINST_WHOLE:
-            if found := against(rows, task, way, WHOLE):
-                yield {"task": task, "way": way, "against": WHOLE} | found
+        for way, whole in WHOLE.items():
+            if found := against(rows, task, way, whole):
+                yield {"task": task, "way": way, "against": whole} | found
 
 
 def main():

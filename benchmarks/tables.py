@@ -274,7 +274,7 @@ def gallery(figures):
 
 
 def four_bits(figures):
-    """What each way does to the loss, and NVFP4 without a part beside NVFP4 with all of them."""
+    """What each way does to the loss, and a recipe of FP4 without a part beside the recipe with all of them."""
     found = {(row["task"], row["way"], row["against"]): row for row in figures["results"]}
     rows, sure = [], []
     for task in figures["tasks"]:
@@ -282,11 +282,11 @@ def four_bits(figures):
             against = found.get((task, way, "bf16"))
             if not against:
                 continue
-            whole = found.get((task, way, "nvfp4"))
+            whole = found.get((task, way, "nvfp4")) or found.get((task, way, "msamp_fp4"))
             rows.append([f"`{task}`", words, str(len(against["seeds"])), f"{against['mean']:.3f}",
                          report.difference(against), against["verdict"], report.difference(whole) if whole else "-",
                          whole["verdict"] if whole else "-"])  # fmt: skip
-            if whole and way != "planted" and whole["kind"] in ("higher", "lower"):
+            if whole and way not in ("planted", "other_slopes") and whole["kind"] in ("higher", "lower"):
                 sure.append(f"{words}: {whole['verdict']} on `{task}`")
     heads = ["task", "way", "seeds", "held-out loss", "against bf16, 95% interval", "verdict", "against all parts",
              "verdict"]  # fmt: skip
@@ -298,15 +298,17 @@ def four_bits(figures):
     tasks = [size for name, size in sizes.items() if name in ran]
     left = [f"`{name}` (`python benchmarks/four_bits.py --tasks {name}`)" for name in sizes if name not in ran]
     text = f"{came_from(figures)}; {' and '.join(tasks)}; equal: within {paired.percent(figures['margin'])}. "
-    text += f"By the intervals, against NVFP4 with all parts: {'; '.join(sure)}." if sure else (
-        "By the intervals, none of the four parts makes a difference that these seeds can show.")  # fmt: skip
+    text += f"By the intervals, against all parts: {'; '.join(sure)}." if sure else (
+        "By the intervals, no part makes a difference that these seeds can show.")  # fmt: skip
     took = {(row["task"], row["seed"], row["way"]): row["step_seconds"] for row in figures["rows"]}
     ratios = {
-        way: statistics.median(took[run] / took[*run[:2], "bf16"] for run in took if run[2] == way)
-        for way in ("mxfp8", "nvfp4")
+        way: statistics.median(took[run] / took[*run[:2], base] for run in took if run[2] == way)
+        for way, base in (("mxfp8", "bf16"), ("nvfp4", "bf16"), ("msamp_fp4", "msamp_o2"))
     }
-    text += " In this emulation a step of MXFP8 takes {mxfp8:.1f} times as long as one of bf16, of NVFP4 {nvfp4:.1f}"
-    text = (text + ", the median of the pairs.").format_map(ratios)
+    text += (
+        " In this emulation a step of MXFP8 takes {mxfp8:.1f} times as long as one of bf16, of NVFP4 {nvfp4:.1f}, of "
+        "MS-AMP's FP4 {msamp_fp4:.1f} times as long as one of its O2: medians of pairs."
+    ).format_map(ratios)
     table = report.table(heads, rows)
     return f"{text}\n\n{table}" + (f"\n\nNot run: {', '.join(left)}." if left else "")
 

@@ -129,9 +129,12 @@ def test_four_bits_are_asked_in_pairs_and_the_planted_fault_is_found():
     parts = ("no_hadamard", "no_stochastic", "no_square", "no_skip")
     assert all(len(found[way, "bf16"]["seeds"]) >= 5 for way in ("mxfp8", "nvfp4", *parts))
     assert all(len(found[way, "nvfp4"]["seeds"]) >= 5 for way in parts)
+    assert all(len(found[way, "bf16"]["seeds"]) >= 5 for way in ("msamp_o2", "msamp_fp4", "other_slopes"))
+    assert all(len(found[way, "msamp_fp4"]["seeds"]) >= 5 for way in ("no_estimator", "no_clamping", "other_slopes"))
     assert found["planted", "bf16"]["kind"] == found["planted", "nvfp4"]["kind"] == "higher", "the fault is seen"
     for row in figures["rows"]:
         assert ("TransformerEngine nvfp4" in row["summary"]) == row["config"].endswith("nvfp4")
+        assert ("Linear in FP4" in row["summary"]) == row["config"].endswith("fp4")
         assert row["config"] == "single_bf16" or "emulated: no FP8 hardware" in row["summary"]
         assert ("torchao mxfp4" in row["summary"]) == (row["way"] == "mxfp4")
         assert ("torchao mxfp8, scale_calculation_mode floor" in row["summary"]) == (row["way"] == "mxfp8_floor")
