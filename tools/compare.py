@@ -29,6 +29,8 @@ The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is re
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -50,7 +52,7 @@ sys.path.insert(0, str(ROOT))
 from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find, judge, paired, progress, records, report  # noqa: E402
+from tools import check, cli, find, judge, paired, progress, records, report  # noqa: E402
 
 OWN = ("--seed", "--output_dir", "--resume_from_checkpoint")  # options that this tool sets itself
 SEEDS, MOST = 5, 16  # by default; with --seeds auto, at most
@@ -138,6 +140,8 @@ def launch_all(
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
     per_device = batches(configs, words, machine.of_driver().devices) if find.is_recipe(file) else None
+    for config in configs.values():  # not when the others have trained
+        refuse_what_cannot_start(config, split_launch(words)[0])
     rows = [(name, False) for name in configs]
     if control:
         rows.insert(1, (rows[0][0], True))
@@ -172,6 +176,15 @@ def launch_all(
         if run["record"] is None and log_of(run["folder"]).exists():
             run["problem"] = reason_of(run)
     return runs
+
+
+def refuse_what_cannot_start(config: Path, options: list[str]) -> None:
+    """Raises Refused with the lines with which a launch of this config would end. options: of accelerate launch."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        code = cli.code_of(check.main, ["--quiet", str(config), *options])
+    if code:
+        raise Refused(*said.getvalue().splitlines())
 
 
 def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:

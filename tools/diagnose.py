@@ -163,7 +163,7 @@ def notes(diagnosis: dict[str, Any]) -> list[str]:
         "A pair: the same weights, optimizer state, random numbers and batches; the loss is the mean of the last half "
         f"of {diagnosis['after']} steps. A positive cost: the loss is lower with this layer in high precision.",
         "Significant: above 0 even though this many layers were asked about at once (Bonferroni).",
-        "Underflows: values that are not 0 and become 0. Overflows: values clipped to the largest that FP8 holds.",
+        "Underflows: values that are not 0 and become 0. Overflows: values clipped to the largest of the format.",
         "Error, dB: of a layer's output or gradient, against the same computed in high precision; -20 dB is 10% of it, "
         "-40 dB is 1%.",
     ]

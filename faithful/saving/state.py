@@ -129,6 +129,8 @@ class RunState:
         for optimizer, saved in zip(inner, groups, strict=False):
             with loading(folder, "the optimizer"):
                 check_like(numbers_of_groups(optimizer), saved, "param_groups")
+                if any("params" in values for values in saved):
+                    raise ValueError("params in param_groups would take the place of the model's")
         for target, value in zip(self.registered, registered, strict=True):
             load_into(folder, target, value)  # first, so that an error here leaves the run unchanged
         for index, prepared in enumerate(self.models):

@@ -554,6 +554,7 @@ VALUES = [  # damage({name: tensor}, trainer_state), what is said
     (in_json("groups", 0, 0, "betas", "items", to=[0.9]), "betas is (0.9,) there, and a list of 2 here"),
     (in_json("groups", 0, to=[]), "param_groups is [] there, and a list of 1 here"),
     (in_json("groups", 0, to=3), "param_groups is 3 there"),
+    (in_json("groups", 0, 0, "params", to=[]), "params in param_groups would take the place of the model's"),
     (in_json("optimizers", 0, to={"9": {"x": 1}}), f"{STATE_OF}the optimizer (IndexError"),
     (in_json("schedulers", 0, to=[]), f"{STATE_OF}the script's OneCycleLR"),
     (in_json("schedulers", 0, "last_epoch", to="2"), "state.last_epoch is '2' there, and 0 here"),

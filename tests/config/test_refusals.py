@@ -44,6 +44,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("compare", "single_bf16 --seeds 0 -- vit", 2, "argument --seeds: 0 is not a whole number, 1 or more"),
     ("compare", "single_bf16 --margin 2 -- vit", 2, "argument --margin: 2: write it as 1% or 0.01"),
     ("compare", "single_bf16 --baseline x -- vit", 2, "--baseline: not here"),
+    ("compare", "single_bf16 {tmp}/share.yml -- vit", 2, "share.yml: fp8_config skip last 0%: write names of layers"),
     ("compare", "single_bf16 -- vit --max_step 4", 2, UNKNOWN),
     ("compare", "single_bf16 -- --num_processes two vit", 2, "--num_processes two is not a whole number, 1 or more"),
     ("compare", "single_bf16 ddp_bf16 -- --num_processes=3 vit", 2, "don't divide by the 3 processes of ddp"),
@@ -296,6 +297,7 @@ def tmp(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("from faithful import Accelerator\n")
     (tmp_path / "train.yml").write_text("seed: 3\nresume_from_checkpoint: latest\nmax_steps: 20\n")
     (tmp_path / "bad.yml").write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
+    (tmp_path / "share.yml").write_text((CONFIGS / "single_fp8_te_nvfp4.yml").read_text().replace("15%", "0%"))
     for name, command in (("own", "python own.py"), ("gpt", "python recipes/gpt.py"), ("damaged", "")):
         (tmp_path / name).mkdir()
         write_record(tmp_path / name, status="finished", recipe=name, command=command)

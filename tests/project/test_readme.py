@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tables as tables_script
@@ -20,6 +21,7 @@ from faithful.config.strategies import STRATEGIES
 from faithful.launch.machine import Machine
 from shared import args, models, vision
 from tools import commands as cli
+from tools import diagnose
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [
@@ -98,6 +100,7 @@ def check_what_runs_over_configs(tool, words):
             assert word in NAMES, word
     if right and right[0] != OWN:
         check_recipe(right[0], right[1:])
+        assert tool != "diagnose" or not {f"--{name}" for name in diagnose.LENGTH} & {*right}, right
 
 
 def test_accelerate_launch_lines():
@@ -373,6 +376,7 @@ def test_nothing_is_left_to_fill_in():
         ("--config_file accelerate_configs/ddp_bf16.yml recipes/vit.py --max_step 2", check_launch),
         ("--num_process 2 --config_file accelerate_configs/ddp_bf16.yml recipes/vit.py --max_steps x", check_launch),
         ("--config_file accelerate_configs/ddp_bf16.yml -m faithful trian.py", check_launch),
+        ("single_fp8_te_nvfp4 -- gpt --max_steps 300", partial(check_what_runs_over_configs, "diagnose")),
     ],
 )
 def test_these_tests_can_fail(command, check):
