@@ -368,9 +368,9 @@ def refuse_other_shape(
     optimizer: torch.optim.Optimizer, place: str, value: torch.Tensor, parameter: torch.Tensor
 ) -> None:
     """Raises Refused if the state of a parameter has another shape than torch's optimizers give it: that of the
-    parameter, or none, but for Adafactor's rows and columns."""
-    kind = type(optimizer)
-    of_torch = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Adafactor
+    parameter, or none, but for Adafactor's rows and columns and LBFGS's vectors of all parameters."""
+    others = isinstance(optimizer, torch.optim.Adafactor | torch.optim.LBFGS)
+    of_torch = type(optimizer).__module__.startswith("torch.optim.") and not others
     if of_torch and value.dim() and value.shape != parameter.shape:
         raise Refused(
             f"the checkpoint is of another model: {place} is {list(value.shape)} there, and the parameter here is "
