@@ -18,7 +18,7 @@ EVEN = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]  # the neighbour of each midpoint who
 def rounded(x):
     """Q: the nearest number of e2m1, of two the even one."""
     middles, even = torch.tensor(MIDDLES), torch.tensor(EVEN)
-    y = torch.tensor(VALUES)[torch.searchsorted(middles, x.abs())]
+    y = torch.tensor(VALUES)[torch.searchsorted(middles, x.abs().contiguous())]
     for middle, tie in zip(middles, even, strict=True):
         y = torch.where(x.abs() == middle, tie, y)
     return y * x.sign()
