@@ -288,3 +288,10 @@ def test_a_config_asks_for_the_sizes_of_the_weights_beside_it(saved, tmp_path, n
 def test_a_new_head_may_have_other_sizes(saved):
     model = models.bert(str(saved / "bert_nano"), 272, 32, 7, pretrained=True)
     assert model.classifier.weight.shape == (7, 128)
+
+
+def test_words_that_a_stranger_chose_are_no_sizes():
+    labels = {"wooden blocks": 5000, "layer cake": 20000, "headache": 30000}
+    models.refuse_counts({"label2id": labels, "block_size": 2048, "layer_norm_eps": 1e-5}, "config.json")
+    with pytest.raises(Refused, match="num_hidden_layers is 5000"):
+        models.refuse_counts({"text_config": {"num_hidden_layers": 5000}}, "config.json")
