@@ -8,8 +8,8 @@ Q rounds to e2m1 under a scale 6 / amax for each row of x (a token) and for each
 values below the 1% quantile and above the 99% quantile of the whole tensor, are clamped, and what that cuts off, about
 2% of the values, is added in high precision (section 3.2). The gradient of w is multiplied by the derivative of a
 steep, smooth function in place of Q, the differentiable gradient estimator (section 3.1); x has the straight-through
-one. The scales of w cancel in it, so f' is taken at the scaled weight (appendix C). The rest of the paper's training is
-FP8-LM's: FP8 gradients, their communication, and the optimizer.
+one. The scales of w cancel in it by the chain rule, so f' is taken at the scaled weight. The rest of the paper's
+training is FP8-LM's: FP8 gradients, their communication, and the optimizer.
 
 The product is in bf16, on a GPU too: bf16 holds e2m1 exactly, and what is cut off is rounded to it as x itself is. It
 shows what FP4 does to the loss, and takes no less time than bf16.
