@@ -322,4 +322,5 @@ def no_leftovers():
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in STAYING]
     for child in children:
         child.kill()
+    psutil.wait_procs(children, 10)  # else it is left behind by every later test, too
     assert not children, f"left behind: {children}"

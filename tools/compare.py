@@ -29,8 +29,6 @@ The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is re
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import re
@@ -140,8 +138,9 @@ def launch_all(
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
     per_device = batches(configs, words, machine.of_driver().devices) if find.is_recipe(file) else None
-    for config in configs.values():  # not when the others have trained
-        refuse_what_cannot_start(config, split_launch(words)[0])
+    for config in configs.values():  # what no machine can run is refused now, not when the others have trained
+        if problems := check.check(config, machine.of_driver(), {})[0]:
+            raise Refused(*(f"{config.name}: {line}" for line in problems))
     rows = [(name, False) for name in configs]
     if control:
         rows.insert(1, (rows[0][0], True))
@@ -176,15 +175,6 @@ def launch_all(
         if run["record"] is None and log_of(run["folder"]).exists():
             run["problem"] = reason_of(run)
     return runs
-
-
-def refuse_what_cannot_start(config: Path, options: list[str]) -> None:
-    """Raises Refused with the lines with which a launch of this config would end. options: of accelerate launch."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        code = cli.code_of(check.main, ["--quiet", str(config), *options])
-    if code:
-        raise Refused(*said.getvalue().splitlines())
 
 
 def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
