@@ -22,6 +22,7 @@ common/CuTeDSL/cast/mxfp8, NVFP4BlockScaling and pytorch/custom_recipes/referenc
 The FP8 numbers themselves are amp8's.
 """
 
+import abc
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ Formats = tuple[scaling.Number, scaling.Number, scaling.Number]  # of input, wei
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounding:
+class Rounding(abc.ABC):
     """How a layer rounds the operands of its products: `which` is 0 for the input, 1 for the weight, 2 for grad_output;
     product: fprop, dgrad or wgrad. Each operand is in two of them."""
 
@@ -98,10 +99,10 @@ class Rounding:
         """Whether both products of an operand have the same codes."""
         return False
 
+    @abc.abstractmethod
     def operand(self, which: int, product: str, x: torch.Tensor, *state: Any) -> Codes:
         """(codes, scale) of `x` [rows, columns], with the values codes / scale. scale: 0-d, or None if the codes are
         the values. state: see EmulatedLinear.state."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

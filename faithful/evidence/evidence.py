@@ -274,7 +274,7 @@ class Evidence:
         record = self.record
         fp8 = f"fp8 {self.backend.name}"
         fp8 += ", emulated: no FP8 hardware" if self.plan.emulated else ""
-        # What ran. Of the emulation, and of compiled code, which notes nothing: what was converted.
+        # By the formats that the layers have noted. The emulation and compiled code note none: there by the config.
         gemm = record["dtypes"].get("levels", {}).get("gemm")
         planned = str(self.plan.level).endswith("fp4") or self.plan.fp8_options.get("recipe") == "fp4"
         bits = "FP4" if ("e2m1 x e2m1" in gemm if gemm else planned) else "FP8"
