@@ -136,7 +136,7 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import FSDPModule
 
         states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
-        return sum(len(state._fsdp_param_groups) for state in states)
+        return sum(len(gathered.parameter_groups(state)) for state in states)
 
     def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         plan = self.plan

@@ -25,12 +25,19 @@ from faithful.errors import Refused
 Places = list[tuple[nn.Module, str, nn.Parameter]]  # (module, name in it, parameter)
 
 
+def parameter_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    """The groups of parameters that FSDP2 gathers for this module. torch 2.11 has one or none, later releases a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
 def watch(model: nn.Module, scalars: Places) -> None:
     """Makes hooks and writes of the script count, in a model that has just been sharded. scalars: `taken_out` of it."""
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     for state in states:
         state.__class__ = State
-        for group in state._fsdp_param_groups:
+        for group in parameter_groups(state):
             group.__class__ = Group
             for fsdp_param in group.fsdp_params:
                 fsdp_param.__class__ = Param
@@ -85,7 +92,7 @@ class State(FSDPState):
 
     def _root_post_backward_final_callback(self) -> None:
         super()._root_post_backward_final_callback()
-        if any(group.reduce_grads for state in self._state_ctx.all_states for group in state._fsdp_param_groups):
+        if any(group.reduce_grads for state in self._state_ctx.all_states for group in parameter_groups(state)):
             average(self._state_ctx.scalars)  # pyrefly: ignore[missing-attribute]
 
 
