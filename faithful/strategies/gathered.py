@@ -26,7 +26,7 @@ Places = list[tuple[nn.Module, str, nn.Parameter]]  # (module, name in it, param
 
 
 def parameter_groups(state: FSDPState) -> list[FSDPParamGroup]:
-    """The groups of parameters that FSDP2 gathers for this module. torch 2.11 has one or none, later releases a list."""
+    """The groups of parameters that FSDP2 gathers for this module: one or none on torch 2.11, a list on later ones."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []
