@@ -89,6 +89,35 @@ def made(file, **empty):
     return json.loads(Path(file).read_text()) if file and Path(file).exists() else empty
 
 
+def losses(python, launch, recipe, env=None, limit=900):
+    """Each `loss` and `eval_loss` of a launched recipe, in order; in their place one line if it failed.
+
+    launch: the words of `accelerate launch`. recipe: the recipe's name and its arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [python, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", *launch]
+        line += [f"recipes/{recipe[0]}.py", *recipe[1:], "--output_dir", f"{folder}/run"]
+        # compiled code of another release is not taken
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"} | (env or {})
+        try:
+            ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return f"not finished in {limit} s"
+        if ended.returncode:
+            said = re.findall(r".*(?:refused:|Error: ).*", ended.stdout + ended.stderr)
+            return said[0].strip() if said else f"exit code {ended.returncode}"
+        rows = [json.loads(row) for row in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in rows for key in ("loss", "eval_loss") if key in row]
+
+
+def furthest(losses, expected):
+    """The largest relative difference of two lists of losses; the line of the one that failed in its place."""
+    if isinstance(expected, str) or isinstance(losses, str):
+        return expected if isinstance(expected, str) else losses
+    if not expected or len(losses) != len(expected):
+        return f"{len(losses)} losses, not {len(expected)}"
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
 def came_from(figures):
     """The command, the machine and the main versions; the file has all versions."""
     known = [f"{name} {version}" for name, version in figures["versions"].items() if version and name != "cuda"]

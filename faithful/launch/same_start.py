@@ -110,14 +110,14 @@ def compare(plan: Mapping[str, object], world: int) -> None:
         told = [json.loads(store.get(f"started/{other}")) for other in range(world)]
         line = difference([started for _, started in told], [host for host, _ in told])
         store.set("started", line)
-    elif line := store.get("started").decode():
+    else:
+        line = store.get("started").decode()
         store.add("started/read", 1)
-    if not line:
-        return
-    end = time.monotonic() + 10  # the store may be this process's, and end with it
+    end = time.monotonic() + 10  # the store may be this process's, and end with it: by this line, or by a refusal after
     while rank == 0 and store.add("started/read", 0) < world - 1 and time.monotonic() < end:
         time.sleep(0.01)
-    raise Different(line)
+    if line:
+        raise Different(line)
 
 
 def difference(started: Sequence[Started], hosts: Sequence[str]) -> str:
