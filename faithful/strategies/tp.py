@@ -87,8 +87,12 @@ def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", devi
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
-    splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
-    apply_tensor_parallelism(model, mesh, {name: splits[name] for name in splits if name in whole or name in modules})
+    if hasattr(model, "_resolve_parallel_plans"):
+        splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
+        kept = {name: splits[name] for name in splits if name in whole or name in modules}
+        apply_tensor_parallelism(model, mesh, kept)
+    else:  # transformers before 5.23
+        apply_tensor_parallelism(model, mesh)  # pyrefly: ignore[missing-argument]
     model.tie_weights(recompute_mapping=False)  # a head tied to the embedding gets the embedding's shard
     for tensor in (*model.parameters(), *model.buffers()):  # Accelerate does not move a model that has DTensors
         if not isinstance(tensor, DTensor):
