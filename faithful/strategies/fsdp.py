@@ -22,7 +22,7 @@ from faithful.errors import Refused
 from faithful.loading import meta_init
 from faithful.models import averages, batch_norm, elementwise, shards
 from faithful.models.blocks import CONTAINERS, block_names, name_blocks
-from faithful.strategies import gathered
+from faithful.strategies import gathered, guard
 from faithful.strategies.base import Pieces, Saved, Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
 from faithful.tensors import low_bit
 from faithful.tensors.names import fingerprint, parameters_of, plain_names
@@ -74,6 +74,7 @@ class FSDP(Strategy):
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
         those of process 0 are sent to all where the config says it and they differ."""
         plan = self.plan
+        guard.refuse_complex(model, "FSDP2")
         if plan.sync_module_states and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], accelerator.device)
         if trained := ignored_and_trained(plan, model):

@@ -1,7 +1,7 @@
 """What scripts do to their model: one row each, in a training of a few steps, with plain torch or with an Accelerator.
 
-A row is a function of (moment, run). Moments: `built`, before `prepare`; `prepared`; in each step `backward`, between
-backward and step, and `stepped`; `forward`, in the forward pass of a block. Rows change the weight that `run.weight`
+A row is a function of (moment, run). Moments: `built`, before `prepare`; `prepared`; in each step `begun`, `loss`,
+`backward`, between backward and step, and `stepped`; `forward`, in the forward pass of a block. Rows change the weight that `run.weight`
 returns. What they read of it goes to `run.seen`.
 """
 
@@ -197,6 +197,21 @@ def penalty(moment, run):
         run.loss = run.loss + 0.1 * sum(parameter.float().square().sum() for parameter in run.model.parameters())
 
 
+def another_pass(give_up=lambda run: None):
+    """A backward pass before the step's own, of a loss that would turn its gradient round."""
+
+    def row(run):
+        run.backward(-2 * run.loss_of())
+        give_up(run)
+
+    return row
+
+
+def set_all_to_none(run):
+    for parameter in run.model.parameters():
+        parameter.grad = None
+
+
 ROWS = {
     "nothing": lambda moment, run: None,
     "p.data.clamp_ before prepare": at("built")(clamp),
@@ -230,10 +245,15 @@ ROWS = {
     "model.bfloat16() before prepare": in_bf16,
     "lr = 0 after a step": slower,
     "a penalty over model.parameters()": penalty,
+    "two backward passes": at("begun")(another_pass()),
+    "optimizer.zero_grad gives up": at("begun")(another_pass(lambda run: run.optimizer.zero_grad())),
+    "model.zero_grad gives up": at("begun")(another_pass(lambda run: run.prepared.zero_grad())),
+    "p.grad = None gives up": at("begun")(another_pass(set_all_to_none)),
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward"}  # rows for Net alone
 WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
     "nothing", "p.grad is read", "model.eval()", "a block in eval()", "model.bfloat16() before prepare",
+    "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
 }  # fmt: skip
 
 
@@ -255,12 +275,18 @@ def trained(row, accelerator=None, dtype=torch.float32, make=Net, lr=1e-2):
         run.model = accelerator.unwrap_model(model)
         if not accelerator.strategy.same_batch:
             share = slice(accelerator.process_index, None, accelerator.num_processes)
+    run.prepared, run.backward = model, torch.Tensor.backward if accelerator is None else accelerator.backward
+
+    def loss_of():
+        return (output(model, inputs[run.step, share]).to(dtype) - targets[run.step, share]).square().mean()
+
+    run.loss_of = loss_of
     ROWS[row]("prepared", run)
     for run.step in range(STEPS):
-        result = output(model, inputs[run.step, share])
-        run.loss = (result.to(dtype) - targets[run.step, share]).square().mean()
+        ROWS[row]("begun", run)
+        run.loss = run.loss_of()
         ROWS[row]("loss", run)
-        accelerator.backward(run.loss) if accelerator is not None else run.loss.backward()
+        run.backward(run.loss)
         ROWS[row]("backward", run)
         if row == "p.grad is read":
             run.seen.append(whole(run.weight().grad.detach()).norm().item())

@@ -275,6 +275,11 @@ def refused(how):
     model, inner, optimizer = prepared(("copied",), False, accelerator)
     if how == "group":
         optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    if how in ("retain", "between"):
+        loss = model(torch.randn(8, WIDTH)).float().square().mean()
+        accelerator.backward(loss, retain_graph=how == "retain")
+        inner.head.weight.grad.mul_(how != "between")
+        accelerator.backward(loss if how == "retain" else model(torch.randn(8, WIDTH)).float().square().mean())
     if how == "alone" and accelerator.is_main_process:
         inner.blocks["copied"].linear.weight.norm()
     with accelerator.accumulate(model):
@@ -284,9 +289,24 @@ def refused(how):
     accelerator.end_training()
 
 
+def with_complex_weights():
+    """What a rank runs."""
+    model = nn.ModuleList([nn.Linear(WIDTH, 8), nn.ParameterList([torch.ones(8, dtype=torch.cfloat)])])
+    Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
+def test_complex_weights_are_refused(tmp_path, config):
+    train(config, tmp_path / "run", script=with_complex_weights, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: 1.0: ") == 1 and "no complex parameters" in log and "use a ddp config" in log
+
+
 REFUSED = [
     ("zero2_bf16", "group", "add_param_group", 2),
     ("zero2_bf16", "early", "micro-batches", 2),
+    ("zero3_bf16", "retain", "retain_graph", 2),
+    ("zero3_bf16_offload", "between", "which DeepSpeed adds up in the host's memory", 2),
     ("zero3_bf16", "alone", "on some processes alone", None),
 ]
 

@@ -170,7 +170,7 @@ def write_shards(parameters: list[Partitioned]) -> None:
 
 def gradient_part(zero: Zero, parameter: Partitioned) -> torch.Tensor:
     """This process's fragment of the averaged gradient, a view of what the engine's step uses. It is not empty."""
-    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+    if offloads_gradients(zero):
         return fragment(zero, parameter, [flat.grad for flat in masters(zero)])  # pyrefly: ignore[bad-argument-type]
     if stage(zero) == 3:
         group = zero.grad_position[zero.get_param_id(parameter)][0]
@@ -213,6 +213,35 @@ def set_gradient(zero: Zero, parameter: Partitioned, whole: torch.Tensor | None)
     norms = getattr(zero, "norm_for_param_grads", None)  # where gradients are offloaded
     if norms is not None and zero.get_param_id(parameter) in norms:
         norms[zero.get_param_id(parameter)] = part.float().norm(2)
+
+
+def offloads_gradients(zero: Zero) -> bool:
+    """Whether the engine adds up gradients in the host's memory, in buffers of its own."""
+    return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+
+
+@contextlib.contextmanager
+def added_up(zero: Zero) -> Iterator[None]:
+    """A backward pass, whose gradients are added to those of earlier ones of the step. Stages 1 and 2 without fp32
+    gradients put new ones in their place, and stage 3 if no forward pass came between."""
+    if zero._epilogue_ran_this_backward:
+        zero.clear_backward_seen_flag()
+    earlier = dict(zero.averaged_gradients)
+    yield
+    for group, parts in zero.averaged_gradients.items() if stage(zero) < 3 else ():
+        if earlier.get(group) is not None and parts is not earlier[group]:
+            torch._foreach_add_(list(parts), list(earlier[group]))
+
+
+def drop_gradients(zero: Zero) -> None:
+    """Forgets the gradients of the backward passes since the last step."""
+    zero.zero_grad()
+    if stage(zero) < 3:  # stage 3 writes over them
+        zero.averaged_gradients.update(dict.fromkeys(zero.averaged_gradients))
+        zero.all_grad_tensors.update(dict.fromkeys(zero.all_grad_tensors))
+        zero.micro_step_id = -1  # as after a step
+        zero._epilogue_ran_this_backward = False
+        zero._offload_accumulated_param_ids = set()
 
 
 # ---- torch's optimizer ----

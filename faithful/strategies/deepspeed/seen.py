@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from faithful.errors import Refused
 from faithful.launch import rank_sync
+from faithful.strategies import guard
 from faithful.strategies.deepspeed import engine
 from faithful.strategies.deepspeed.engine import Partitioned, Zero
 
@@ -212,6 +213,19 @@ class Held:
         engine.take_weights(self.zero)
 
     # ---- gradients ----
+
+    def before_backward(self) -> None:
+        """What the script has written to `.grad` goes into the engine's gradients, to which this pass adds."""
+        if self.gradients:
+            guard.refuse_gradients_in_two_places(engine.offloads_gradients(self.zero))
+        self.take_gradients()
+        self.gradients.clear()
+
+    def drop_gradients(self) -> None:
+        """Gives up the gradients since the last update."""
+        if self.begun:
+            engine.drop_gradients(self.zero)
+            self.updated()
 
     def after_backward(self, whole: bool) -> None:
         """whole: whether this was the step's last backward pass. Those of stage 3 without a gradient still hold the one

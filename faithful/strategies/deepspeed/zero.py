@@ -31,6 +31,7 @@ from faithful.config.strategies import BUCKET
 from faithful.errors import Refused
 from faithful.loading import meta_init
 from faithful.models import batch_norm, elementwise
+from faithful.strategies import guard
 from faithful.strategies.base import (
     GradientsElsewhere,
     Pieces,
@@ -46,6 +47,7 @@ from faithful.strategies.deepspeed.engine import (
     Fragments,
     Scaler,
     Zero,
+    added_up,
     count_gradients,
     fragment,
     gathered,
@@ -131,6 +133,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 f"{', '.join(bare[:3])}: DeepSpeed takes no parameter without dimensions, give it one, as "
                 "torch.ones(1) has, or use a ddp config"
             )
+        guard.refuse_complex(model, "DeepSpeed")
         refuse_optimizers_of_matrices(plan, optimizer, accelerator.device)
         # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
         # Under fp32 it takes no others, not even frozen ones.
@@ -201,9 +204,15 @@ class ZeRO(GradientsElsewhere, Strategy):
         engine.module.register_forward_hook(once_differentiable)
 
         def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+            held.before_backward()
             engine.set_gradient_accumulation_boundary(sync_gradients)
-            engine.backward(loss, **kwargs)
+            with added_up(zero):
+                engine.backward(loss, **kwargs)
             held.after_backward(sync_gradients)
+
+        def zero_grad(self: torch.optim.Optimizer, set_to_none: bool | None = None) -> None:
+            if accelerator.sync_gradients:
+                held.drop_gradients()
 
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
@@ -218,6 +227,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         accelerator.deepspeed_engine_wrapped.backward = backward  # pyrefly: ignore[missing-attribute]
         if stage(zero) > 1:  # Accelerate calls it in stage 1 only
             engine.no_sync = refuse_no_sync
+        engine.zero_grad = held.drop_gradients
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)
         optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
         if zero.dtype == torch.float16:
             accelerator.scaler = Scaler(zero)
@@ -391,7 +402,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
     def explain(self, error: str) -> Refused | None:
-        if said := needs_whole_model(error):
+        if said := needs_whole_model(error) or guard.second_pass(error):
             return said
         if self.plan.ram_efficient and (said := meta_init.explain(error, "zero3_init_flag")):
             return said
