@@ -1,12 +1,11 @@
 """The weight of a converted layer, as other code sees it: a parameter that returns values instead of codes.
 
-Code that knows nothing of amp8 reads parameters, for an average of weights, a norm or a histogram. It gets the true
-values. A loss that is computed from such a weight directly, without its layer, could not train it; its backward pass
-raises CodesRead.
+Code that knows nothing of amp8 reads parameters, for an average of weights, a norm or a histogram, or to compute a loss
+from them without calling their layer. It gets the true values, and their gradient is the layer's.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -204,18 +203,22 @@ def alias_of(weight: CodedWeight) -> CodedWeight:
 def value_of(x: Any) -> Any:
     if not isinstance(x, CodedWeight):
         return x
-    value = x.amp8_linear.true_weight(x.amp8_linear.plain_dtype)
+    layer = x.amp8_linear
+    value = layer.true_weight(layer.plain_dtype)
     if x.requires_grad and torch.is_grad_enabled():
-
-        def refuse(gradient: torch.Tensor) -> NoReturn:
-            raise CodesRead(
-                f"{name} was used without calling its layer, which would not train it: leave the layer out "
-                f"(skip={name.rpartition('.')[0]!r}), or read it under torch.no_grad()"
-            )
-
-        name = where(x)
-        value.requires_grad_().register_hook(refuse)
+        value = value + layer.port_for(layer.plain_dtype)  # zeros, which receive the gradient
     return value
+
+
+def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.Function.apply, which asks no __torch_function__: the forward pass, perhaps a kernel that takes
+    the address of memory, would get codes, and the gradient would reach the parameter, where nobody looks."""
+    kwargs = {key: value_of(value) for key, value in kwargs.items()}
+    return PLAIN_APPLY.__get__(None, function)(*map(value_of, args), **kwargs)
+
+
+PLAIN_APPLY = torch.autograd.Function.__dict__["apply"]
+torch.autograd.Function.apply = classmethod(apply)  # pyrefly: ignore[bad-assignment]
 
 
 def overwrite(weight: CodedWeight, value: torch.Tensor) -> CodedWeight:

@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from . import scaling
 from .choice import Skip, check, check_optimizer, choose, is_conv1d
-from .coded import CodedWeight, CodesRead
+from .coded import CodesRead
 from .comm import BUCKET, Comm, largest, partition
 from .compiled import compiled_on_cuda
 from .gradients import WeightGradient
@@ -118,9 +118,8 @@ def convert_layer(layer: Any, name: str, owner: int, state: "State", exact: bool
     layer.start(state, exact, keeps_master)
     layer.gradient = WeightGradient(layer, owner, state)
     layer.gradient.sharding = layer.sharding
-    if layer.weight.requires_grad and type(layer.weight) is not CodedWeight:
-        layer.gradient.misused = misused(name)
-        layer.weight.register_post_accumulate_grad_hook(layer.gradient.misused)
+    if layer.weight.requires_grad:
+        layer.gradient.refuse_others()
     layer.open_ports()
     return layer
 
@@ -156,21 +155,6 @@ def converted_class(layer: nn.Module) -> type[FP8Linear]:
 @functools.cache  # one for all layers: compiled blocks are alike only if the classes of their layers are
 def sharded_class(cls: type[FP8Linear], fsdp: type, deepcopy: Callable[..., Any]) -> type[FP8Linear]:
     return type(f"FSDP{cls.__name__}", (fsdp, cls), {"__deepcopy__": deepcopy})
-
-
-def misused(name: str) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that raises when a gradient reaches a converted parameter itself, which bypasses its layer."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # compiled code calls it for nothing
-            return
-        parameter.grad = None
-        raise CodesRead(
-            f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer "
-            f"out (skip={name!r})"
-        )
-
-    return hook
 
 
 @torch.no_grad()
@@ -321,7 +305,7 @@ class State:
         for gradient in arrived if reduced else ():
             parameter = gradient.linear.parameter
             for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
-                if hook is not gradient.misused:
+                if hook != gradient.misused:
                     hook(parameter)
 
     @torch.no_grad()

@@ -83,7 +83,6 @@ class WeightGradient:
         self.sharding: Sharding | None = None
         self.view: torch.Tensor | None = None  # `.grad` of the weight, when somebody has read it
         self.exposed: torch.Tensor | None = None  # under fully_shard: what we have set `.grad` to
-        self.misused: Callable[[torch.Tensor], None] | None = None  # our own hook on the weight
         self.clear()
 
     def set_phase(
@@ -163,7 +162,26 @@ class WeightGradient:
             new = new if changed is None else changed.float()
         self.add(new)
         for hook in after:
-            hook(self.linear.weight)
+            if hook != self.misused:
+                hook(self.linear.weight)
+
+    def refuse_others(self) -> None:
+        """Called when the weight requires a gradient: one that does not come through a port ends the run."""
+        weight = self.linear.weight
+        if self.misused not in (weight._post_accumulate_grad_hooks or {}).values():
+            weight.register_post_accumulate_grad_hook(self.misused)
+
+    def misused(self, parameter: torch.Tensor) -> None:
+        """Our own hook on the weight."""
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` as autograd has it
+            if parameter.grad is None:  # compiled code calls it for nothing
+                return
+            parameter.grad = None
+        name = self.linear.name
+        raise CodesRead(
+            f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer out "
+            f"(skip={name!r}), or import amp8 before the code that takes an autograd function's `apply`"
+        )
 
     def add(self, new: torch.Tensor) -> None:
         """Adds the gradient of one micro-batch, in any dtype."""

@@ -143,6 +143,10 @@ class FP8Linear(nn.Linear):
                 port.register_post_accumulate_grad_hook(self.gradient.backward_runs)
             self.ports[dtype] = port
 
+    def port_for(self, dtype: torch.dtype) -> torch.Tensor:
+        """The port for a gradient in this dtype."""
+        return self.ports.get(dtype, self.ports[torch.float32])
+
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> None:
         """Sets the weight to true values [the weight's shape, or this rank's rows], any float dtype, with a fresh
@@ -171,6 +175,8 @@ class FP8Linear(nn.Linear):
         """Called when the weight's requires_grad changes. Under O3 a weight that was frozen becomes FP8, on every rank,
         and its owner keeps what it was as the master."""
         self.trained = trained
+        if trained:
+            self.gradient.refuse_others()
         state = self.gradient.state
         if trained and state.level == "O3" and self.held.dtype == torch.float16:
             master, scale, value = self.held, self.weight_scale.clone(), self.true_weight()
@@ -248,9 +254,7 @@ class FP8Linear(nn.Linear):
         if self.sharding is not None:  # what has been gathered is the FP8 copy
             codes = self.weight.detach()
         if self.weight_trains() and torch.is_grad_enabled():
-            if self.ports[torch.float32].device != codes.device:  # the model was moved after initialize
-                self.open_ports()
-            port = self.ports.get(dtype, self.ports[torch.float32])
+            port = self.port_for(dtype)
         if self.sharding is not None:
             if self.weight.dtype != scaling.E4M3:
                 raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
@@ -355,6 +359,7 @@ class FP8Linear(nn.Linear):
             setattr(self, name, move(getattr(self, name)))
         # pyrefly: ignore[bad-assignment]
         self.held = codes_of(self.own) if self.sharding is None else None
+        self.open_ports()  # not in forward, where torch.compile may be tracing
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

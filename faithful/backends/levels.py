@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from amp8 import FP8Linear
     from faithful.accelerator import Accelerator
     from faithful.plan import Plan
+
+
+if os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP":  # before a script takes a Function's `apply`
+    with contextlib.suppress(Refused):  # the plan says it in one line
+        import_amp8("amp8")
 
 
 class MSAMP(GradientsElsewhere, Backend):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp8
 from amp8 import scaling
-from amp8.coded import CodesRead, codes_of
+from amp8.coded import PLAIN_APPLY, CodesRead, codes_of
 from amp8.linear import FP8Conv1D, FP8Linear, fp8_weight
 from amp8.recipes import RECIPES
 
@@ -418,16 +418,68 @@ def test_who_reads_a_weight_gets_its_values(level):
     assert weight.shape == value.shape and weight.requires_grad and weight.grad is None
 
 
-def test_a_loss_computed_from_a_weight_directly_is_refused():
-    linear, _ = layer()
-    for use in (
-        lambda: nn.functional.linear(seeded(32, 64), linear.weight),
-        lambda: linear.weight.square(),
-        lambda: torch.cat([linear.weight, linear.weight]),
-    ):
-        loss = use().sum()  # a look at it does no harm
-        with pytest.raises(CodesRead, match=r"0.weight was used without calling its layer.*skip='0'"):
-            loss.backward()
+class Product(torch.autograd.Function):
+    """As fused losses: it reads a weight in its forward pass, and its backward pass returns the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with torch._C.DisableTorchFunctionSubclass():  # as a kernel, which takes the address of memory
+            return x @ weight.to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.t() @ x
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, weight: Product.apply(x, weight),  # noqa: PLW0108
+        nn.functional.linear,
+        lambda x, weight: torch.cat([part @ weight.t() for part in x.chunk(4)]),
+        lambda x, weight: weight.square(),
+    ],
+)
+def test_a_loss_computed_from_a_weight_directly_trains_it(level, use):
+    linear, optimizer = layer(level)
+    x, value = seeded(32, 64), linear.true_weight().requires_grad_()
+    loss, right = use(x, linear.weight).square().sum(), use(x, value).square().sum()
+    assert torch.equal(loss, right)
+    loss.backward()
+    right.backward()
+    assert torch.equal(linear.weight.grad, rounded(value.grad, E4M3))
+    optimizer.step()
+    assert not torch.equal(linear.true_weight(), value)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("thawed", [False, True])
+def test_a_gradient_that_does_not_reach_the_layer_ends_the_run(level, thawed):
+    """As of an `apply` that was taken before amp8 was imported."""
+    model = linears(64, 48)
+    model[0].weight.requires_grad_(not thawed)
+    model, _ = start(model, level)
+    weight = model[0].weight.requires_grad_()
+    loss = PLAIN_APPLY.__get__(None, Product)(seeded(32, 64), weight).sum()
+    with pytest.raises(CodesRead, match=r"^0.weight was used without calling 0, .* or import amp8 before"):
+        loss.backward()
+
+
+def test_a_moved_model_has_its_ports_there_and_compiles_in_one_graph():
+    linear, optimizer = layer()
+    before = linear.ports[torch.float32]
+    linear._apply(torch.clone)
+    assert linear.ports[torch.float32] is not before
+    linear.to("meta")
+    assert {port.device.type for port in linear.ports.values()} == {linear.weight.device.type} == {"meta"}
+    linear, optimizer = layer()
+    linear.to("cpu")
+    torch._dynamo.reset()
+    torch.compile(linear, fullgraph=True, backend="aot_eager")(seeded(32, 64)).sum().backward()
+    assert linear.weight.grad.norm() > 0
 
 
 def test_a_weight_is_changed_by_values_or_not_at_all():
